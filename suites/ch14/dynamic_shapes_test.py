@@ -1,0 +1,181 @@
+"""Dynamic shapes: compile once for all lengths, and not once per length.
+
+Problem    GELU and RMS norm, with a weight and a residual, of sequences of several lengths, fp32.
+           test_dynamic_shapes times the first pass of a process over all lengths, compilation
+           included. test_dynamic_shapes_later times a pass when everything is compiled.
+Baseline   each_first: `dynamic=False`, so each new length is compiled.
+           each: the same, compiled before it is timed. Each kernel knows its length.
+Optimized  automatic_first: of each_first, with the default `dynamic=None`. The first length is
+           compiled. At the second one, the compiler makes the dimension that changed symbolic.
+           Later lengths use that kernel.
+           marked_first: of each_first. `torch._dynamo.mark_dynamic` makes the dimension symbolic
+           from the first length on.
+           eager_first: each_first without the compiler.
+           marked: of each. The kernel of marked_first, compiled before it is timed.
+           eager: each without the compiler.
+Bound      First pass: the compiler, on the host. Its time has no rate, so the costs count only the
+           kernels, and all compiled sides take far longer than predicted. each_first compiles as
+           often as there are lengths, automatic_first twice, marked_first once. They begin with
+           empty caches of Inductor and Triton, and import the compiler, which eager_first does not
+           need. Later passes: DRAM. The kernels do the same work and move the same bytes.
+Use when   Lengths vary. Mark the dimension if you know it, because that saves one compilation.
+           Dynamo stops compiling a function after `torch._dynamo.config.recompile_limit`
+           recompilations, and then runs it eagerly. `TORCH_LOGS=recompiles` shows why it
+           recompiled. Compile each length, or a few buckets of lengths, if kernels gain from known
+           sizes, as products and CUDA graphs do.
+"""
+
+import contextlib
+from importlib import import_module
+
+import torch
+from torch.nn import functional as F
+
+from pytest_aisp import Cost, Variant, Work, compare, fresh_process
+
+
+def lengths_of(lengths, tokens):
+    """Return different lengths around `tokens`."""
+    return [tokens + tokens * step // (4 * lengths) for step in range(lengths)]
+
+
+def inputs(device, lengths, tokens, width):
+    weight = torch.rand(width, device=device) + 0.5
+    rows = lengths_of(lengths, tokens)
+    return [torch.randn(count, width, device=device) for count in rows], weight
+
+
+def layer(x, weight):
+    return x + F.rms_norm(F.gelu(x), x.shape[-1:], weight, eps=1e-5)
+
+
+def reference(sequences, weight):
+    return [layer(x.double(), weight.double()) for x in sequences]
+
+
+# A function of its own for each way to compile: Dynamo's cache belongs to a function's code.
+def each_layer(x, weight):
+    return layer(x, weight)
+
+
+def automatic_layer(x, weight):
+    return layer(x, weight)
+
+
+def marked_layer(x, weight):
+    return layer(x, weight)
+
+
+def with_mark(x):
+    """Return an alias of x whose first dimension is symbolic. x itself stays unmarked."""
+    alias = x.detach()
+    torch._dynamo.mark_dynamic(alias, 0)
+    return alias
+
+
+def cold_caches(weight):
+    """Return a context without compiled kernels. On a CPU there is nothing to time."""
+    if not weight.is_cuda:
+        return contextlib.nullcontext()
+    return import_module("torch._inductor.utils").fresh_inductor_cache()
+
+
+@fresh_process(warmup=0)
+def each_first(sequences, weight):
+    with cold_caches(weight):
+        step = torch.compile(each_layer, dynamic=False)
+        return [step(x, weight) for x in sequences]
+
+
+@fresh_process(warmup=0)
+def automatic_first(sequences, weight):
+    with cold_caches(weight):
+        step = torch.compile(automatic_layer)
+        return [step(x, weight) for x in sequences]
+
+
+@fresh_process(warmup=0)
+def marked_first(sequences, weight):
+    with cold_caches(weight):
+        step = torch.compile(marked_layer)
+        return [step(with_mark(x), weight) for x in sequences]
+
+
+@fresh_process(warmup=0)
+def eager_first(sequences, weight):
+    return [layer(x, weight) for x in sequences]
+
+
+def each(sequences, weight):
+    step = torch.compile(each_layer, dynamic=False)
+    for x in sequences:
+        step(x, weight)
+    yield lambda: [step(x, weight) for x in sequences]
+
+
+def marked(sequences, weight):
+    step = torch.compile(marked_layer)
+    for x in sequences:
+        step(with_mark(x), weight)
+    yield lambda: [step(x, weight) for x in sequences]
+
+
+def eager(sequences, weight):
+    yield lambda: [layer(x, weight) for x in sequences]
+
+
+def total(lengths, tokens, width):
+    """Return the elements of all sequences."""
+    return width * sum(lengths_of(lengths, tokens))
+
+
+def work(lengths, tokens, width):
+    bytes_each_way = 4 * total(lengths, tokens, width)
+    return Work(read=bytes_each_way, write=bytes_each_way, terms=width, roundings=8)
+
+
+def fused(lengths, tokens, width):
+    moved = 4 * total(lengths, tokens, width)
+    return Cost(read=moved, write=moved, launches=lengths)
+
+
+def unfused(lengths, tokens, width):
+    """Return the cost of GELU, the norm, and the sum."""
+    moved = 4 * total(lengths, tokens, width)
+    one = Cost(read=moved, write=moved, launches=lengths)
+    return one + one + Cost(read=2 * moved, write=moved, launches=lengths)
+
+
+@compare(
+    baseline=each_first,
+    optimized=[automatic_first, marked_first, Variant(eager_first, at_least="yardstick")],
+    inputs=inputs,
+    reference=reference,
+    sizes=[{"lengths": 4, "tokens": 8192, "width": 1024}],
+    check_sizes=[{"lengths": 2, "tokens": 33, "width": 40}],
+    work=work,
+    bound="host",
+    costs={
+        **dict.fromkeys([each_first, automatic_first, marked_first], fused),
+        eager_first: unfused,
+    },
+)
+def test_dynamic_shapes(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
+
+
+@compare(
+    baseline=each,
+    optimized=[Variant(marked, at_least="neutral"), Variant(eager, at_least="yardstick")],
+    inputs=inputs,
+    reference=reference,
+    sizes=[{"lengths": 4, "tokens": 8192, "width": 1024}],
+    check_sizes=[{"lengths": 2, "tokens": 33, "width": 40}],
+    work=work,
+    bound="dram",
+    costs={**dict.fromkeys([each, marked], fused), eager: unfused},
+)
+def test_dynamic_shapes_later(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()

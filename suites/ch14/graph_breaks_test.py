@@ -1,0 +1,138 @@
+"""Graph breaks: decide with a tensor, because a Python `if` on data splits the graph.
+
+Problem    Blocks x = clipped(x + silu(x w)), fp32, on a few rows. If the RMS of the result is above
+           a limit, the result is scaled down to that limit. Some blocks clip and some do not.
+Baseline   broken: `torch.compile` of a block that says `if rms > limit`. Dynamo compiles the code
+           before the branch and the scaling after it as two graphs. Between them the host waits for
+           the RMS.
+Optimized  cond: of broken. `torch.cond` keeps the branch in the graph, so the block is one graph.
+           But Inductor's code for it still reads the flag on the host and then branches in Python.
+           where: of broken. `torch.where` selects the factor, so the block is one graph and the
+           host waits for nothing. `fullgraph=True` makes any graph break an error.
+           whole: of where. The loop over the blocks is compiled too, so the host enters compiled
+           code once and not once per block.
+           eager: broken without the compiler.
+Bound      The host. broken and cond wait for the GPU once per block, and each wait exposes the time
+           of a launch and of the kernels. The other sides launch two kernels per block. The costs
+           leave out the host's time to check guards and enter compiled code, which has no rate.
+           So whole and where have the same cost.
+Use when   A branch on data chooses between cheap results: compute both and select. Keep the branch
+           if one path is so expensive that a wait is cheaper. `torch._dynamo.explain` and
+           `TORCH_LOGS=graph_breaks` list the breaks of a model.
+"""
+
+import torch
+from torch.nn import functional as F
+
+from pytest_aisp import Cost, Variant, Work, compare
+
+
+def inputs(device, layers, rows, width):
+    weights = torch.randn(layers, width, width, device=device) / width**0.5
+    # Between half of what the RMS would be in the first block, and three halves of it.
+    limits = 1.2 * (0.5 + torch.rand(layers, device=device))
+    return torch.randn(rows, width, device=device), weights, limits
+
+
+def grown(x, w):
+    """Return the new x and its RMS."""
+    x = x + F.silu(x @ w)
+    return x, x.square().mean().sqrt()
+
+
+def block_if(x, w, limit):
+    x, rms = grown(x, w)
+    if rms > limit:
+        x = x * (limit / rms)
+    return x
+
+
+def block_cond(x, w, limit):
+    x, rms = grown(x, w)
+
+    def clip(x, rms, limit):
+        return x * (limit / rms)
+
+    def keep(x, rms, limit):
+        return x.clone()  # a branch must not return its input
+
+    return torch.cond(rms > limit, clip, keep, (x, rms, limit))
+
+
+def block_where(x, w, limit):
+    x, rms = grown(x, w)
+    return x * torch.where(rms > limit, limit / rms, 1.0)
+
+
+def loop(block, x, weights, limits):
+    for w, limit in zip(weights.unbind(0), limits.unbind(0), strict=True):
+        x = block(x, w, limit)
+    return x
+
+
+def loop_where(x, weights, limits):
+    return loop(block_where, x, weights, limits)
+
+
+def reference(x, weights, limits):
+    return loop_where(x.double(), weights.double(), limits.double())
+
+
+def eager(x, weights, limits):
+    return loop(block_if, x, weights, limits)
+
+
+def broken(x, weights, limits):
+    block = torch.compile(block_if, dynamic=False)
+    loop(block, x, weights, 0 * limits), loop(block, x, weights, 1e9 + limits)  # both branches
+    yield lambda: loop(block, x, weights, limits)
+
+
+def cond(x, weights, limits):
+    block = torch.compile(block_cond, dynamic=False, fullgraph=True)
+    loop(block, x, weights, limits)
+    yield lambda: loop(block, x, weights, limits)
+
+
+def where(x, weights, limits):
+    block = torch.compile(block_where, dynamic=False, fullgraph=True)
+    loop(block, x, weights, limits)
+    yield lambda: loop(block, x, weights, limits)
+
+
+def whole(x, weights, limits):
+    model = torch.compile(loop_where, dynamic=False, fullgraph=True)
+    model(x, weights, limits)
+    yield lambda: model(x, weights, limits)
+
+
+def blocks(layers, rows, width, **starts):
+    """Return the cost of all blocks. The weights stay in the L2."""
+    ops = {"fp32": 2 * rows * width**2}
+    return layers * Cost(l2=4 * width**2, ops=ops, **starts)
+
+
+@compare(
+    baseline=broken,
+    optimized=[cond, where, whole, Variant(eager, at_least="yardstick")],
+    inputs=inputs,
+    reference=reference,
+    sizes=[{"layers": 16, "rows": 8, "width": 256}],
+    check_sizes=[{"layers": 2, "rows": 5, "width": 33}],
+    work=lambda layers, rows, width: Work(
+        flops={"fp32": 2 * layers * rows * width**2}, terms=width, roundings=8 * layers
+    ),
+    bound="host",
+    costs={
+        # The product, one kernel up to the comparison, and the scaling or the copy
+        broken: lambda **size: blocks(**size, launches=3, syncs=1),
+        cond: lambda **size: blocks(**size, launches=3, syncs=1),
+        where: lambda **size: blocks(**size, launches=2),
+        whole: lambda **size: blocks(**size, launches=2),
+        # The product, silu, sum, square, mean, root, comparison, quotient, scaling
+        eager: lambda **size: blocks(**size, launches=9, syncs=1),
+    },
+)
+def test_graph_breaks(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()

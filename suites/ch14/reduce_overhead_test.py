@@ -1,0 +1,134 @@
+"""Reduce overhead: fusing removes some launches, a CUDA graph nearly all of them.
+
+Problem    A small pre-norm MLP of `layers` layers with a residual, fp32, for a few rows. The
+           weights are the parameters of a module.
+Baseline   eager: the module, five kernels per layer.
+Optimized  compiled: of eager. `torch.compile` with its default mode. All but the products of a
+           layer become one kernel or two.
+           reduce_overhead: of compiled. `mode="reduce-overhead"` captures the compiled code as a
+           CUDA graph and replays it. It copies x to where the graph reads. The result is cloned,
+           because the next call overwrites it. Parameters are read where they are.
+           captured: of compiled. The same graph by hand, from `torch.cuda.graph`. It reads x where
+           it is, and its result is not cloned, so there are no copies. It also checks no guards.
+           eager_captured: of captured, without the compiler.
+Bound      The host limits eager and compiled. The GPU limits the graphs: small kernels run one
+           after another. The costs count the weights as reads from the L2. They leave out the
+           host's time to check guards and to compare addresses, which has no rate.
+Use when   The GPU waits for the host. Start with `mode="reduce-overhead"`: it captures again when
+           a shape or a parameter's address changes, and leaves out what cannot be captured.
+           Capture by hand if the shapes are fixed and every microsecond counts. Neither helps if
+           the kernels take longer than their launches.
+"""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from pytest_aisp import Cost, Variant, Work, capture, compare
+
+
+class Mlp(nn.Module):
+    def __init__(self, weights):
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(w, requires_grad=False) for w in weights)
+
+    def forward(self, x):
+        return layered(x, self.weights)
+
+
+def layered(x, weights):
+    for weight in weights:
+        hidden = F.rms_norm(x, x.shape[-1:], eps=1e-5)
+        x = x + F.silu(hidden @ weight)
+    return x
+
+
+def state(device, layers, rows, width):
+    return torch.randn(layers, width, width, device=device) / width**0.5
+
+
+def inputs(device, layers, rows, width):
+    return (torch.randn(rows, width, device=device),)
+
+
+def reference(weights, x):
+    return layered(x.double(), weights.double())
+
+
+def eager(weights, x):
+    model = Mlp(weights)
+    yield lambda: model(x)
+
+
+def compiled(weights, x):
+    model = torch.compile(Mlp(weights), dynamic=False)
+    model(x)
+    yield lambda: model(x)
+
+
+def reduce_overhead(weights, x):
+    model = torch.compile(Mlp(weights), dynamic=False, mode="reduce-overhead")
+    for _ in range(3):  # compiles, then warms up, then captures
+        torch.compiler.cudagraph_mark_step_begin()
+        model(x)
+
+    def call():
+        torch.compiler.cudagraph_mark_step_begin()
+        return model(x).clone()
+
+    yield call
+
+
+def captured(weights, x):
+    model = torch.compile(Mlp(weights), dynamic=False)
+    model(x)
+    yield capture(lambda: model(x))
+
+
+def eager_captured(weights, x):
+    model = Mlp(weights)
+    yield capture(lambda: model(x))
+
+
+def network(layers, rows, width, **starts):
+    """Return the cost of the network. The weights stay in the L2."""
+    ops = {"fp32": 2 * layers * rows * width**2}
+    return Cost(l2=4 * layers * width**2, ops=ops, **starts)
+
+
+@compare(
+    baseline=eager,
+    optimized=[
+        compiled,
+        reduce_overhead,
+        captured,
+        Variant(eager_captured, at_least="yardstick"),
+    ],
+    state=state,
+    inputs=inputs,
+    reference=reference,
+    sizes=[{"layers": 8, "rows": 8, "width": 256}],
+    check_sizes=[{"layers": 2, "rows": 5, "width": 33}],
+    work=lambda layers, rows, width: Work(
+        flops={"fp32": 2 * layers * rows * width**2}, terms=width, roundings=8 * layers
+    ),
+    bound="launch",
+    costs={
+        # Norm, product, silu, sum
+        eager: lambda layers, **size: network(layers, **size, launches=4 * layers),
+        # The first norm, then a product and a kernel up to the next norm
+        compiled: lambda layers, **size: network(layers, **size, launches=2 * layers + 1),
+        reduce_overhead: lambda layers, **size: network(
+            layers, **size, launches=3, graph_nodes=2 * layers + 1
+        ),
+        captured: lambda layers, **size: network(
+            layers, **size, launches=1, graph_nodes=2 * layers + 1
+        ),
+        eager_captured: lambda layers, **size: network(
+            layers, **size, launches=1, graph_nodes=4 * layers
+        ),
+    },
+)
+def test_reduce_overhead(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()

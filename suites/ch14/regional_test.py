@@ -1,0 +1,115 @@
+"""Regional compilation: compile the block that repeats once, and not the model that repeats it.
+
+Problem    The first pass of a process through `blocks` equal pre-norm SwiGLU blocks, fp32, with all
+           that has to be compiled for it.
+Baseline   whole: `torch.compile` of the model. Dynamo unrolls the loop over the blocks, so the
+           compiler gets all of them in one graph.
+Optimized  regional: of whole. `torch.compile` of one block. The blocks have the same code and
+           shapes, so the second block uses what the first one compiled.
+           eager: whole without the compiler.
+Bound      The compiler, on the host. Its time has no rate, so the costs count only the kernels, and
+           both compiled sides take far longer than predicted. Tracing and generating code take
+           whole as many times longer as there are blocks. Equal kernels are compiled once on both
+           sides. Both import the compiler and begin with empty caches of Inductor and Triton.
+Use when   A model repeats a block and its start matters: a server that scales out, a debugging
+           session, a test. What it costs later is in `train_step_test.py` of chapter 13: nothing is
+           fused across blocks, and the host checks guards once per block. A cache of compiled code
+           on disk helps the second start of either side, but not the first.
+"""
+
+import contextlib
+from importlib import import_module
+
+import torch
+from torch.nn import functional as F
+
+from pytest_aisp import Cost, Variant, Work, compare, fresh_process
+
+
+def inputs(device, blocks, rows, width):
+    x = torch.randn(rows, width, device=device)
+    norms = torch.rand(blocks, width, device=device) + 0.5
+    ups = torch.randn(blocks, width, 4 * width, device=device) * width**-0.5
+    downs = torch.randn(blocks, 2 * width, width, device=device) * (2 * width) ** -0.5
+    return x, norms, ups, downs
+
+
+def one_block(x, norm, up, down):
+    gate, value = (F.rms_norm(x, x.shape[-1:], norm, eps=1e-5) @ up).chunk(2, dim=-1)
+    return x + (F.silu(gate) * value) @ down
+
+
+def all_blocks(x, norms, ups, downs, block=one_block):
+    layers = zip(norms.unbind(0), ups.unbind(0), downs.unbind(0), strict=True)
+    for norm, up, down in layers:
+        x = block(x, norm, up, down)
+    return x
+
+
+def reference(*tensors):
+    return all_blocks(*(tensor.double() for tensor in tensors))
+
+
+def cold_caches(x):
+    """Return a context without compiled kernels. On a CPU there is nothing to time."""
+    if not x.is_cuda:
+        return contextlib.nullcontext()
+    return import_module("torch._inductor.utils").fresh_inductor_cache()
+
+
+@fresh_process(warmup=0)
+def whole(x, norms, ups, downs):
+    with cold_caches(x):
+        return torch.compile(all_blocks, dynamic=False)(x, norms, ups, downs)
+
+
+@fresh_process(warmup=0)
+def regional(x, norms, ups, downs):
+    with cold_caches(x):
+        block = torch.compile(one_block, dynamic=False)
+        return all_blocks(x, norms, ups, downs, block)
+
+
+@fresh_process(warmup=0)
+def eager(x, norms, ups, downs):
+    return all_blocks(x, norms, ups, downs)
+
+
+def moved(blocks, rows, width):
+    """Return the bytes of the weights, which the products read."""
+    return 4 * blocks * (6 * width**2 + width)
+
+
+def first_pass(blocks, rows, width, launches):
+    """Return the cost of all blocks. Activations stay in the L2."""
+    ops = {"fp32": 12 * blocks * rows * width**2}
+    activations = 4 * rows * width
+    read = moved(blocks, rows, width) + activations
+    return Cost(read=read, write=activations, ops=ops, launches=launches * blocks)
+
+
+@compare(
+    baseline=whole,
+    optimized=[regional, Variant(eager, at_least="yardstick")],
+    inputs=inputs,
+    reference=reference,
+    sizes=[{"blocks": 16, "rows": 64, "width": 1024}],
+    check_sizes=[{"blocks": 2, "rows": 5, "width": 40}],
+    work=lambda blocks, rows, width: Work(
+        read=moved(blocks, rows, width),
+        flops={"fp32": 12 * blocks * rows * width**2},
+        terms=2 * width,
+        roundings=8 * blocks,
+    ),
+    bound="host",
+    costs={
+        # Norm, product, SwiGLU, product. The sum joins a norm where the compiler sees both.
+        whole: lambda **size: first_pass(**size, launches=4),
+        regional: lambda **size: first_pass(**size, launches=5),
+        # Norm, product, silu, product of gate and value, product, sum
+        eager: lambda **size: first_pass(**size, launches=6),
+    },
+)
+def test_regional(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
