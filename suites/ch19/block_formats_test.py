@@ -1,0 +1,282 @@
+"""Blocks that share a scale: quantize to MXFP8 or NVFP4 in one pass.
+
+Problem    x (rows, k) in bf16 becomes codes and scales, as a Blackwell GPU's products take them but
+           in plain order. MXFP8: a code of e4m3 per element, and per 32 a scale that is a power of
+           two, one byte. NVFP4: a code of e2m1 per element, two to a byte, and per 16 a scale of
+           e4m3. NVFP4's scale of the whole tensor is 1 here.
+Baseline   eager: the definition in PyTorch, one kernel for each operation.
+           eager_fp4: the same for NVFP4.
+Optimized  compiled: of eager, through `torch.compile`.
+           fused: of eager. One Triton kernel.
+           compiled_fp4: of eager_fp4, through `torch.compile`.
+           fused_fp4: of eager_fp4. One Triton kernel.
+Bound      DRAM. One pass reads 2 bytes per element and writes about 1, or about a half. eager
+           writes and reads its intermediate values, most of them in fp32.
+Use when   You quantize in the call, as for activations. Then one pass is the difference between a
+           gain and a loss of the whole product. The page accepts no error: codes and scales must be
+           those of the definition, bit for bit. The formats themselves lose accuracy. MXFP8 rounds
+           an element by up to 2^-4 of it. Its largest elements lose up to 2^-3, because the scale
+           is a power of two and what is above 448 of them is cut off. NVFP4 rounds an element by up
+           to a third of it. What is below a quarter of a scale becomes 0.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+from pytest_aisp import Conditions, Cost, Work, compare
+
+from .rounding import to_even
+
+MX, NV = 32, 16  # elements of a block
+E4M3, E2M1 = 448.0, 6.0  # the largest numbers
+SIXTH = 1 / E2M1
+"""Times six times any number of 5 bits, this rounds to that number in fp32. So both sides round
+values between two numbers of e4m3 as the reference does, which divides."""
+BIAS = 127  # of the exponents of fp32 and of MXFP8's scales
+# Between two neighbors among e2m1's 0, 0.5, 1, 1.5, 2, 3, 4 and 6, and whether the middle itself
+# rounds up, to the code that is even.
+MIDDLES = ((0.25, False), (0.75, True), (1.25, False), (1.75, True))
+MIDDLES += ((2.5, False), (3.5, True), (5.0, False))
+
+
+def inputs(device, rows, k):
+    # Each block of 16 has a size of its own, between 2^-4 and 2^3. Larger ones would need the
+    # scale of the tensor.
+    size = torch.randint(-4, 4, (rows, k // NV, 1), device=device).float().exp2()
+    x = torch.randn(rows, k // NV, NV, device=device) * size
+    return (x.view(rows, k).bfloat16(),)
+
+
+def nearest(x, numbers):
+    """Return which of the ascending `numbers` is nearest to each element, and of two the even."""
+    above = torch.searchsorted(numbers, x).clamp(1, len(numbers) - 1)
+    low, high = x - numbers[above - 1], numbers[above] - x
+    up = (high < low) | ((high == low) & (above % 2 == 0))
+    return torch.where(up, above, above - 1)
+
+
+def codes_of_definition(x, numbers):
+    """Return the codes in the order of the numbers, with the sign in the bit above them."""
+    sign = (x.signbit()) * len(numbers)
+    return (nearest(x.abs(), numbers) + sign).to(torch.uint8)
+
+
+def floats(exponents, mantissas, bias, device):
+    """Return the numbers of a small float format in float64, in the order of their codes."""
+    code = torch.arange(exponents * mantissas, device=device, dtype=torch.float64)
+    exponent, fraction = code.div(mantissas, rounding_mode="floor"), code % mantissas / mantissas
+    normal = (1 + fraction) * (exponent - bias).exp2()
+    return torch.where(exponent > 0, normal, fraction * 2.0 ** (1 - bias))
+
+
+def reference(x):
+    blocks = x.double().view(len(x), -1, MX)
+    largest = blocks.abs().amax(dim=-1)
+    exponent = torch.where(largest > 0, largest, 2.0**-BIAS).log2().floor() - 8
+    exponent = exponent.clamp(min=-BIAS)
+    numbers = floats(16, 8, 7, x.device)[:127]  # the last code is NaN
+    scaled = blocks * (-exponent).exp2().unsqueeze(-1)
+    near = nearest(scaled.abs(), numbers) + scaled.signbit() * 128
+    return near.to(torch.uint8).view(x.shape), (exponent + BIAS).to(torch.uint8)
+
+
+def reference_fp4(x):
+    blocks = x.double().view(len(x), -1, NV)
+    numbers = floats(16, 8, 7, x.device)[:127]
+    scales = nearest(blocks.abs().amax(dim=-1) / E2M1, numbers)
+    divisor = numbers[scales].clamp(min=2.0**-9).unsqueeze(-1)
+    near = nearest((blocks / divisor).abs(), floats(4, 2, 1, x.device)) + blocks.signbit() * 8
+    near = near.to(torch.uint8).view(x.shape)
+    return near[:, ::2] | near[:, 1::2] << 4, scales.to(torch.uint8)
+
+
+def mxfp8(x):
+    blocks = x.float().view(len(x), -1, MX)
+    largest = blocks.abs().amax(dim=-1)
+    # The exponent of e4m3's largest number is 8. Then the largest element is below 512.
+    exponent = ((largest.view(torch.int32) >> 23) - 8).clamp(min=0)
+    scaled = blocks * ((2 * BIAS - exponent) << 23).view(torch.float32).unsqueeze(-1)
+    codes = scaled.clamp(-E4M3, E4M3).to(torch.float8_e4m3fn)
+    return codes.view(torch.uint8).view(x.shape), exponent.to(torch.uint8)
+
+
+def nvfp4(x):
+    blocks = x.float().view(len(x), -1, NV)
+    scales = (blocks.abs().amax(dim=-1) * SIXTH).to(torch.float8_e4m3fn)
+    size, scale = blocks.abs(), scales.float().clamp(min=2.0**-9).unsqueeze(-1)
+    codes = (blocks.view(torch.int32) >> 28) & 8
+    # The products are exact, and a quotient would be rounded.
+    for middle, up in MIDDLES:
+        codes += (size >= middle * scale) if up else (size > middle * scale)
+    codes = codes.to(torch.uint8).view(x.shape)
+    return codes[:, ::2] | codes[:, 1::2] << 4, scales.view(torch.uint8)
+
+
+@functools.cache
+def compiled_form(definition):
+    return torch.compile(definition, dynamic=False)
+
+
+def eager(x):
+    return mxfp8(x)
+
+
+def compiled(x):
+    return compiled_form(mxfp8)(x)
+
+
+def eager_fp4(x):
+    return nvfp4(x)
+
+
+def compiled_fp4(x):
+    return compiled_form(nvfp4)(x)
+
+
+@triton.jit
+def mxfp8_kernel(x, codes, scales, blocks, BLOCKS: tl.constexpr):
+    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    at = block[:, None].to(tl.int64) * 32 + tl.arange(0, 32)[None, :]
+    here = block[:, None] < blocks
+    values = tl.load(x + at, mask=here, other=0.0).to(tl.float32)
+    largest = tl.max(tl.abs(values), axis=1)
+    exponent = tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) - 8, 0)
+    factor = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    scaled = values * factor[:, None]
+    # Below 2^-6 e4m3's step is 2^-9. Adding a number whose step that is rounds to it.
+    small = (scaled + 3 * 2.0**13) - 3 * 2.0**13
+    rounded = tl.where(tl.abs(scaled) < 2.0**-6, small, to_even(scaled, DROPPED=20))
+    rounded = tl.minimum(tl.maximum(rounded, -448.0), 448.0)
+    code = rounded.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    # The sign of a zero.
+    code |= ((values.to(tl.int32, bitcast=True) >> 24) & 128).to(tl.uint8)
+    tl.store(codes + at, code, mask=here)
+    tl.store(scales + block, exponent.to(tl.uint8), mask=block < blocks)
+
+
+@triton.jit
+def e2m1(size, scale):
+    code = (size > 0.25 * scale).to(tl.int32) + (size >= 0.75 * scale).to(tl.int32)
+    code += (size > 1.25 * scale).to(tl.int32) + (size >= 1.75 * scale).to(tl.int32)
+    code += (size > 2.5 * scale).to(tl.int32) + (size >= 3.5 * scale).to(tl.int32)
+    return code + (size > 5.0 * scale).to(tl.int32)
+
+
+@triton.jit
+def nvfp4_kernel(x, codes, scales, blocks, SIXTH: tl.constexpr, BLOCKS: tl.constexpr):
+    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+    at = block[:, None].to(tl.int64) * 16 + tl.arange(0, 16)[None, :]
+    here = block[:, None] < blocks
+    values = tl.load(x + at, mask=here, other=0.0).to(tl.float32)
+    share = tl.max(tl.abs(values), axis=1) * SIXTH
+    small = (share + 3 * 2.0**13) - 3 * 2.0**13  # as in mxfp8_kernel
+    share = tl.where(share < 2.0**-6, small, to_even(share, DROPPED=20))
+    share = tl.minimum(share, 448.0)
+    scale = tl.maximum(share, 2.0**-9)[:, None]
+    code = e2m1(tl.abs(values), scale) + ((values.to(tl.int32, bitcast=True) >> 28) & 8)
+    first, second = tl.split(tl.reshape(code, (BLOCKS, 8, 2)))
+    pairs = block[:, None].to(tl.int64) * 8 + tl.arange(0, 8)[None, :]
+    tl.store(codes + pairs, (first | second << 4).to(tl.uint8), mask=here)
+    stored = share.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    tl.store(scales + block, stored, mask=block < blocks)
+
+
+def launch(kernel, x, codes, size, blocks_each, **constants):
+    rows, k = x.shape
+    codes = torch.empty(rows, codes, device=x.device, dtype=torch.uint8)
+    scales = torch.empty(rows, k // size, device=x.device, dtype=torch.uint8)
+    blocks = scales.numel()
+    grid = (triton.cdiv(blocks, blocks_each),)
+    kernel[grid](x, codes, scales, blocks, **constants, BLOCKS=blocks_each)
+    return codes, scales
+
+
+def fused(x):
+    return launch(mxfp8_kernel, x, x.shape[1], MX, 64)
+
+
+def fused_fp4(x):
+    return launch(nvfp4_kernel, x, x.shape[1] // 2, NV, 128, SIXTH=SIXTH)
+
+
+def passes(elements, *each):
+    """Return the cost of kernels after one another, with bytes read and written per element."""
+    first, *others = [
+        Cost(read=read * elements, write=write * elements, launches=1) for read, write in each
+    ]
+    return sum(others, start=first)
+
+
+def eager_cost(rows, k):
+    # To fp32, absolute values, largest of each block; scaled, cut off, rounded. The six kernels
+    # between them have one element per block.
+    largest = passes(rows * k, (2, 4), (4, 4), (4, 4 / MX))
+    return largest + Cost(launches=6) + passes(rows * k, (4, 4), (4, 4), (4, 1))
+
+
+def eager_fp4_cost(rows, k):
+    # As above, then absolute values, and the sign in two steps. For each middle: a comparison, and
+    # an addition to the codes, which have 4 bytes. The last ones make bytes and join pairs of them.
+    largest = passes(rows * k, (2, 4), (4, 4), (4, 4 / NV))
+    signs = passes(rows * k, (4, 4), (4, 4), (4, 4))
+    middles = len(MIDDLES) * passes(rows * k, (4, 1), (5, 4))
+    small = Cost(launches=4 + len(MIDDLES))
+    return largest + small + signs + middles + passes(rows * k, (4, 1), (1, 0.5), (1.5, 0.5))
+
+
+def one_pass(rows, k, code, block):
+    elements = rows * k
+    return Cost(read=2 * elements, write=code * elements + elements / block, launches=1)
+
+
+def mxfp8_cost(rows, k):
+    return one_pass(rows, k, 1, MX)
+
+
+def nvfp4_cost(rows, k):
+    return one_pass(rows, k, 0.5, NV)
+
+
+def work(rows, k, code, block):
+    return Work(read=2 * rows * k, write=code * rows * k + rows * k / block)
+
+
+SIZES = [{"rows": 8192, "k": 8192}]
+CHECK_SIZES = [{"rows": 5, "k": 96}, {"rows": 33, "k": 2080}]
+
+
+@compare(
+    baseline=eager,
+    optimized=[compiled, fused],
+    inputs=inputs,
+    reference=reference,
+    sizes=SIZES,
+    check_sizes=CHECK_SIZES,
+    work=lambda rows, k: work(rows, k, 1, MX),
+    bound="dram",
+    costs={eager: eager_cost, compiled: mxfp8_cost, fused: mxfp8_cost},
+    conditions=Conditions(needs="fp8"),
+)
+def test_block_formats(pair):
+    pair.assert_equivalent(exact=True)
+    pair.assert_speedup()
+
+
+@compare(
+    baseline=eager_fp4,
+    optimized=[compiled_fp4, fused_fp4],
+    inputs=inputs,
+    reference=reference_fp4,
+    sizes=SIZES,
+    check_sizes=CHECK_SIZES,
+    work=lambda rows, k: work(rows, k, 0.5, NV),
+    bound="dram",
+    costs={eager_fp4: eager_fp4_cost, compiled_fp4: nvfp4_cost, fused_fp4: nvfp4_cost},
+    conditions=Conditions(needs="fp8"),
+)
+def test_block_formats_of_four_bits(pair):
+    pair.assert_equivalent(exact=True)
+    pair.assert_speedup()
