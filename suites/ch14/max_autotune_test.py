@@ -1,0 +1,155 @@
+"""Max-autotune: let the compiler time products, and put what follows into the fastest one.
+
+Problem    x + silu(h w), bf16 with fp32 sums: a product, an activation and a residual.
+           test_max_autotune has a short inner dimension k, test_max_autotune_deeper a long one.
+           test_max_autotune_alone has only the product h w.
+Baseline   compiled: `torch.compile` with its default mode. The product is cuBLAS's. One kernel then
+           reads it and x, and writes the result.
+           library: `torch.matmul`, in test_max_autotune_alone.
+Optimized  autotuned: of compiled. `mode="max-autotune-no-cudagraphs"` times Triton products beside
+           cuBLAS's. A Triton product can take activation and residual into its epilogue. Then the
+           product is neither written nor rounded.
+           eager: compiled without the compiler.
+           autotuned_alone: of library. The same mode for a product alone.
+Bound      With a short k, DRAM: the epilogue saves a write and a read of the product. With a long k
+           and for the product alone, tensor cores. Which product is chosen is not known before a
+           run. The costs of autotuned assume a Triton product with an epilogue, and those of
+           autotuned_alone any product.
+Use when   Products are followed by pointwise operations, or have shapes for which the library is
+           slow. Where cuBLAS is good and k is long, there is little to gain. The tuning takes long
+           and is repeated for each shape, so keep its cache, or deploy compiled code.
+"""
+
+import torch
+from torch.nn import functional as F
+
+from pytest_aisp import Cost, Variant, Work, compare
+
+MODE = "max-autotune-no-cudagraphs"  # CUDA graphs are another page
+
+
+def inputs(device, m, n, k):
+    h = torch.randn(m, k, device=device)
+    w = torch.randn(k, n, device=device) * k**-0.5
+    return tuple(tensor.bfloat16() for tensor in (h, w, torch.randn(m, n, device=device)))
+
+
+def gated(h, w, x):
+    return x + F.silu(h @ w)
+
+
+def reference(h, w, x):
+    return gated(h.double(), w.double(), x.double())
+
+
+def eager(h, w, x):
+    yield lambda: gated(h, w, x)
+
+
+def compiled(h, w, x):
+    step = torch.compile(gated, dynamic=False)
+    step(h, w, x)
+    yield lambda: step(h, w, x)
+
+
+def autotuned(h, w, x):
+    step = torch.compile(gated, dynamic=False, mode=MODE)
+    step(h, w, x)
+    yield lambda: step(h, w, x)
+
+
+def inputs_alone(device, m, n, k):
+    return inputs(device, m, n, k)[:2]
+
+
+def reference_alone(h, w):
+    return h.double() @ w.double()
+
+
+def library(h, w):
+    yield lambda: torch.matmul(h, w)
+
+
+def autotuned_alone(h, w):
+    step = torch.compile(torch.matmul, dynamic=False, mode=MODE)
+    step(h, w)
+    yield lambda: step(h, w)
+
+
+def product(m, n, k):
+    return Cost(read=2 * (m + n) * k, write=2 * m * n, ops={"bf16": 2 * m * n * k}, launches=1)
+
+
+def pointwise(m, n, operands):
+    return Cost(read=2 * operands * m * n, write=2 * m * n, launches=1)
+
+
+def fused(m, n, k):
+    ops = {"bf16": 2 * m * n * k}
+    return Cost(read=2 * ((m + n) * k + m * n), write=2 * m * n, ops=ops, launches=1)
+
+
+def work(m, n, k):
+    read = 2 * ((m + n) * k + m * n)
+    flops = {"bf16": 2 * m * n * k}
+    return Work(read=read, write=2 * m * n, flops=flops, terms=k, roundings=3)
+
+
+def work_alone(m, n, k):
+    flops = {"bf16": 2 * m * n * k}
+    return Work(read=2 * (m + n) * k, write=2 * m * n, flops=flops, terms=k)
+
+
+COSTS = {
+    eager: lambda m, n, k: product(m, n, k) + pointwise(m, n, 1) + pointwise(m, n, 2),
+    compiled: lambda m, n, k: product(m, n, k) + pointwise(m, n, 2),
+    autotuned: fused,
+}
+
+
+@compare(
+    baseline=compiled,
+    optimized=[autotuned, Variant(eager, at_least="yardstick")],
+    inputs=inputs,
+    reference=reference,
+    sizes=[{"m": 16384, "n": 8192, "k": 256}],
+    check_sizes=[{"m": 33, "n": 40, "k": 24}],
+    work=work,
+    bound="dram",
+    costs=COSTS,
+)
+def test_max_autotune(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
+
+
+@compare(
+    baseline=compiled,
+    optimized=[Variant(autotuned, at_least="neutral"), Variant(eager, at_least="yardstick")],
+    inputs=inputs,
+    reference=reference,
+    sizes=[{"m": 8192, "n": 8192, "k": 4096}],
+    check_sizes=[{"m": 33, "n": 40, "k": 24}],
+    work=work,
+    bound="tensor",
+    costs=COSTS,
+)
+def test_max_autotune_deeper(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
+
+
+@compare(
+    baseline=library,
+    optimized=[Variant(autotuned_alone, at_least="yardstick")],
+    inputs=inputs_alone,
+    reference=reference_alone,
+    sizes=[{"m": 8192, "n": 8192, "k": 4096}],
+    check_sizes=[{"m": 33, "n": 40, "k": 24}],
+    work=work_alone,
+    bound="tensor",
+    costs={library: product, autotuned_alone: product},
+)
+def test_max_autotune_alone(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
