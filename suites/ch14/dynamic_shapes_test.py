@@ -10,14 +10,13 @@ Optimized  automatic_first: of each_first, with the default `dynamic=None`. The 
            Later lengths use that kernel.
            marked_first: of each_first. `torch._dynamo.mark_dynamic` makes the dimension symbolic
            from the first length on.
-           eager_first: each_first without the compiler.
            marked: of each. The kernel of marked_first, compiled before it is timed.
            eager: each without the compiler.
 Bound      First pass: the compiler, on the host. Its time has no rate, so the costs count only the
            kernels, and all compiled sides take far longer than predicted. each_first compiles as
            often as there are lengths, automatic_first twice, marked_first once. They begin with
-           empty caches of Inductor and Triton, and import the compiler, which eager_first does not
-           need. Later passes: DRAM. The kernels do the same work and move the same bytes.
+           empty caches of Inductor and Triton, and also import the compiler. Later passes: DRAM.
+           The kernels do the same work and move the same bytes.
 Use when   Lengths vary. Mark the dimension if you know it, because that saves one compilation.
            Dynamo stops compiling a function after `torch._dynamo.config.recompile_limit`
            recompilations, and then runs it eagerly. `TORCH_LOGS=recompiles` shows why it
@@ -77,7 +76,7 @@ def cold_caches(weight):
     """Return a context without compiled kernels. On a CPU there is nothing to time."""
     if not weight.is_cuda:
         return contextlib.nullcontext()
-    return import_module("torch._inductor.utils").fresh_inductor_cache()
+    return import_module("torch._inductor.utils").fresh_cache()
 
 
 @fresh_process(warmup=0)
@@ -99,11 +98,6 @@ def marked_first(sequences, weight):
     with cold_caches(weight):
         step = torch.compile(marked_layer)
         return [step(with_mark(x), weight) for x in sequences]
-
-
-@fresh_process(warmup=0)
-def eager_first(sequences, weight):
-    return [layer(x, weight) for x in sequences]
 
 
 def each(sequences, weight):
@@ -148,17 +142,14 @@ def unfused(lengths, tokens, width):
 
 @compare(
     baseline=each_first,
-    optimized=[automatic_first, marked_first, Variant(eager_first, at_least="yardstick")],
+    optimized=[automatic_first, marked_first],
     inputs=inputs,
     reference=reference,
     sizes=[{"lengths": 4, "tokens": 8192, "width": 1024}],
     check_sizes=[{"lengths": 2, "tokens": 33, "width": 40}],
     work=work,
     bound="host",
-    costs={
-        **dict.fromkeys([each_first, automatic_first, marked_first], fused),
-        eager_first: unfused,
-    },
+    costs=dict.fromkeys([each_first, automatic_first, marked_first], fused),
 )
 def test_dynamic_shapes(pair):
     pair.assert_equivalent()

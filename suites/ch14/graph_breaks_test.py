@@ -12,10 +12,10 @@ Optimized  cond: of broken. `torch.cond` keeps the branch in the graph, so the b
            whole: of where. The loop over the blocks is compiled too, so the host enters compiled
            code once and not once per block.
            eager: broken without the compiler.
-Bound      The host. broken and cond wait for the GPU once per block, and each wait exposes the time
-           of a launch and of the kernels. The other sides launch two kernels per block. The costs
-           leave out the host's time to check guards and enter compiled code, which has no rate.
-           So whole and where have the same cost.
+Bound      The host. broken, cond and eager wait for the GPU once per block, and nothing is launched
+           during a wait. where and whole never wait, and launch two kernels per block. The costs
+           leave out the host's time to check guards and enter compiled code, which has no rate. So
+           where and whole have the same cost.
 Use when   A branch on data chooses between cheap results: compute both and select. Keep the branch
            if one path is so expensive that a wait is cheaper. `torch._dynamo.explain` and
            `TORCH_LOGS=graph_breaks` list the breaks of a model.

@@ -54,7 +54,7 @@ def cold_caches(x):
     """Return a context without compiled kernels. On a CPU there is nothing to time."""
     if not x.is_cuda:
         return contextlib.nullcontext()
-    return import_module("torch._inductor.utils").fresh_inductor_cache()
+    return import_module("torch._inductor.utils").fresh_cache()
 
 
 @fresh_process(warmup=0)
@@ -93,7 +93,7 @@ def first_pass(blocks, rows, width, launches):
     optimized=[regional, Variant(eager, at_least="yardstick")],
     inputs=inputs,
     reference=reference,
-    sizes=[{"blocks": 16, "rows": 64, "width": 1024}],
+    sizes=[{"blocks": 8, "rows": 64, "width": 1024}],
     check_sizes=[{"blocks": 2, "rows": 5, "width": 40}],
     work=lambda blocks, rows, width: Work(
         read=moved(blocks, rows, width),
