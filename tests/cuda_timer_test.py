@@ -53,7 +53,9 @@ class Event:
 @pytest.fixture
 def gpu(monkeypatch):
     """Replace torch's CUDA functions. `gpu.captures` is whether sides can be captured."""
-    state = SimpleNamespace(captures=True, latency=[270.0, 270.0, 620.0] * 99, nodes="KERNEL")
+    state = SimpleNamespace(
+        captures=True, latency=[270.0, 620.0, 270.0, 270.0, 620.0] * 99, nodes="KERNEL"
+    )
     state.allocated = state.peak = 0
 
     def capture(run):
@@ -179,7 +181,7 @@ def test_a_slowdown_is_planted_in_the_second_side_only(gpu):
 
 def test_check_times_reports_graph_nodes_and_l2_latency(gpu):
     assert timer_of(pool_of(), known=("graph", [CALLS, CALLS])).check_times() == {
-        "l2_cycles": {"added": [270.0, 620.0], "doubled": [270.0, 620.0]},
+        "l2_cycles": {"added": [270.0, 620.0, 620.0], "doubled": [270.0, 620.0, 620.0]},
         "graph_nodes": {"baseline": {"kernel": 1}, "optimized": {"kernel": 1}},
     }
 
@@ -238,7 +240,7 @@ def test_memory_held_by_preparation_is_counted_per_slot(gpu, monkeypatch):
 
 def test_a_warm_l2_is_refused(gpu):
     timer = timer_of(pool_of())
-    gpu.latency[:] = [270.0] * 99
+    gpu.latency[:] = [270.0, 620.0] + [270.0] * 97
     with pytest.raises(SideError, match="added: the L2 is not cold: a load takes 270 cycles when"):
         timer.check_times()
     with without(["cold-l2"]):
@@ -251,7 +253,7 @@ def test_a_long_call_uses_two_slots_and_skips_the_l2_check(gpu, monkeypatch):
     long, short = (window.counted for window in timer.windows)
     assert (long, short % 4) == (2, 0)
     assert short == pytest.approx(280, abs=4), "both windows last alike"
-    monkeypatch.setattr(l2, "measure", lambda window, read: l2.Latency(270.0, 270.0))
+    monkeypatch.setattr(l2, "measure", lambda *given: l2.Latency(270.0, 270.0, 620.0))
     with pytest.raises(SideError, match="doubled: the L2 is not cold"):
         timer.check_times()
 
@@ -319,6 +321,28 @@ def test_kernels_that_run_longer_than_the_windows_are_refused(gpu, monkeypatch):
     assert timer.profile([2e-5, 2e-5])["doubled"].launches == {"k": 1.0}
     with pytest.raises(SideError, match="doubled: kernels run for 20 us a call"):
         timer.profile([2e-5, 1e-6])
+
+
+@pytest.mark.parametrize(
+    ("replayed", "refused"),
+    [
+        pytest.param(cross_check.KernelProfile({"k": 4.0}, 1e-5), False, id="overlap"),
+        pytest.param(cross_check.KernelProfile({"k": 2.0}, 1e-5), True, id="fewer kernels"),
+        pytest.param(cross_check.KernelProfile({"other": 4.0}, 1e-5), True, id="other kernels"),
+        pytest.param(cross_check.KernelProfile({}, 0.0), True, id="nothing"),
+    ],
+)
+def test_kernels_may_overlap_in_a_graph_more_than_as_called(gpu, monkeypatch, replayed, refused):
+    timer = timer_of(pool_of())
+    profiles = {False: cross_check.KernelProfile({"k": 4.0}, 2e-5), True: replayed}
+    monkeypatch.setattr(
+        cuda_timer, "profile_kernels", lambda work, calls: profiles[work.__self__ in timer.windows]
+    )
+    if refused:
+        with pytest.raises(SideError, match="added: kernels run for 20 us a call"):
+            timer.profile([1e-5, 1e-5])
+    else:
+        timer.profile([1e-5, 1e-5])
 
 
 def test_out_of_memory_on_the_other_clock_is_only_a_note(gpu, monkeypatch):

@@ -74,6 +74,10 @@ class GraphWindow:
         seconds = float(self._start.elapsed_time(self._end)) * 1e-3
         return current_group().slowest(seconds) / self.counted
 
+    def replay(self) -> None:
+        """Replay the graph once. Nothing is timed."""
+        self._graph.replay()
+
     def nodes(self) -> dict[str, int]:
         """Return the number of nodes of each type in the graph. May raise `Uncounted`."""
         return count_nodes(self._graph)

@@ -245,7 +245,7 @@ class CudaPairTimer:
             results |= check_nodes(graphs)
             rotates = pair.l2 == "cold" and pair.state is None and pair.bound not in LINKS
             if rotates and not pair.multi_rank:
-                results |= l2.check_cold(graphs, len(self.pool.slots))
+                results |= l2.check_cold(graphs, len(self.pool.slots), self._l2_bytes)
         for window in self.windows:
             if isinstance(window, HostWindow):
                 continue
@@ -256,19 +256,35 @@ class CudaPairTimer:
     def profile(self, seconds: Sequence[float]) -> dict[str, KernelProfile]:
         """Profile both sides. Refuse a side whose kernels run longer than its `seconds` per call.
 
-        This runs the sides again. There are two cases in which no side is refused: on the host's
-        clock, which waits for all work anyway, and with several ranks, where kernels may wait
-        until the profilers of other ranks have started.
+        This runs the sides again. On the graph clock, it must be so in a replay, too. No side is
+        refused on the host's clock, which waits for all work anyway, or with several ranks, where
+        kernels may wait until the profilers of other ranks have started.
         """
         profiles = {}
-        for side, expected in zip(self.sides, seconds, strict=True):
+        for side, window, expected in zip(self.sides, self.windows, seconds, strict=True):
             profile = profile_kernels(side.round, len(side.calls))
             side.restore()
             wrong = profile.contradiction(expected)
-            if wrong and self.clock != "host" and current_group().world == 1:
+            known = self.clock != "host" and current_group().world == 1
+            if wrong and known and self._runs_longer(window, profile, expected):
                 raise SideError(f"{side.name}: {wrong}")
             profiles[side.name] = profile
         return profiles
+
+    def _runs_longer(self, window: CudaWindow, called: KernelProfile, expected: float) -> bool:
+        """Return whether kernels run longer than `expected` in a replay, if there is one, too.
+
+        Kernels of several streams, or with programmatic dependent launch, overlap in a graph. When
+        Python launches them, they often do not. The replay must run the same kernels.
+        """
+        if not isinstance(window, GraphWindow):
+            return True
+        replayed = profile_kernels(window.replay, window.calls)
+        window.side.restore()
+        same = replayed.launches.keys() == called.launches.keys() and all(
+            abs(replayed.launches[name] - count) < 0.5 for name, count in called.launches.items()
+        )
+        return not same or bool(replayed.contradiction(expected))
 
     def other_clock(self) -> dict[str, object]:
         """Return each side's seconds per call from the other clock, which the verdict does not use.

@@ -1,6 +1,6 @@
 // stamp: write the GPU's own nanosecond counter to at[index].
 // chase: follow `next` for `steps` loads that miss the L1, each waiting for the one before; write the
-//   cycles of a load to found[0] and where it ended to found[1].
+//   cycles of a load to found[0] and where it ended to found[1]. The L2 evicts these lines first.
 // watch: read the nanosecond counter for `length` ns, and write to row `index` of found: the first
 //   and the last reading, the sum and the longest of the steps of at least `least` ns, and the
 //   shortest step above 0.
@@ -40,16 +40,21 @@ __device__ long long cycles() {
   return now;
 }
 
-__device__ int load_past_l1(const int* at) {
+__device__ int load_past_l1(const int* at, unsigned long long policy) {
   int value;
-  asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
+  asm volatile("ld.global.cg.L2::cache_hint.s32 %0, [%1], %2;"
+               : "=r"(value)
+               : "l"(at), "l"(policy)
+               : "memory");
   return value;
 }
 
 extern "C" __global__ void chase(const int* next, int steps, long long* found) {
+  unsigned long long policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   int at = 0;
   const long long start = cycles();
-  for (int step = 0; step < steps; ++step) at = load_past_l1(next + at);
+  for (int step = 0; step < steps; ++step) at = load_past_l1(next + at, policy);
   found[0] = (cycles() - start) / steps;
   found[1] = at;
 }
