@@ -1,0 +1,240 @@
+"""KV cache in 8 bits: a decode step reads the whole cache, so make the cache smaller.
+
+Problem    Attention of one new token per sequence: 64 heads in 8 groups, each of which shares keys
+           and values, with 128 numbers per head. Queries, cache and outputs are in bf16. The cache
+           is the page's state.
+Baseline   library: `torch.nn.functional.scaled_dot_product_attention`.
+Optimized  streamed: two Triton kernels. The first attends to 1024 tokens per program and the second
+           joins the results. It separates the effect of the kernels from that of the bytes.
+           int8: of streamed. Keys and values have one byte, and one fp32 scale per token and group.
+           fp8: of int8, with e4m3 in place of integers.
+           The cache is quantized before the timed part on both sides that need it, because a
+           decode step quantizes only its own token.
+Bound      DRAM, which has to deliver the cache once. int8 and fp8 read about half of the bytes, and
+           instructions turn each byte into bf16 for the tensor cores. The scales cost little: those
+           of keys multiply the scores, and those of values the probabilities.
+Use when   Long contexts or many sequences, where the cache takes more memory and time than the
+           weights do. It also doubles the tokens that fit. The check accepts what rounding q, k, p
+           and v to the declared format would change: 2^-6 of each for int8, since its step follows
+           the largest of 128 numbers, and 2^-4 for fp8. So int8 is the more exact of the two for
+           values without outliers. Keys of real models have outliers in some channels. Then give
+           each channel of the keys a scale of its own, which this page does not show.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch.nn import functional as F
+
+from pytest_aisp import Cost, Variant, Work, compare
+
+from .rounding import to_even
+
+GROUPS, GROUP, DIM = 8, 8, 128  # heads that share keys, and numbers of a head
+ROWS = 16  # of the smallest product of tensor cores
+CHUNK, BLOCK = 1024, 64  # tokens of a program, and of one step of its loop
+LOG2_E = 1.4426950408889634
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+CONVERTING = (
+    5  # instructions to turn a byte into bf16, as `../ch13/weight_only_test.py` counts them
+)
+
+
+@triton.jit
+def product_operand(values, PRODUCT: tl.constexpr):
+    """Return `values` as PRODUCT, and rounded to bf16 if that is fp32, as in the interpreter."""
+    if tl.bfloat16 == PRODUCT:
+        return values.to(tl.bfloat16)
+    else:
+        return to_even(values.to(tl.float32), DROPPED=16)
+
+
+@triton.jit
+def attend_kernel(
+    q, k, v, k_scales, v_scales, sums, largest, weights, tokens, factor,
+    SCALED: tl.constexpr, PRODUCT: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    head, chunk = tl.program_id(0), tl.program_id(1)
+    row, lane = tl.arange(0, ROWS), tl.arange(0, DIM)
+    here = row[:, None] < GROUP
+    query = tl.load(q + (head * GROUP + row[:, None]) * DIM + lane[None, :], mask=here, other=0.0)
+    query = query.to(PRODUCT)
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    weight = tl.zeros((ROWS,), tl.float32)
+    total = tl.zeros((ROWS, DIM), tl.float32)
+    end = tl.minimum(chunk * CHUNK + CHUNK, tokens)
+    for start in range(chunk * CHUNK, end, BLOCK):
+        token = start + tl.arange(0, BLOCK)
+        inside = token < end
+        at = head.to(tl.int64) * tokens + token
+        keys = tl.load(k + at[:, None] * DIM + lane[None, :], mask=inside[:, None], other=0.0)
+        values = tl.load(v + at[:, None] * DIM + lane[None, :], mask=inside[:, None], other=0.0)
+        scores = tl.dot(query, product_operand(keys, PRODUCT).T) * factor
+        if SCALED:
+            scores *= tl.load(k_scales + at, mask=inside, other=0.0)[None, :]
+        scores = tl.where(inside[None, :], scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, axis=1))
+        kept = tl.exp2(top - higher)
+        p = tl.exp2(scores - higher[:, None])
+        weight = weight * kept + tl.sum(p, axis=1)
+        if SCALED:
+            p *= tl.load(v_scales + at, mask=inside, other=0.0)[None, :]
+        p = product_operand(p, PRODUCT)
+        total = tl.dot(p, product_operand(values, PRODUCT), total * kept[:, None])
+        top = higher
+    part = (head * tl.num_programs(1) + chunk) * GROUP + row
+    tl.store(largest + part, top, mask=row < GROUP)
+    tl.store(weights + part, weight, mask=row < GROUP)
+    tl.store(sums + part[:, None] * DIM + lane[None, :], total, mask=here)
+
+
+@triton.jit
+def join_kernel(
+    sums, largest, weights, out, chunks,
+    GROUP: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0)
+    row, lane = tl.arange(0, GROUP), tl.arange(0, DIM)
+    top = tl.full((GROUP,), float("-inf"), tl.float32)
+    weight = tl.zeros((GROUP,), tl.float32)
+    total = tl.zeros((GROUP, DIM), tl.float32)
+    for chunk in range(chunks):
+        part = (head * chunks + chunk) * GROUP + row
+        other = tl.load(largest + part)
+        higher = tl.maximum(top, other)
+        kept, added = tl.exp2(top - higher), tl.exp2(other - higher)
+        weight = weight * kept + tl.load(weights + part) * added
+        more = tl.load(sums + part[:, None] * DIM + lane[None, :])
+        total = total * kept[:, None] + more * added[:, None]
+        top = higher
+    result = to_even(total / weight[:, None], DROPPED=16).to(tl.bfloat16)
+    tl.store(out + (head * GROUP + row[:, None]) * DIM + lane[None, :], result)
+
+
+def state(device, batch, tokens):
+    shape = (batch, GROUPS, tokens, DIM)
+    return [torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(2)]
+
+
+def inputs(device, batch, tokens):
+    # Larger queries make some tokens count more than others.
+    q = 2 * torch.randn(batch, GROUPS * GROUP, 1, DIM, device=device)
+    return (q.bfloat16(),)
+
+
+def reference(cache, q):
+    k, v = (x.double() for x in cache)
+    grouped = q.double().view(len(q), GROUPS, GROUP, DIM)
+    p = torch.softmax(grouped @ k.mT / DIM**0.5, dim=-1)
+    return (p @ v).view(q.shape)
+
+
+def library(cache, q):
+    return F.scaled_dot_product_attention(q, *cache, enable_gqa=True)
+
+
+def attended(q, k, v, k_scales=None, v_scales=None):
+    tokens, heads = k.shape[2], len(q) * GROUPS
+    chunks = triton.cdiv(tokens, CHUNK)
+    parts = torch.empty(heads, chunks, GROUP, DIM + 2, device=q.device)
+    sums, largest, weights = (
+        x.view(-1) for x in parts.view(-1).split([heads * chunks * GROUP * n for n in (DIM, 1, 1)])
+    )
+    scaled = k_scales is not None
+    attend_kernel[heads, chunks](
+        q, k, v, k_scales if scaled else k, v_scales if scaled else v,
+        sums, largest, weights, tokens, LOG2_E / DIM**0.5,
+        SCALED=scaled, PRODUCT=tl.bfloat16 if q.is_cuda else tl.float32,
+        GROUP=GROUP, ROWS=ROWS, DIM=DIM, CHUNK=CHUNK, BLOCK=BLOCK, num_warps=4, num_stages=3,
+    )  # fmt: skip
+    out = torch.empty_like(q)
+    join_kernel[(heads,)](sums, largest, weights, out, chunks, GROUP=GROUP, DIM=DIM)
+    return out
+
+
+def streamed(cache, q):
+    return attended(q, *cache)
+
+
+def bytes_and_scales(x, dtype):
+    scales = x.float().abs().amax(dim=-1, keepdim=True).clamp(min=1e-12) / LARGEST[dtype]
+    scaled = x.float() / scales
+    return (scaled.round() if dtype == torch.int8 else scaled).to(dtype), scales.squeeze(-1)
+
+
+def quantized(cache, q, dtype):
+    (k, k_scales), (v, v_scales) = (bytes_and_scales(x, dtype) for x in cache)
+    yield lambda: attended(q, k, v, k_scales, v_scales)
+
+
+def int8(cache, q):
+    yield from quantized(cache, q, torch.int8)
+
+
+def fp8(cache, q):
+    yield from quantized(cache, q, torch.float8_e4m3fn)
+
+
+def elements(batch, tokens):
+    return 2 * batch * GROUPS * tokens * DIM
+
+
+def attending(batch, tokens, cache, instructions=0):
+    """Return the cost of attending to a cache of `cache` bytes."""
+    heads, many = batch * GROUPS * GROUP, elements(batch, tokens)
+    return Cost(
+        read=cache + 2 * heads * DIM,
+        write=2 * heads * DIM,
+        ops={"bf16": 2 * ROWS * many, "fp32": 2 * instructions * many},
+        launches=1,
+    )
+
+
+def library_cost(batch, tokens):
+    return attending(batch, tokens, 2 * elements(batch, tokens))
+
+
+def joined(batch, tokens, cache, instructions=0):
+    parts = 4 * (DIM + 2) * batch * GROUPS * GROUP * -(-tokens // CHUNK)
+    attended = attending(batch, tokens, cache, instructions) + Cost(write=parts)
+    return attended + Cost(read=parts, launches=1)
+
+
+def streamed_cost(batch, tokens):
+    return joined(batch, tokens, 2 * elements(batch, tokens))
+
+
+def in_bytes(batch, tokens):
+    return elements(batch, tokens) * (1 + 4 / DIM)
+
+
+def quantized_cost(batch, tokens):
+    return joined(batch, tokens, in_bytes(batch, tokens), CONVERTING)
+
+
+@compare(
+    baseline=library,
+    optimized=[
+        Variant(streamed, at_least="yardstick"),
+        Variant(int8, precision="int8"),
+        Variant(fp8, precision="fp8", needs="fp8"),
+    ],
+    state=state,
+    inputs=inputs,
+    reference=reference,
+    sizes=[{"batch": 32, "tokens": 8192}],
+    check_sizes=[{"batch": 2, "tokens": 67}, {"batch": 1, "tokens": 1061}],
+    work=lambda batch, tokens: Work(read=in_bytes(batch, tokens), terms=tokens),
+    bound="dram",
+    costs={
+        library: library_cost,
+        streamed: streamed_cost,
+        int8: quantized_cost,
+        fp8: quantized_cost,
+    },
+)
+def test_kv_quantization(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()

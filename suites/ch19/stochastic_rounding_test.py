@@ -1,0 +1,211 @@
+"""Stochastic rounding: weights in bf16 learn from steps that are smaller than their last bit.
+
+Problem    test_stochastic_rounding is a step of gradient descent for n weights in bf16. It counts
+           its steps. test_stochastic_rounding_is_unbiased takes 32 steps at once, each between an
+           eighth and a half of the weights' last bit, and returns how far groups of 16384 weights
+           moved on average.
+Baseline   fp32_copy: an fp32 copy of the weights learns, and is rounded to bf16. One Triton kernel.
+           in_fp32: all 32 steps in fp32.
+Optimized  stochastic: of fp32_copy. There is no copy. The new weight rounds up or down at random.
+           The closer it is to the upper number, the likelier it rounds up. Philox draws the bits in
+           the kernel, from the step's number and a seed that is an input.
+           many_stochastic: of in_fp32. Each step rounds stochastically.
+Bound      DRAM. fp32_copy moves 12 bytes per weight, stochastic 6. Philox and rounding take about
+           30 instructions per weight by estimate, because one call has bits for four weights. They
+           run while the bytes move. With a call for each weight they would be the limit. The second
+           test has little DRAM traffic. It is about the result and promises no speed.
+Use when   There is no memory for fp32 copies, or the optimizer's step takes long. A single weight
+           is less exact: it may be wrong by a whole last bit, and by half of one if it is rounded
+           to nearest. But the error is zero on average. So errors of many steps cancel, and small
+           steps are not lost. Rounded to nearest, the weights of the second test would not move at
+           all, and its check refuses that. It accepts the error of bf16: of each weight in the
+           first test, and of the distance in the second.
+"""
+
+from types import SimpleNamespace
+
+import torch
+import triton
+import triton.language as tl
+
+from pytest_aisp import Cost, Variant, Work, compare
+
+from .rounding import to_even
+
+RATE = 2.0**-10  # of learning
+BLOCK = 1024
+GROUP, STEPS = 16384, 32
+INSTRUCTIONS = 30  # per weight, for Philox and rounding
+
+
+@triton.jit
+def stochastic_bf16(value, bits):
+    """Round fp32 to bf16: up with the probability that the distance to the lower number has."""
+    raised = value.to(tl.int32, bitcast=True) + (bits & 0xFFFF)
+    return ((raised >> 16) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def random_bits(seed, step, at, BLOCK: tl.constexpr):
+    """Return random bits for BLOCK elements from `at` on. A call of Philox has 4 x 32 of them."""
+    lane = at // 4 + tl.arange(0, BLOCK // 4)
+    a, b, c, d = tl.philox(seed, lane, step + lane * 0, lane * 0, lane * 0)
+    return tl.reshape(tl.join(tl.join(a, b), tl.join(c, d)), (BLOCK,)).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def fp32_copy_kernel(weights, copy, gradient, n, RATE: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    here = at < n
+    slope = tl.load(gradient + at, mask=here, other=0.0).to(tl.float32)
+    value = tl.load(copy + at, mask=here, other=0.0) - RATE * slope
+    tl.store(copy + at, value, mask=here)
+    tl.store(weights + at, to_even(value, DROPPED=16).to(tl.bfloat16), mask=here)
+
+
+@triton.jit
+def stochastic_kernel(weights, gradient, seed, step, n, RATE: tl.constexpr, BLOCK: tl.constexpr):
+    first = tl.program_id(0) * BLOCK
+    at = first + tl.arange(0, BLOCK)
+    here = at < n
+    slope = tl.load(gradient + at, mask=here, other=0.0).to(tl.float32)
+    value = tl.load(weights + at, mask=here, other=0.0).to(tl.float32) - RATE * slope
+    bits = random_bits(tl.load(seed), tl.load(step), first, BLOCK)
+    tl.store(weights + at, stochastic_bf16(value, bits).to(tl.bfloat16), mask=here)
+
+
+@triton.jit
+def distance_kernel(
+    weights, steps, seed, out, STOCHASTIC: tl.constexpr, STEPS: tl.constexpr, GROUP: tl.constexpr
+):  # fmt: skip
+    group = tl.program_id(0)
+    first = group * GROUP
+    start = tl.load(weights + first + tl.arange(0, GROUP)).to(tl.float32)
+    change, value = tl.load(steps + group), start
+    for step in range(STEPS):
+        value += change
+        if STOCHASTIC:
+            bits = random_bits(tl.load(seed), step, first, GROUP)
+            value = stochastic_bf16(value, bits)
+    tl.store(out + group, tl.sum(value - start) / GROUP)
+
+
+def state(device, n):
+    weights = (RATE * torch.randn(n, device=device)).bfloat16()
+    step = torch.zeros((), device=device, dtype=torch.int32)
+    return SimpleNamespace(weights=weights, step=step, kept={})
+
+
+def seed_of(device):
+    return torch.randint(2**31, (1,), device=device)
+
+
+def inputs(device, n):
+    return torch.randn(n, device=device).bfloat16(), seed_of(device)
+
+
+def reference(state, gradient, seed):
+    state.weights = state.weights.double() - RATE * gradient.double()
+    state.step = state.step + 1
+
+
+def fp32_copy(state, gradient, seed):
+    n = gradient.numel()
+    state.step += 1
+    if not state.kept:
+        state.kept["fp32"] = state.weights.float()
+    grid = (triton.cdiv(n, BLOCK),)
+    fp32_copy_kernel[grid](state.weights, state.kept["fp32"], gradient, n, RATE=RATE, BLOCK=BLOCK)
+
+
+def stochastic(state, gradient, seed):
+    n = gradient.numel()
+    state.step += 1
+    grid = (triton.cdiv(n, BLOCK),)
+    stochastic_kernel[grid](state.weights, gradient, seed, state.step, n, RATE=RATE, BLOCK=BLOCK)
+
+
+def inputs_of_groups(device, groups):
+    weights = 1.25 + torch.rand(groups, GROUP, device=device) / 2
+    # Multiples of 2^-20, so that the sums in fp32 are exact.
+    steps = torch.randint(2**10, 2**12, (groups,), device=device) * 2.0**-20
+    sign = torch.randint(2, (groups,), device=device) * 2 - 1
+    return weights.bfloat16(), steps * sign, seed_of(device)
+
+
+def distances(weights, steps, seed):
+    return STEPS * steps.double()
+
+
+def moved(weights, steps, seed, **how):
+    out = torch.empty_like(steps)
+    grid = (steps.numel(),)
+    distance_kernel[grid](weights, steps, seed, out, **how, STEPS=STEPS, GROUP=GROUP, num_warps=16)
+    return out
+
+
+def in_fp32(weights, steps, seed):
+    return moved(weights, steps, seed, STOCHASTIC=False)
+
+
+def many_stochastic(weights, steps, seed):
+    return moved(weights, steps, seed, STOCHASTIC=True)
+
+
+def step_cost(n, kept, instructions=0):
+    """Return the cost of counting the step, then of a step with `kept` bytes per weight."""
+    step = Cost(
+        read=(kept + 2) * n,
+        write=(kept + 2) * n if kept > 2 else kept * n,
+        ops={"fp32": 2 * (instructions + 1) * n},
+        launches=1,
+    )
+    return Cost(launches=1) + step
+
+
+def groups_cost(groups, instructions):
+    return Cost(
+        read=2 * groups * GROUP + 4 * groups,
+        write=4 * groups,
+        ops={"fp32": 2 * instructions * STEPS * groups * GROUP},
+        launches=1,
+    )
+
+
+@compare(
+    baseline=fp32_copy,
+    optimized=[Variant(stochastic, precision="bf16")],
+    state=state,
+    inputs=inputs,
+    reference=reference,
+    sizes=[{"n": 1 << 27}],
+    check_sizes=[{"n": 10007}],
+    work=lambda n: Work(read=4 * n, write=2 * n),
+    bound="dram",
+    costs={
+        fp32_copy: lambda n: step_cost(n, kept=4),
+        stochastic: lambda n: step_cost(n, kept=2, instructions=INSTRUCTIONS),
+    },
+)
+def test_stochastic_rounding(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
+
+
+@compare(
+    baseline=in_fp32,
+    optimized=[Variant(many_stochastic, precision="bf16", at_least="yardstick")],
+    inputs=inputs_of_groups,
+    reference=distances,
+    sizes=[{"groups": 4096}],
+    check_sizes=[{"groups": 9}],
+    work=lambda groups: Work(read=2 * groups * GROUP, write=4 * groups),
+    bound="dram",
+    costs={
+        in_fp32: lambda groups: groups_cost(groups, 1),
+        many_stochastic: lambda groups: groups_cost(groups, INSTRUCTIONS),
+    },
+)
+def test_stochastic_rounding_is_unbiased(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
