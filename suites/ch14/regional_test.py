@@ -8,9 +8,9 @@ Optimized  regional: of whole. `torch.compile` of one block. The blocks have the
            shapes, so the second block uses what the first one compiled.
            eager: whole without the compiler.
 Bound      The compiler, on the host. Its time has no rate, so the costs count only the kernels, and
-           both compiled sides take far longer than predicted. Tracing and generating code take
-           whole as many times longer as there are blocks. Equal kernels are compiled once on both
-           sides. Both import the compiler and begin with empty caches of Inductor and Triton.
+           both compiled sides take far longer than predicted. whole traces all blocks and generates
+           code for them. regional does so for one block. On both sides, equal kernels are compiled
+           once. Both import the compiler and begin with empty caches of Inductor and Triton.
 Use when   A model repeats a block and its start matters: a server that scales out, a debugging
            session, a test. What it costs later is in `train_step_test.py` of chapter 13: nothing is
            fused across blocks, and the host checks guards once per block. A cache of compiled code
@@ -103,7 +103,8 @@ def first_pass(blocks, rows, width, launches):
     ),
     bound="host",
     costs={
-        # Norm, product, SwiGLU, product. The sum joins a norm where the compiler sees both.
+        # Norm, product, SwiGLU, product. The sum joins the next block's norm. A block that is
+        # compiled alone does not see that norm: it copies x, and the product adds to the copy.
         whole: lambda **size: first_pass(**size, launches=4),
         regional: lambda **size: first_pass(**size, launches=5),
         # Norm, product, silu, product of gate and value, product, sum
