@@ -1,0 +1,214 @@
+"""FP8 with a scale per block: what finer scales and exact sums take from FP8's gain.
+
+Problem    y = x W^T, x (m, k) and W (n, k) in bf16, y in bf16. W is the page's state.
+Baseline   bf16: `torch.nn.functional.linear`, which is cuBLASLt.
+Optimized  All variants multiply in e4m3. Triton kernels quantize x in the call, multiply, and scale
+           before they store. W is quantized once, before the timed part.
+           by_rows: a scale for each row of x and of W. Tensor cores sum over all of k.
+           summed: of by_rows. CUDA cores add up the sums over 128 channels, and tensor cores start
+           each of these sums at 0.
+           by_blocks: of summed. A scale for each 128 elements of a row of x, and for each 128 x 128
+           elements of W, as in DeepSeek-V3 (arXiv:2412.19437). It multiplies each sum over 128
+           channels.
+Bound      Tensor cores, at twice the rate of bf16. summed and by_blocks add one multiply-add on
+           CUDA cores for every 128 on tensor cores. That is little work, but the tensor cores of a
+           block wait for it unless another block of the same SM has work for them.
+Use when   by_rows if rows are alike in size along k: it has no such waits, and cuBLASLt offers it
+           (`../ch13/fp8_linear_test.py`). summed for a long k: Hopper's tensor cores keep about 14
+           bits of a sum of FP8 products, which may matter in training. by_blocks if parts of a row
+           differ in size by more than 2^15. That is what e4m3 covers between its largest number and
+           the smallest one with all bits. Not for outliers of a few channels, because e4m3's steps
+           are relative to each value. The check accepts what rounding each operand by 2^-4 of it
+           would change. On these inputs, which are normal, all three variants lose about the same.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch.nn import functional as F
+
+from pytest_aisp import Conditions, Cost, Variant, Work, compare
+
+from .rounding import to_even
+
+LARGEST = 448.0  # of e4m3
+SIDE = 128  # of a block that shares a scale
+CONFIGS = [
+    triton.Config({"M": m}, num_warps=warps, num_stages=stages)
+    for m, warps, stages in ((128, 8, 3), (128, 4, 3), (64, 4, 3), (128, 8, 4))
+]
+
+
+def launchable(configs, named, **meta):
+    """Keep configs whose tiles of all stages fit into shared memory."""
+    driver = triton.runtime.driver.active
+    most = driver.utils.get_device_properties(driver.get_current_device())["max_shared_mem"]
+    return [c for c in configs if c.num_stages * (c.kwargs["M"] + SIDE) * SIDE + 1024 <= most]
+
+
+@triton.jit
+def rows_kernel(
+    x, out, scales, m, k,
+    BLOCKS: tl.constexpr, SIDE: tl.constexpr, COUNT: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
+    """Quantize a row of x, which is a matrix of COUNT blocks of SIDE elements."""
+    row = tl.program_id(0)
+    block = tl.arange(0, COUNT)
+    at = block[:, None] * SIDE + tl.arange(0, SIDE)[None, :]
+    start = row.to(tl.int64) * k
+    values = tl.load(x + start + at, mask=at < k, other=0.0).to(tl.float32)
+    largest = tl.max(tl.abs(values), axis=1)
+    if not BLOCKS:
+        largest = tl.zeros((COUNT,), tl.float32) + tl.max(largest, axis=0)
+    scale = tl.maximum(largest, 1e-12) / LARGEST
+    rounded = to_even(values / scale[:, None], DROPPED=20)
+    tl.store(out + start + at, rounded.to(tl.float8e4nv), mask=at < k)
+    # Those of a block's column lie side by side. With one scale per row, only the first is stored.
+    here = (block * SIDE < k) if BLOCKS else block == 0
+    tl.store(scales + block * m + row, scale, mask=here)
+
+
+@triton.autotune(
+    CONFIGS,
+    key=["m", "n", "k", "BLOCKS", "SUMMED"],
+    prune_configs_by={"early_config_prune": launchable},
+)
+@triton.jit
+def product_kernel(
+    x, w, x_scales, w_scales, out, m, n, k, one,
+    BLOCKS: tl.constexpr, SUMMED: tl.constexpr, SIDE: tl.constexpr, M: tl.constexpr,
+):  # fmt: skip
+    # Eight rows of tiles at a time reuse the L2.
+    columns, index = tl.cdiv(n, SIDE), tl.program_id(0)
+    group, inside = index // (8 * columns), index % (8 * columns)
+    height = min(tl.cdiv(m, M) - 8 * group, 8)
+    rows = (8 * group + inside % height) * M + tl.arange(0, M)
+    column = inside // height
+    outputs = column * SIDE + tl.arange(0, SIDE)
+    total = tl.zeros((M, SIDE), tl.float32)
+    for block in range(k // SIDE):
+        at = block * SIDE + tl.arange(0, SIDE)
+        left = x + rows[:, None].to(tl.int64) * k + at[None, :]
+        right = w + outputs[:, None].to(tl.int64) * k + at[None, :]
+        a = tl.load(left, mask=rows[:, None] < m, other=0.0)
+        b = tl.load(right, mask=outputs[:, None] < n, other=0.0)
+        if BLOCKS:
+            scale = tl.load(x_scales + block * m + rows, mask=rows < m, other=0.0)
+            scale *= tl.load(w_scales + column * (k // SIDE) + block)
+            total += tl.dot(a, b.T) * scale[:, None]
+        elif SUMMED:
+            # Without the factor, Triton would sum all blocks in the tensor cores.
+            total += tl.dot(a, b.T) * one
+        else:
+            total = tl.dot(a, b.T, total)
+    if not BLOCKS:
+        total *= tl.load(x_scales + rows, mask=rows < m, other=0.0)[:, None]
+        total *= tl.load(w_scales + outputs, mask=outputs < n, other=0.0)[None, :]
+    here = (rows[:, None] < m) & (outputs[None, :] < n)
+    place = out + rows[:, None].to(tl.int64) * n + outputs[None, :]
+    tl.store(place, to_even(total, DROPPED=16).to(tl.bfloat16), mask=here)
+
+
+def state(device, m, n, k):
+    return torch.randn(n, k, device=device, dtype=torch.bfloat16)
+
+
+def inputs(device, m, n, k):
+    return (torch.randn(m, k, device=device, dtype=torch.bfloat16),)
+
+
+def reference(w, x):
+    return x.double() @ w.double().t()
+
+
+def bf16(w, x):
+    return F.linear(x, w)
+
+
+def quantized_rows(x, blocks):
+    rows, k = x.shape
+    out = torch.empty_like(x, dtype=torch.float8_e4m3fn)
+    scales = torch.empty(k // SIDE if blocks else 1, rows, device=x.device)
+    rows_kernel[(rows,)](
+        x, out, scales, rows, k,
+        BLOCKS=blocks, SIDE=SIDE, COUNT=triton.next_power_of_2(k // SIDE), LARGEST=LARGEST,
+        num_warps=8,
+    )  # fmt: skip
+    return out, scales
+
+
+def quantized_squares(w):
+    """Return W in e4m3, and the scale of each SIDE x SIDE elements."""
+    n, k = w.shape
+    squares = F.pad(w.float(), (0, 0, 0, -n % SIDE)).view(-1, SIDE, k // SIDE, SIDE)
+    scales = squares.abs().amax(dim=(1, 3), keepdim=True).clamp(min=1e-12) / LARGEST
+    rounded = (squares / scales).view(-1, k)[:n].to(torch.float8_e4m3fn)
+    return rounded, scales.flatten()
+
+
+def multiplied(x, w, w_scales, blocks, adding):
+    (m, k), n = x.shape, len(w)
+    out = torch.empty(m, n, device=x.device, dtype=x.dtype)
+    small, x_scales = quantized_rows(x, blocks)
+
+    def grid(meta):
+        return (triton.cdiv(m, meta["M"]) * triton.cdiv(n, SIDE),)
+
+    product_kernel[grid](
+        small, w, x_scales, w_scales, out, m, n, k, 1.0, BLOCKS=blocks, SUMMED=adding, SIDE=SIDE
+    )
+    return out
+
+
+def by_rows(w, x):
+    ready = quantized_rows(w, blocks=False)
+    yield lambda: multiplied(x, *ready, blocks=False, adding=False)
+
+
+def summed(w, x):
+    ready = quantized_rows(w, blocks=False)
+    yield lambda: multiplied(x, *ready, blocks=False, adding=True)
+
+
+def by_blocks(w, x):
+    ready = quantized_squares(w)
+    yield lambda: multiplied(x, *ready, blocks=True, adding=True)
+
+
+def bf16_cost(m, n, k):
+    return Cost(read=2 * (m + n) * k, write=2 * m * n, ops={"bf16": 2 * m * n * k}, launches=1)
+
+
+def fp8_cost(m, n, k, added=0):
+    rows = Cost(read=2 * m * k, write=m * k, launches=1)
+    ops = {"fp8": 2 * m * n * k, "fp32": 2 * added * m * n * k / SIDE}
+    return rows + Cost(read=(m + n) * k, write=2 * m * n, ops=ops, launches=1)
+
+
+@compare(
+    baseline=bf16,
+    optimized=[
+        Variant(by_rows, precision="fp8"),
+        Variant(summed, precision="fp8"),
+        Variant(by_blocks, precision="fp8"),
+    ],
+    state=state,
+    inputs=inputs,
+    reference=reference,
+    sizes=[{"m": 8192, "n": 8192, "k": 8192}],
+    check_sizes=[{"m": 35, "n": 200, "k": 384}, {"m": 3, "n": 130, "k": 256}],
+    work=lambda m, n, k: Work(
+        read=2 * (m + n) * k, write=2 * m * n, flops={"fp8": 2 * m * n * k}, terms=k
+    ),
+    bound="tensor",
+    costs={
+        bf16: bf16_cost,
+        by_rows: fp8_cost,
+        summed: lambda m, n, k: fp8_cost(m, n, k, added=1),
+        by_blocks: lambda m, n, k: fp8_cost(m, n, k, added=1),
+    },
+    conditions=Conditions(needs="fp8"),
+)
+def test_fp8_blocks(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
