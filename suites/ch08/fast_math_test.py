@@ -89,7 +89,7 @@ def issued(each, special):
 @compare(
     baseline=accurate,
     optimized=[
-        Variant(flag, sass="MUFU.SQRT"),
+        Variant(flag, sass="MUFU.SQRT", at_least={"sm90": 1.7}),
         Variant(reciprocal_root, sass="MUFU.RSQ"),
         Variant(root_and_flag, sass="MUFU.RSQ"),
     ],

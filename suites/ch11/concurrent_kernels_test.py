@@ -14,6 +14,9 @@ Bound      Latency. A multiply-add of Horner's rule needs the result of the one 
            The costs count the issue slots that a warp leaves empty, and those of idle SMs. They
            also add the starts of all kernels, as if no two started at the same time. The data are
            less than 1 MB, so they stay in the L2.
+Seen       All kernels take more than twice the predicted time, so a step takes longer than one
+           multiply-add. The load of its coefficient may be the cause, but this was not measured.
+           The ratio of one_launch is as predicted.
 Use when   Several independent kernels run at a time and none of them fills the GPU. One launch is
            better wherever the jobs have the same code: it needs neither streams nor events. Use
            streams for kernels that are different, and a graph if the host cannot launch them fast
@@ -23,7 +26,7 @@ Use when   Several independent kernels run at a time and none of them fills the 
 import torch
 from hypothesis import strategies as st
 
-from pytest_aisp import Conditions, Cost, Work, compare, cuda_module
+from pytest_aisp import Conditions, Cost, Variant, Work, compare, cuda_module
 
 kernels = cuda_module("concurrent_kernels.cu")
 BLOCK = 128
@@ -109,7 +112,11 @@ def at_once(jobs, count, n, launches):
 
 @compare(
     baseline=in_turn,
-    optimized=[four_streams, a_stream_each, one_launch],
+    optimized=[
+        four_streams,
+        a_stream_each,
+        Variant(one_launch, at_least={"sm90": 10}),
+    ],
     inputs=inputs,
     reference=reference,
     sizes=[{"jobs": 16, "count": 4096, "n": 1024}],
