@@ -13,11 +13,13 @@ Optimized  compiled: of eager, through `torch.compile`.
 Bound      DRAM. One pass reads 2 bytes per element and writes about 1, or about a half. eager
            writes and reads its intermediate values, most of them in fp32.
 Use when   You quantize in the call, as for activations. Then one pass is the difference between a
-           gain and a loss of the whole product. The page accepts no error: codes and scales must be
-           those of the definition, bit for bit. The formats themselves lose accuracy. MXFP8 rounds
-           an element by up to 2^-4 of it. Its largest elements lose up to 2^-3, because the scale
-           is a power of two and what is above 448 of them is cut off. NVFP4 rounds an element by up
-           to a third of it. What is below a quarter of a scale becomes 0.
+           gain and a loss of the whole product. Compare fused with compiled, because eager is only
+           the definition, and compiling it costs one line.
+           The page accepts no error: codes and scales must be those of the definition, bit for bit.
+           The formats themselves lose accuracy. MXFP8 rounds an element by up to 2^-4 of it. Its
+           largest elements lose up to 2^-3, because the scale is a power of two and what is above
+           448 of them is cut off. NVFP4 rounds an element by up to a third of it. What is below a
+           quarter of a scale becomes 0.
 """
 
 import functools
@@ -33,8 +35,8 @@ from .rounding import to_even
 MX, NV = 32, 16  # elements of a block
 E4M3, E2M1 = 448.0, 6.0  # the largest numbers
 SIXTH = 1 / E2M1
-"""Times six times any number of 5 bits, this rounds to that number in fp32. So both sides round
-values between two numbers of e4m3 as the reference does, which divides."""
+"""fp32's sixth. Six times a number of 5 bits, times this, rounds to that number. So a value in the
+middle of two numbers of e4m3 stays there, as in the reference, which divides."""
 BIAS = 127  # of the exponents of fp32 and of MXFP8's scales
 # Between two neighbors among e2m1's 0, 0.5, 1, 1.5, 2, 3, 4 and 6, and whether the middle itself
 # rounds up, to the code that is even.
@@ -166,12 +168,13 @@ def e2m1(size, scale):
 
 
 @triton.jit
-def nvfp4_kernel(x, codes, scales, blocks, SIXTH: tl.constexpr, BLOCKS: tl.constexpr):
+def nvfp4_kernel(x, codes, scales, blocks, BLOCKS: tl.constexpr):
     block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     at = block[:, None].to(tl.int64) * 16 + tl.arange(0, 16)[None, :]
     here = block[:, None] < blocks
     values = tl.load(x + at, mask=here, other=0.0).to(tl.float32)
-    share = tl.max(tl.abs(values), axis=1) * SIXTH
+    # Not a product with a sixth: it would become one multiply-add with the addition below.
+    share = tl.div_rn(tl.max(tl.abs(values), axis=1), 6.0)
     small = (share + 3 * 2.0**13) - 3 * 2.0**13  # as in mxfp8_kernel
     share = tl.where(share < 2.0**-6, small, to_even(share, DROPPED=20))
     share = tl.minimum(share, 448.0)
@@ -184,13 +187,13 @@ def nvfp4_kernel(x, codes, scales, blocks, SIXTH: tl.constexpr, BLOCKS: tl.const
     tl.store(scales + block, stored, mask=block < blocks)
 
 
-def launch(kernel, x, codes, size, blocks_each, **constants):
+def launch(kernel, x, codes, size, blocks_each):
     rows, k = x.shape
     codes = torch.empty(rows, codes, device=x.device, dtype=torch.uint8)
     scales = torch.empty(rows, k // size, device=x.device, dtype=torch.uint8)
     blocks = scales.numel()
     grid = (triton.cdiv(blocks, blocks_each),)
-    kernel[grid](x, codes, scales, blocks, **constants, BLOCKS=blocks_each)
+    kernel[grid](x, codes, scales, blocks, BLOCKS=blocks_each)
     return codes, scales
 
 
@@ -199,7 +202,7 @@ def fused(x):
 
 
 def fused_fp4(x):
-    return launch(nvfp4_kernel, x, x.shape[1] // 2, NV, 128, SIXTH=SIXTH)
+    return launch(nvfp4_kernel, x, x.shape[1] // 2, NV, 128)
 
 
 def passes(elements, *each):
