@@ -146,7 +146,8 @@ def test_red_test_in_the_readme_is_the_output_of_pytest(pytester):
         README_PAGE.replace(right, wrong)
     )
     seed = re.search(r"--aisp-seed=\d+", README_RED)[0]
-    result = pytester.runpytest_subprocess("bench", "-k", "cpu", seed, "-p", "no:randomly")
+    options = ("-k", "cpu", seed, "-p", "no:randomly", "-oaisp_wait=0")
+    result = pytester.runpytest_subprocess("bench", *options)
     assert without_numbers(README_RED) in without_numbers(result.stdout.str())
 
 
