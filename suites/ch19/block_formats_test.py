@@ -13,7 +13,7 @@ Optimized  compiled: of eager, through `torch.compile`.
            fused_fp4: of compiled_fp4. One Triton kernel.
 Bound      DRAM for MXFP8. One pass reads 2 bytes per element and writes about 1. eager writes and
            reads its intermediate values, most of them in fp32. fused has 19 instructions per
-           element in its code for sm90, which take an H200 about 0.8 of the time of its bytes.
+           element in its code for sm90, which take an H200 about as long as its bytes.
            Instructions for NVFP4: fused_fp4 has 35 per element, because a comparison for each
            of seven middles is exact and a division is not. On an H200 they take almost twice as
            long as its bytes. So it claims no speedup.

@@ -14,11 +14,11 @@ Optimized  streamed: two Triton kernels. The first attends to 1024 tokens per pr
 Bound      DRAM, which has to deliver the cache once. int8_cache and fp8_cache read about half of
            the bytes, and instructions turn each byte into bf16 for the tensor cores. In the code
            for sm90, the loop of streamed has 2.7 instructions per number of the cache, and that of
-           the other two about 6.5. By that count, issuing these takes an H200 about 0.8 of the time
-           of the bytes. fp8_cache converts each number with an instruction (F2F) whose rate is not
-           measured. So fp8_cache claims no speedup, and int8_cache claims only that it loses
-           nothing. The scales cost little: those of keys multiply the scores, and those of values
-           the probabilities.
+           the other two about 6.5. By that count, issuing them takes an H200 about as long as
+           reading the bytes. fp8_cache converts each number with an instruction (F2F) whose rate
+           is not measured. So fp8_cache claims no speedup, and int8_cache claims only that it
+           loses nothing. The scales cost little: those of keys multiply the scores, and those of
+           values the probabilities.
 Use when   Long contexts or many sequences, where the cache takes more memory and time than the
            weights do. It also doubles the tokens that fit. The check accepts what rounding q, k, p
            and v to the declared format would change: 2^-6 of each for int8, since its step follows
