@@ -12,8 +12,8 @@ Optimized  tf32: fp32 with TF32 switched on. Tensor cores read the same tensors,
            above 65504 overflow.
            The error depends on the bits. In a simulation with random operands, the rms error of an
            element, as a share of the rms of all elements, was 0.0029 for bf16 and 0.0004 for fp16.
-           For tf32 it was 0.0003 with rounded operands and 0.0008 with operands that are cut, as
-           some kernels do. It did not depend on k.
+           For tf32 it was 0.0003. Some kernels cut off the extra bits of fp32 instead of rounding.
+           Then it was 0.0008. The error did not depend on k.
 Bound      test_tensor_cores: arithmetic, on CUDA cores for fp32 and on tensor cores for the others.
            bf16 and fp16 also pay for the casts, whose share falls as n grows.
            test_one_row: DRAM. Each element of B is read for one multiply-add, and that takes longer

@@ -83,7 +83,7 @@ def gemm_library(x, w):
 
 
 def scalar_cost(m, n, k):
-    # Two loads per weight. While an SM starts the load of a warp, it could start 4 multiply-adds.
+    # Each weight needs two loads. A load takes as long to issue as 4 multiply-adds.
     ops = {"fp32": 2 * 8 * n * k}
     return Cost(read=2 * (n + m) * k, write=2 * m * n, ops=ops, launches=1)
 

@@ -18,8 +18,8 @@ Seen       With n=1024, two and four streams are slower than one. A product alon
            three quarters of the tensor cores' peak, and batched reaches the peak. What the streams
            lose was not measured: they are predicted to take as long as one stream. Smaller n have
            not been recorded yet.
-Use when   Independent products have different shapes and each is too small for the GPU. Count its
-           tiles first. For equal shapes, batch them. For different shapes in one group, see
+Use when   Independent products have different shapes, and each has fewer tiles than the GPU has
+           SMs. Batch products of equal shape. For different shapes in one group, see
            `../ch01/grouped_gemm_test.py`. Public code compares streams with a loop in which the
            host waits after each product. Most of that gain comes from the missing waits, which need
            no streams.
