@@ -12,11 +12,11 @@ Optimized  compiled: of eager, through `torch.compile`.
            fused: of eager. One Triton kernel.
            fused_fp4: of compiled_fp4. One Triton kernel.
 Bound      DRAM for MXFP8. One pass reads 2 bytes per element and writes about 1. eager writes and
-           reads its intermediate values, most of them in fp32. fused has 19 instructions per
-           element in its code for sm90, which take an H200 about as long as its bytes.
-           Instructions for NVFP4: fused_fp4 has 35 per element, because a comparison for each
-           of seven middles is exact and a division is not. On an H200 they take almost twice as
-           long as its bytes. So it claims no speedup.
+           reads its intermediate values, most of them in fp32. fused runs 19 instructions per
+           element on sm90. On an H200, they take about as long as the reads and writes.
+           Instructions for NVFP4: fused_fp4 runs 35 per element, because it compares with seven
+           midpoints, which is exact, and a division would not be. On an H200, they take almost
+           twice as long as the reads and writes. So fused_fp4 claims no speedup.
 Use when   You quantize in the call, as for activations. Then one pass is the difference between a
            gain and a loss of the whole product. Compare fused with compiled, because eager is only
            the definition, and compiling it costs one line.
