@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch._inductor.codecache import CacheBase
 
 from pytest_aisp import capture
 from pytest_aisp.kernels import cross_compile, cuda_cpp, sass
@@ -200,6 +201,10 @@ RED = {
             " (on a fake GPU, where tensors have no values)",
             "doubling_kernel was not reached: no side of the page launches it (doubled: it raised",
         ],
+    ),
+    "needs_more_lines": (
+        also(LAUNCH, 'raise RuntimeError("raised:\\nno such name")'),
+        ["doubled on sm90, sm121 at n=1048576: it raised RuntimeError: raised: no such name"],
     ),
     "no_such_name": (
         {"kernel": "at = at + nothing"},
@@ -552,6 +557,12 @@ def test_a_side_on_ranks_runs_as_rank_0_of_each_count(monkeypatch):
     assert capture_launches(pair, spread, {"n": 7}, "sm90", assemble=False).error is None
     assert grids == [(10,), (20,)]
     assert not dist.is_initialized()
+
+
+def test_the_first_side_of_a_process_may_be_compiled_by_torch(monkeypatch):
+    system = CacheBase.get_system.__wrapped__  # torch asks the GPU for its name once per process
+    monkeypatch.setattr(CacheBase, "get_system", staticmethod(system))
+    assert launched(torch.compile(lambda x: x + 1, dynamic=False)) == []
 
 
 def test_arguments_are_checked_on_the_fake_gpu():

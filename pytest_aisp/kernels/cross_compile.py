@@ -261,7 +261,8 @@ def _first_lines(message: str) -> str:
 
 def _ended(launches: CapturedLaunches) -> str:
     error = launches.error
-    message = [*str(error).strip().splitlines(), "no message"][0]
+    first, *others = [*str(error).strip().splitlines(), "no message"][:2]
+    message = f"{first} {others[0]}" if others and first.endswith(":") else first
     where = "on a fake GPU, where tensors have no values"
     return f"it raised {type(error).__name__}: {message} ({where})"
 

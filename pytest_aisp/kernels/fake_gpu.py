@@ -111,6 +111,7 @@ def cuda_functions(arch: str) -> dict[str, Any]:
         regs_per_multiprocessor=limits.registers,
         max_threads_per_multi_processor=2048,
         warp_size=32,
+        gcnArchName=arch,  # torch.compile reads this name where torch is built without CUDA
     )
     return {
         **{name: mock.MagicMock() for name in ("current_stream", "stream", "Stream", "Event")},
