@@ -1,0 +1,249 @@
+"""The decoder that the serving pages of chapters 15, 16, 17 and 20 share.
+
+It has RMS norm, rotary positions, attention with grouped queries and a KV cache, and SwiGLU, as
+Llama has. Weights come from a seed. Pages import it by its absolute name, `suites.decoder`:
+
+    from suites.decoder import Cache, Config, Decoder
+
+    config = Config(layers=4, width=1024, heads=16, kv_heads=4, hidden=2816, length=2048)
+    model = Decoder(config, seed=1, device="cuda")
+    cache = Cache(config, rows=8, length=2048, device="cuda")
+    logits = model.prefill(tokens, cache)  # tokens: (rows, n); logits of the last one: (rows, v)
+    logits = model.step(tokens, positions, cache)  # one token a row, at its own position
+
+A row is a sequence. A token at position p attends to positions 0 to p of its row, and what the
+cache holds behind p does not matter. So a new request may reuse the row of an old one. `step` has
+no shape that depends on the positions and never waits for the GPU, so it can be captured.
+
+The cache stores and attends. A page about another cache, such as one in pages, writes a class with
+`plan`, `append` and `attend`, and the decoder stays the same.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F
+
+EPS = 1e-5
+
+
+@dataclass(frozen=True)
+class Config:
+    """The sizes of a decoder. `length` is the number of positions."""
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    hidden: int
+    length: int
+    vocabulary: int = 256
+
+    @property
+    def head(self):
+        """Return the numbers in a head."""
+        return self.width // self.heads
+
+
+class Cache:
+    """Keys and values of `rows` sequences, with room for `length` tokens each.
+
+    Attributes:
+        keys, values: tensors of shape (layers, rows, kv_heads, length, head).
+    """
+
+    def __init__(self, config, rows, length, device="cpu", dtype=torch.bfloat16):
+        shape = config.layers, rows, config.kv_heads, length, config.head
+        # Zeros, since a key that is masked must still be a number.
+        self.keys = torch.zeros(shape, device=device, dtype=dtype)
+        self.values = torch.zeros(shape, device=device, dtype=dtype)
+
+    def rows(self, begin, end):
+        """Return a cache that shares the memory of the rows `begin` to `end`."""
+        part = object.__new__(type(self))
+        part.keys, part.values = self.keys[:, begin:end], self.values[:, begin:end]
+        return part
+
+    def plan(self, positions, n, device):
+        """Return what `append` and `attend` of all layers need, computed once for a call.
+
+        Args:
+            positions: the position of the first token if all rows have the same, as an integer, or
+                the position of each token, of shape (rows, n).
+            n: the number of tokens of each row.
+            device: where they are.
+        """
+        length = self.keys.shape[3]
+        if not isinstance(positions, int):
+            row = torch.arange(len(positions), device=device)[:, None]
+            return (row, positions), length, visible(positions, length)
+        end = positions + n
+        if end > length:
+            raise ValueError(f"{end} tokens do not fit in a cache of {length}")
+        # At position 0, attention is causal and needs no mask.
+        at = torch.arange(positions, end, device=device)[None]
+        return (slice(None), slice(positions, end)), end, visible(at, end) if positions else None
+
+    def append(self, layer, k, v, plan):
+        """Store keys and values of shape (rows, kv_heads, n, head)."""
+        where, _, _ = plan
+        self.keys[layer].transpose(1, 2)[where] = k.transpose(1, 2)
+        self.values[layer].transpose(1, 2)[where] = v.transpose(1, 2)
+
+    def attend(self, layer, q, plan):
+        """Return what queries of shape (rows, heads, n, head) find at their position and before."""
+        _, end, mask = plan
+        keys, values = self.keys[layer][:, :, :end], self.values[layer][:, :, :end]
+        if mask is None:
+            return F.scaled_dot_product_attention(q, keys, values, is_causal=True, enable_gqa=True)
+        return grouped_attention(q, keys, values, mask)
+
+
+def visible(positions, length):
+    """Return which of `length` keys each position sees, of shape (rows, 1, n, length)."""
+    return (torch.arange(length, device=positions.device) <= positions[..., None])[:, None]
+
+
+def grouped_attention(q, keys, values, mask):
+    """Return masked attention. The queries that share a key are rows of one product.
+
+    PyTorch's fused kernels take either a mask or grouped queries, so groups become rows.
+    """
+    groups = q.shape[1] // keys.shape[1]
+    rows = q.unflatten(1, (-1, groups)).flatten(2, 3)
+    mask = mask.repeat(1, 1, groups, 1)
+    out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask)
+    return out.unflatten(2, (groups, -1)).flatten(1, 2)
+
+
+class Block(torch.nn.Module):
+    """One layer. All products take row vectors and have no bias."""
+
+    def __init__(self, config):
+        super().__init__()
+        kv = config.kv_heads * config.head
+        self.head = config.head
+        self.sizes = config.width, kv, kv
+        self.attention_norm = weight(config.width)
+        self.qkv = weight(config.width + 2 * kv, config.width)
+        self.out = weight(config.width, config.width)
+        self.mlp_norm = weight(config.width)
+        self.gate_up = weight(2 * config.hidden, config.width)
+        self.down = weight(config.width, config.hidden)
+
+    def forward(self, x, cos, sin, layer, plan, cache):
+        parts = F.linear(normalized(x, self.attention_norm), self.qkv).split(self.sizes, -1)
+        q, k, v = (t.unflatten(-1, (-1, self.head)).transpose(1, 2) for t in parts)
+        cache.append(layer, rotated(k, cos, sin), v, plan)
+        y = cache.attend(layer, rotated(q, cos, sin), plan)
+        x = x + F.linear(y.transpose(1, 2).flatten(2), self.out)
+        gate, up = F.linear(normalized(x, self.mlp_norm), self.gate_up).chunk(2, -1)
+        return x + F.linear(F.silu(gate) * up, self.down)
+
+
+class Decoder(torch.nn.Module):
+    """A decoder whose weights come from `seed`, or from torch's generator if it is None."""
+
+    def __init__(self, config, seed=None, device="cpu", dtype=torch.bfloat16):
+        super().__init__()
+        self.config = config
+        with torch.device(device):
+            self.embedding = weight(config.vocabulary, config.width)
+            self.blocks = torch.nn.ModuleList(Block(config) for _ in range(config.layers))
+            self.norm = weight(config.width)
+            self.lm_head = weight(config.vocabulary, config.width)
+            frequencies = 1e4 ** -torch.linspace(0, 1, config.head // 2)
+            turns = torch.outer(torch.arange(config.length), frequencies)
+        self.register_buffer("cos", turns.cos())
+        self.register_buffer("sin", turns.sin())
+        generator = None
+        if seed is not None:
+            generator = torch.Generator(device).manual_seed(seed)
+        for p in self.parameters():  # norms begin with ones
+            if p.dim() == 2:
+                p.normal_(std=p.shape[1] ** -0.5, generator=generator)
+        self.embedding.mul_(config.width**0.5)
+        self.to(dtype)
+
+    def forward(self, tokens, positions, cache):
+        """Return the logits of all tokens.
+
+        Args:
+            tokens: of shape (rows, n).
+            positions: as in `Cache.plan`.
+            cache: where keys and values are, as in `Cache`.
+        """
+        return self.logits(self.states(tokens, positions, cache))
+
+    def states(self, tokens, positions, cache):
+        """Return the output of the last block, of shape (rows, n, width)."""
+        at = positions
+        if isinstance(positions, int):
+            at = torch.arange(positions, positions + tokens.shape[1], device=tokens.device)[None]
+        cos, sin = (F.embedding(at, table)[:, None] for table in (self.cos, self.sin))
+        x = F.embedding(tokens, self.embedding)
+        plan = cache.plan(positions, tokens.shape[1], tokens.device)
+        for layer, block in enumerate(self.blocks):
+            x = block(x, cos, sin, layer, plan, cache)
+        return x
+
+    def logits(self, states):
+        return F.linear(normalized(states, self.norm), self.lm_head)
+
+    def prefill(self, tokens, cache, start=0):
+        """Store tokens of shape (rows, n) from position `start` on. Return logits of the last."""
+        return self.logits(self.states(tokens, start, cache)[:, -1])
+
+    def step(self, tokens, positions, cache):
+        """Store a token per row at its position, both of shape (rows,). Return its logits."""
+        return self.logits(self.states(tokens[:, None], positions[:, None], cache)[:, 0])
+
+
+def weight(*shape):
+    return torch.nn.Parameter(torch.ones(shape), requires_grad=False)
+
+
+def normalized(x, scale):
+    return F.rms_norm(x, x.shape[-1:], scale, eps=EPS)  # the default eps depends on the type
+
+
+def rotated(x, cos, sin):
+    first, second = x.chunk(2, -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+
+def exact_logits(model, tokens):
+    """Return the logits of all tokens, of shape (rows, n, vocabulary), in float64.
+
+    It uses neither a cache nor the code of the blocks, and it leaves the model as it is.
+    """
+    config = model.config
+    groups, n = config.heads // config.kv_heads, tokens.shape[1]
+    cos, sin = (table.double()[:n] for table in (model.cos, model.sin))
+    future = torch.ones(n, n, dtype=torch.bool, device=tokens.device).triu(1)
+    x = model.embedding.double()[tokens]
+    for block in model.blocks:
+        y = normalized(x, block.attention_norm.double()) @ block.qkv.double().t()
+        q, k, v = (
+            t.unflatten(-1, (-1, config.head)).transpose(1, 2) for t in y.split(block.sizes, -1)
+        )
+        k, v = (t.repeat_interleave(groups, 1) for t in (rotated(k, cos, sin), v))
+        scores = rotated(q, cos, sin) @ k.transpose(2, 3) / config.head**0.5
+        y = scores.masked_fill(future, -torch.inf).softmax(-1) @ v
+        x = x + y.transpose(1, 2).flatten(2) @ block.out.double().t()
+        y = normalized(x, block.mlp_norm.double()) @ block.gate_up.double().t()
+        gate, up = y.chunk(2, -1)
+        x = x + (F.silu(gate) * up) @ block.down.double().t()
+    return normalized(x, model.norm.double()) @ model.lm_head.double().t()
+
+
+def matrix_weights(config):
+    """Return the weights that each token is multiplied with, those of the head included."""
+    kv = config.kv_heads * config.head
+    layer = (2 * config.width + 2 * kv + 3 * config.hidden) * config.width
+    return config.layers * layer + config.vocabulary * config.width
+
+
+def cached_numbers(config):
+    """Return how many numbers the cache holds for each token."""
+    return 2 * config.layers * config.kv_heads * config.head
