@@ -76,13 +76,18 @@ class Cache:
         length = self.keys.shape[3]
         if not isinstance(positions, int):
             row = torch.arange(len(positions), device=device)[:, None]
-            return (row, positions), length, visible(positions, length)
+            return (row, positions), length, self.mask(positions, length)
         end = positions + n
         if end > length:
             raise ValueError(f"{end} tokens do not fit in a cache of {length}")
         # At position 0, attention is causal and needs no mask.
         at = torch.arange(positions, end, device=device)[None]
-        return (slice(None), slice(positions, end)), end, visible(at, end) if positions else None
+        return (slice(None), slice(positions, end)), end, self.mask(at, end) if positions else None
+
+    def mask(self, positions, length):
+        """Return what is added to scores: 0 for keys that a position sees, otherwise -inf."""
+        hidden = visible(positions, length).logical_not_()
+        return torch.zeros_like(hidden, dtype=self.keys.dtype).masked_fill_(hidden, -torch.inf)
 
     def append(self, layer, k, v, plan):
         """Store keys and values of shape (rows, kv_heads, n, head)."""
@@ -108,10 +113,15 @@ def grouped_attention(q, keys, values, mask):
     """Return masked attention. The queries that share a key are rows of one product.
 
     PyTorch's fused kernels take either a mask or grouped queries, so groups become rows.
+
+    Args:
+        q: queries of shape (rows, heads, n, head).
+        keys, values: of shape (rows, kv_heads, length, head).
+        mask: which keys count, or what is added to scores, of shape (rows, 1, n, length).
     """
     groups = q.shape[1] // keys.shape[1]
     rows = q.unflatten(1, (-1, groups)).flatten(2, 3)
-    mask = mask.repeat(1, 1, groups, 1)
+    mask = mask[:, :, None].expand(-1, -1, groups, -1, -1).flatten(2, 3)
     out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask)
     return out.unflatten(2, (groups, -1)).flatten(1, 2)
 
