@@ -19,7 +19,7 @@ from pytest_aisp.results.messages import ProfileTask, Reply
 from pytest_aisp.results.row import Profile
 from pytest_aisp.session import sandbox_and_profile
 from pytest_aisp.session.run_context import Interrupted
-from pytest_aisp.worker import nvidia_tools, torch_profiler
+from pytest_aisp.worker import nvidia_tools, timeline, torch_profiler
 from pytest_aisp.worker.loader import pair_of
 from pytest_aisp.worker.nvidia_tools import NsightError, missing_profiler, profile_side
 from pytest_aisp.worker.torch_profiler import Differences, Usage, table_lines, usage_per_call
@@ -390,6 +390,67 @@ def test_on_a_gpu_only_kernels_are_counted():
     profiler = SimpleNamespace(events=lambda: events)
     found = torch_profiler._events(profiler, SimpleNamespace(device="cuda"))
     assert list(found) == [("add_kernel", pytest.approx(2e-6))]
+
+
+def span(name, stream, start, end):
+    """Return a kernel or copy as torch's profiler reports it, in microseconds."""
+    kind = SimpleNamespace(name="CUDA")
+    where = {"device_type": kind, "device_resource_id": stream, "is_user_annotation": False}
+    return SimpleNamespace(name=name, time_range=SimpleNamespace(start=start, end=end), **where)
+
+
+def test_a_timeline_begins_with_the_first_kernel_and_keeps_its_stream(tmp_path):
+    spans = [span("add", 13, 104.0, 106.5), span("Memcpy HtoD", 7, 100.0, 103.0)]
+    lanes = timeline.lanes_of([*spans, span("add", 7, 107.0, 108.0)])
+    found = timeline.Timeline(3, lanes, timeline.lanes_of([]))
+    found.write(tmp_path)
+    read = timeline.Timeline.read(tmp_path)
+    assert read == found
+    assert json.loads((tmp_path / timeline.FILE).read_text())["baseline"] == {
+        "bars": [[7, 0, 0.0, 3.0], [13, 1, 4.0, 2.5], [7, 1, 7.0, 1.0]],
+        "names": ["Memcpy HtoD", "add"],
+        "count": 3,
+        "streams": 2,
+    }
+
+
+def test_a_timeline_is_bounded_and_says_how_much_there_was(tmp_path):
+    many = [span(f"k{n}" + "x" * 500, n % 40, float(n), n + 0.5) for n in range(2000)]
+    lanes = timeline.lanes_of(many)
+    assert (lanes.count, lanes.streams) == (2000, 40)
+    assert len(lanes.bars) == timeline.MAX_BARS
+    assert len({bar.stream for bar in lanes.bars}) == timeline.MAX_LANES
+    assert max(map(len, lanes.names)) == timeline.MAX_NAME
+    timeline.Timeline(3, lanes, lanes).write(tmp_path)
+    assert (tmp_path / timeline.FILE).stat().st_size < timeline.MAX_BYTES
+    read = timeline.Timeline.read(tmp_path, 50)
+    assert (len(read.optimized.bars), len(read.optimized.names)) == (50, 50)
+
+
+def test_one_kernel_a_call_on_one_stream_has_no_timeline(tmp_path):
+    one = timeline.lanes_of([span("add", 7, float(n), n + 0.5) for n in range(3)])
+    two = timeline.lanes_of([span("add", 7, float(n), n + 0.5) for n in range(6)])
+    timeline.Timeline(3, one, one).write(tmp_path)
+    assert timeline.Timeline.read(tmp_path) is None
+    timeline.Timeline(3, two, one).write(tmp_path)
+    assert timeline.Timeline.read(tmp_path) is not None
+
+
+def test_on_a_gpu_the_timeline_of_both_sides_is_written(pool, cuda, tmp_path, monkeypatch):
+    spans = [span("add_kernel", 7, float(n), n + 0.5) for n in range(6)]
+    table = SimpleNamespace(table=lambda **options: "torch's table")
+    for one in spans:
+        one.time_range.elapsed_us = lambda: 0.5
+    recording = SimpleNamespace(
+        events=lambda: spans,
+        key_averages=lambda: table,
+        export_chrome_trace=lambda path: Path(path).write_text("{}"),
+    )
+    monkeypatch.setattr(torch_profiler, "_profile", lambda pool, side, role: recording)
+    sides = {"baseline": pool.pair.baseline, "optimized": pool.pair.baseline}
+    result = torch_profiler.profile_sides(pool, sides, tmp_path, lambda text: None)
+    assert result.files["both"] == ["differences.txt", "timeline.json"]
+    assert timeline.Timeline.read(tmp_path).optimized.count == 6
 
 
 def judged_case(**changes):

@@ -200,8 +200,8 @@ def opens_a_case(user):
     assert user.sees("#case .badge") == ["regressed"]
     assert not user.element("#overview").is_displayed()
     headings = user.sees("#case h2")
-    assert headings == ["Samples", "History", "The page says", "Code", *headings[4:]]
-    assert headings[4:] == ["Notes", "Profiles, torch", "Run it again"]
+    assert headings[:5] == ["Samples", "Timeline", "History", "The page says", "Code"]
+    assert headings[5:] == ["Notes", "Profiles, torch", "Run it again"]
     assert "at least 1.5×, at_least on the page" in user.sees("#case .table td")
     rows = user.sees("#case .table tr")
     for goal in (
@@ -213,6 +213,10 @@ def opens_a_case(user):
         assert any(re.search(goal, row) for row in rows), (goal, rows)
     assert len(user.all("#case .od")) > 200  # four processes, twice forty windows, and votes
     assert len(user.all("#case .drop")) == 4
+    figure = "#case svg[aria-label='Kernels and copies of added and doubled over time']"
+    assert [len(user.all(f"{figure} .{kind}")) for kind in ("b", "o", "copied")] == [8, 5, 2]
+    assert user.sees(f"{figure} text").count("stream 7") == 2
+    assert user.js(f'document.querySelector("{figure} title").textContent').startswith("Memcpy")
     assert user.sees("#case pre .plus")[0].endswith("def doubled(x):")
     user.clicks("[role=tab]:nth-of-type(2)")
     assert "def added(x):" in user.element("[role=tabpanel]").text

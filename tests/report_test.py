@@ -14,12 +14,12 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from made_runs import case, laid, made, timing
+from made_runs import case, laid, made, timeline, timing
 
 from pytest_aisp.cli import app
 from pytest_aisp.report import data as report_data
 from pytest_aisp.report import html as report
-from pytest_aisp.report.data import Timing, blocks_for, thinned
+from pytest_aisp.report.data import Timing, bars_for, blocks_for, thinned
 from pytest_aisp.report.html import Axis
 from pytest_aisp.report.run import VERDICTS, ReportCase, ReportRun, lenient
 from pytest_aisp.results import run_reader
@@ -272,6 +272,48 @@ def test_code_comes_from_the_page_and_links_are_relative_to_the_report(tmp_path)
     assert set(found["pages"][one["page"]]["sides"]) == {"added", "doubled"}
     assert one["profile"]["files"] == ["../run/profile/a b#1.json"]
     assert one["command"] == f"pytest '{one['id']}'"
+
+
+def timelines(folder, cases):
+    return [case.timeline for case in report_data.report_data(ReportRun.of(cases, folder)).cases]
+
+
+def test_timeline_comes_from_the_profile_of_the_case(tmp_path):
+    folder = laid(tmp_path / "run", made(1))
+    [found] = timelines(folder, made(1))
+    assert (found.calls, found.baseline.count, found.optimized.count) == (3, 9, 6)
+    shown = data_of(report.write_report(ReportRun.read(folder), tmp_path / "x.html").read_text())
+    assert shown["cases"][0]["timeline"]["optimized"]["bars"][1] == [7, 1, 2, 2.5]
+    assert timelines(folder, with_cases(case(0, profile=None))) == [None]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "3",
+        "x" * 300_000,
+        json.dumps(timeline(1, 1) | {"calls": 0}),
+        json.dumps(timeline(1, 1)).replace('"names": ["Memcpy', '"names": [], "other": ["'),
+        json.dumps(timeline(1, 1)).replace("2.5", "-2.5"),
+    ],
+)
+def test_malformed_timeline_is_left_out(tmp_path, text):
+    folder = laid(tmp_path / "run", made(1))
+    (folder / "profile" / "timeline.json").write_text(text)
+    assert timelines(folder, made(1)) == [None]
+
+
+@pytest.mark.parametrize("place", ["../elsewhere", "nul\0", "nosuch", ""])
+def test_timeline_is_read_only_below_the_folder_of_the_run(tmp_path, place):
+    folder = laid(tmp_path / "run", made(1))
+    (folder / "profile").rename(tmp_path / "elsewhere")
+    moved = case(0, profile={"tool": "torch", "folder": place, "files": []})
+    assert timelines(folder, with_cases(moved)) == [None]
+
+
+def test_reports_of_more_cases_show_fewer_bars():
+    assert [bars_for(n) for n in (0, 75, 300, 9999)] == [200, 200, 50, 40]
 
 
 def test_code_beyond_the_limit_is_left_out(tmp_path, monkeypatch):

@@ -19,6 +19,7 @@ from ..results.results_json import ProfileFiles, StoredPeaks
 from ..results.row import SampleFile
 from ..results.run_reader import SamplesError
 from ..results.verdict import LOOK
+from ..worker.timeline import MAX_BARS, Timeline
 from .run import VERDICTS, HistoryEntry, Process, ReportCase, ReportRun, cleaned, lenient, shortened
 from .source_view import Page, diff
 
@@ -28,13 +29,15 @@ MAX_CODE = 2_500_000
 """The maximum bytes of code and diffs in a report. Later cases are shown without their code."""
 MAX_BLOCKS, MIN_BLOCKS_SHOWN, MAX_BLOCKS_SHOWN = 24_000, 6, 40
 """The target number of blocks in a report, and the minimum and maximum number per process."""
+MIN_BARS, MAX_ALL_BARS = 40, 30_000
+"""The least number of a side's bars in a timeline, and the target number of a report."""
 MAX_PROCESSES = 8
 """The maximum number of processes shown per case. If there are more, the first ones are shown."""
 FIELDS: tuple[str, ...] = ("id", "page", "chapter", "function", "baseline", "variant", "size")
 FIELDS += ("gpus", "sweep", "product", "arch", "bound", "clock", "verdict", "not_timed", "speedup")
 FIELDS += ("seconds", "limit", "work", "claim", "stored", "spread", "detectable", "wall", "votes")
 FIELDS += ("goals", "reasons", "notes", "remarks", "profile", "processes", "samples_error")
-FIELDS += ("history", "command", "diff", "code_left_out", "predicted", "unexplained")
+FIELDS += ("history", "command", "diff", "code_left_out", "predicted", "unexplained", "timeline")
 """The fields of a case that the report's scripts get."""
 FACTS: tuple[str, ...] = (
     "sm_mhz",
@@ -126,6 +129,7 @@ def report_data(
         entry = msgspec.structs.replace(
             case,
             profile=_profile(case, run.folder, target),
+            timeline=_timeline(case, run.folder, bars_for(len(run.cases))),
             history=histories.get((case.id, case.product), []),
             command=f"pytest {shlex.quote(case.id)}",
         )
@@ -153,6 +157,17 @@ def _profile(case: ReportCase, folder: Path | None, target: Path | None) -> Prof
     place = Path() if target is None else Path(os.path.relpath(folder, target))
     files = [str(place / name) for name in case.profile.files]
     return ProfileFiles(case.profile.tool, str(place), files)
+
+
+def _timeline(case: ReportCase, folder: Path | None, most: int) -> Timeline | None:
+    """Return the timeline that torch's profiler left below the folder of the run, or None."""
+    if case.profile is None or folder is None:
+        return None
+    try:
+        place = (folder / case.profile.folder).resolve()
+    except (OSError, ValueError):  # a name that no file can have
+        return None
+    return Timeline.read(place, most) if place.is_relative_to(folder.resolve()) else None
 
 
 def _history(
@@ -250,6 +265,11 @@ def read_timings(run: ReportRun, case: ReportCase) -> list[Timing]:
 def blocks_for(cases: int) -> int:
     """Return how many blocks of each process a report of `cases` cases shows."""
     return max(MIN_BLOCKS_SHOWN, min(MAX_BLOCKS_SHOWN, MAX_BLOCKS // max(cases, 1)))
+
+
+def bars_for(cases: int) -> int:
+    """Return how many bars a side a report of `cases` cases shows in each timeline."""
+    return max(MIN_BARS, min(MAX_BARS, MAX_ALL_BARS // max(2 * cases, 1)))
 
 
 def thinned(timings: Sequence[Timing], most: int) -> list[Process]:

@@ -27,7 +27,7 @@ from .run import VERDICTS, ReportCase, ReportRun
 
 PARTS = Path(__file__).parent / "page"
 SCRIPTS = ["dom", "marks", "list", "axis", "curves", "roofline", "samples", "interval", "code"]
-SCRIPTS += ["case", "main"]
+SCRIPTS += ["timeline", "case", "main"]
 """The scripts in the order in which they must run: each uses definitions of earlier ones."""
 POLICY = "default-src 'none'; img-src data:; style-src {style}; script-src {script}"
 """The policy that lets the report load nothing and run only its own script.

@@ -22,6 +22,7 @@ from ..results.artifacts import WRITTEN
 from ..results.messages import Json
 from ..results.results_json import SCHEMA, Case, Manifest, Speedup
 from ..util.cli_result import CliError
+from ..worker.timeline import Timeline
 
 Model = TypeVar("Model", bound=Struct)
 fields_of = cache(msgspec.structs.fields)
@@ -79,6 +80,7 @@ class ReportCase(Case, kw_only=True):
     command: str = ""
     diff: str = ""
     code_left_out: bool = False
+    timeline: Timeline | None = None
 
     def __post_init__(self) -> None:
         self.verdict = self.verdict if self.verdict in VERDICTS else ""

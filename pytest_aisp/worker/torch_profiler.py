@@ -18,9 +18,11 @@ from ..results.row import duration
 from ..results.task_results import Amounts, ProfileResult
 from ..util.device_state import release, synchronizer
 from ..util.process_group import current_group
+from . import timeline
 from .client import Progress
 
 if TYPE_CHECKING:
+    from torch.autograd.profiler_util import FunctionEvent
     from torch.profiler import profile
 
 WARMUP, CALLS = 2, 3
@@ -52,6 +54,7 @@ def profile_sides(
         folder.mkdir(parents=True, exist_ok=True)
     usage: dict[str, dict[str, Usage]] = {}
     memory: dict[str, dict[str, Amounts]] = {}
+    lanes: list[timeline.Lanes] = []
     files: dict[str, list[str]] = {}
     for role, side in sides.items():
         progress(f"profile {role}")
@@ -66,12 +69,15 @@ def profile_sides(
             lines = [heading, "", *table_lines(what, usage[role]), "", torch_table]
             (folder / files[role][1]).write_text("\n".join(lines) + "\n")
         if _on_gpu(pool):
+            lanes.append(timeline.lanes_of(_on_device(profiler, "CUDA")))
             progress(f"memory of {role}")
             files[role].append(f"{role}.memory.pickle")
             memory[role] = _memory(pool, side, folder / files[role][2])
     differences = Differences.between(what, *usage.values())
-    files["both"] = ["differences.txt"]
+    files["both"] = ["differences.txt", *([timeline.FILE] if lanes else [])]
     if writes:
+        if lanes:
+            timeline.Timeline(CALLS, *lanes).write(folder)
         (folder / "differences.txt").write_text("\n".join(differences.lines()) + "\n")
     return ProfileResult(files, asdict(differences), differences.summary(), memory)
 
@@ -144,13 +150,17 @@ def _events(profiler: profile, pool: InputPool) -> Iterable[tuple[str, float]]:
 
     An operator's seconds do not include the operators that it calls.
     """
-    device = "CUDA" if _on_gpu(pool) else "CPU"
-    for event in profiler.events() or []:
-        if event.device_type.name != device or event.is_user_annotation:
-            continue
-        on_gpu = device == "CUDA"
+    on_gpu = _on_gpu(pool)
+    for event in _on_device(profiler, "CUDA" if on_gpu else "CPU"):
         microseconds = event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total
         yield str(event.name), microseconds * 1e-6
+
+
+def _on_device(profiler: profile, device: str) -> Iterator[FunctionEvent]:
+    """Yield the events of a type of device, ``CUDA`` or ``CPU``, without named ranges."""
+    for event in profiler.events() or []:
+        if event.device_type.name == device and not event.is_user_annotation:
+            yield event
 
 
 def _memory(pool: InputPool, side: Side, snapshot: Path) -> dict[str, Amounts]:

@@ -115,18 +115,20 @@ const noHistory = (one) => h("section", null, h("h2", null, "History"), h("p", {
   `None of the ${data.runs} other runs timed this case on ${one.product || "this machine"}.`));
 
 function showCase(i) {
-  const one = data.cases[i], host = byId("case"), samples = samplesSection(one), draws = [];
+  const one = data.cases[i], host = byId("case"), samples = samplesSection(one), lanes = timelineSection(one), draws = [];
   const close = h("figure"), past = h("figure", null, h("figcaption", null, "Value and 99 % interval by run; ring: this run"));
   const red = (one.reasons || []).length
     ? h("ul", { class: `reasons v-${verdictOf(one)}` }, one.reasons.map((l) => h("li", null, String(l)))) : null;
   if (one.speedup) draws.push(() => intervalPlot(close, one));
   if (samples && samples.draw) draws.push(samples.draw);
+  if (lanes) draws.push(lanes.draw);
   if (one.history) draws.push(() => historyPlot(past, one));
   host.replaceChildren(...[
     crumbs(i), head(one), red,
     one.speedup && h("section", { class: "columns" }, bars(one), close),
     h("section", { class: "columns" }, evidence(one), costs(one)),
     samples && (samples.element || samples),
+    lanes && lanes.element,
     one.history ? h("section", null, h("h2", null, "History"), past) : data.runs > 0 && noHistory(one),
     codeSection(one), listed("Remarks", one.remarks), listed("Notes", one.notes), profiles(one), reproduce(one),
   ].flat().filter(Boolean));
