@@ -1,0 +1,192 @@
+"""Capacity factor: padding keeps shapes fixed, and its price is the capacity that nobody uses.
+
+Problem    A mixture of experts keeps at most `factor` times the mean number of tokens per expert.
+           Each token goes to one expert. A token whose expert is full is dropped, and its result is
+           zero. The most popular expert is chosen four times as often as the least popular. Compute
+           a gated MLP of each expert, in bf16, for the tokens that are kept. The result is in the
+           tokens' order.
+Baseline   padded: each expert has a buffer with `factor` times the mean of rows. Tokens are copied
+           to their places, all buffers are multiplied by `bmm`, and results are copied back. All
+           shapes are known before the tokens are. Rows without a token are computed as well.
+Optimized  grouped: of padded. The kept tokens lie one after another, sorted by expert, and
+           `grouped_mm` reads from the GPU where each expert's tokens begin and end. It computes no
+           empty row. The same tokens are dropped.
+           The page is a curve over `factor`. Up to 1.5, the popular experts drop tokens.
+Bound      Tensor cores. padded multiplies `factor` times as many rows as there are tokens. grouped
+           multiplies those that are kept: all of them if no expert is full.
+Use when   Experts are on one GPU: with grouped products a large factor costs little, so there is
+           no reason to drop tokens, which costs quality. Buffers of a fixed size are useful if
+           other GPUs write into them. A factor near 1 then has few empty rows and many dropped
+           tokens.
+"""
+
+import torch
+from torch.nn import functional as F
+
+from pytest_aisp import Cost, Sweep, Work, compare
+
+MEAN = 1.25  # of the weights in `popularity`, which lie between 0.5 and 2
+
+
+def popularity(experts, device):
+    """Return how often each expert is chosen, relative to the others."""
+    return 0.5 + 1.5 * torch.arange(experts, device=device) / max(experts - 1, 1)
+
+
+def state(device, tokens, experts, width, hidden, factor):
+    def weight(*shape):
+        return (torch.randn(shape, device=device) / shape[-2] ** 0.5).bfloat16()
+
+    return {
+        "up": weight(experts, width, 2 * hidden),
+        "down": weight(experts, hidden, width),
+        "room": rows_of(tokens, experts, factor),
+    }
+
+
+def rows_of(tokens, experts, factor):
+    """Return the capacity of an expert, a multiple of 8 as tensor cores like it."""
+    return max(8, round(factor * tokens / experts / 8) * 8)
+
+
+def inputs(device, tokens, experts, width, hidden, factor):
+    x = torch.randn(tokens, width, device=device).bfloat16()
+    return x, popularity(experts, device).multinomial(tokens, replacement=True)
+
+
+def reference(state, x, expert):
+    up, down = state["up"].double(), state["down"].double()
+    before = (expert[:, None] == torch.arange(len(up), device=x.device)).long().cumsum(dim=0)
+    kept = before.gather(1, expert[:, None]).squeeze(1) <= state["room"]
+    out = torch.zeros_like(x, dtype=torch.float64)
+    for number in range(len(up)):
+        mine = (kept & (expert == number)).nonzero().squeeze(1)
+        gate, value = (x[mine].double() @ up[number]).chunk(2, dim=-1)
+        out[mine] = (gate * gate.sigmoid() * value) @ down[number]
+    return out
+
+
+def gated(pair):
+    gate, value = pair.chunk(2, dim=-1)
+    return F.silu(gate) * value
+
+
+def sorted_by_expert(expert, experts):
+    """Return the order of tokens by expert, their experts, and the first place of each expert."""
+    ordered, order = expert.sort(stable=True)  # stable: who comes first is kept
+    return ordered, order, torch.searchsorted(ordered, torch.arange(experts, device=expert.device))
+
+
+def padded(state, x, expert):
+    experts, room = len(state["up"]), state["room"]
+    ordered, order, first = sorted_by_expert(expert, experts)
+    rank = torch.arange(len(order), device=x.device) - first[ordered]
+    # A token without a place goes to the row behind the last buffer, from where zeros come back.
+    place = torch.where(rank < room, ordered * room + rank, experts * room)
+    buffers = x.new_zeros(experts * room + 1, x.shape[1])
+    buffers[place] = x[order]
+    inside = buffers[:-1].unflatten(0, (experts, room))
+    results = F.pad((gated(inside @ state["up"]) @ state["down"]).flatten(0, 1), (0, 0, 0, 1))
+    return torch.empty_like(x).index_copy_(0, order, results[place])
+
+
+def grouped(state, x, expert):
+    experts, room, tokens = len(state["up"]), state["room"], len(x)
+    ordered, order, first = sorted_by_expert(expert, experts)
+    rank = torch.arange(tokens, device=x.device) - first[ordered]
+    ends = torch.cat([first[1:], first.new_full((1,), tokens)])
+    kept = (ends - first).clamp(max=room)
+    last = kept.cumsum(0)
+    # Tokens without a place lie behind the last group, which no product reads.
+    place = torch.where(rank < room, (last - kept)[ordered] + rank, tokens)
+    rows = x.new_zeros(tokens + 1, x.shape[1])
+    rows[place] = x[order]
+    offsets = last.int()
+    inside = gated(F.grouped_mm(rows, state["up"], offs=offsets))
+    results = F.grouped_mm(inside, state["down"], offs=offsets)
+    fits = (rank < room)[:, None]
+    return torch.empty_like(x).index_copy_(0, order, results[place].where(fits, 0.0))
+
+
+def products(rows, tokens, experts, width, hidden):
+    """Return the cost of both products and of the gate, for so many rows."""
+    weights = experts * width * hidden
+    up = Cost(
+        read=2 * (rows * width + 2 * weights),
+        write=4 * rows * hidden,
+        ops={"bf16": 4 * rows * width * hidden},
+        launches=1,
+    )
+    silu = Cost(read=2 * rows * hidden, write=2 * rows * hidden, launches=1)
+    times = Cost(read=4 * rows * hidden, write=2 * rows * hidden, launches=1)
+    down = Cost(
+        read=2 * (rows * hidden + weights),
+        write=2 * rows * width,
+        ops={"bf16": 2 * rows * width * hidden},
+        launches=1,
+    )
+    return up + silu + times + down
+
+
+def moving(rows, tokens, width):
+    """Return the cost of sorting, of zeroed buffers, and of copies there and back."""
+    line = 2 * tokens * width
+    sort = Cost(read=64 * tokens, write=64 * tokens, launches=16)
+    there = Cost(write=2 * rows * width, launches=1)
+    there += 2 * Cost(read=line, write=line, launches=1)
+    return sort + there + 2 * Cost(read=line, write=line, launches=1)
+
+
+def kept_of(tokens, experts, factor):
+    """Return the expected number of kept tokens."""
+    room = rows_of(tokens, experts, factor)
+    weights = (popularity(experts, "cpu") / (MEAN * experts)).tolist()
+    return sum(min(weight * tokens, room) for weight in weights)
+
+
+def padded_cost(tokens, experts, width, hidden, factor):
+    rows = rows_of(tokens, experts, factor) * experts
+    results = Cost(read=2 * rows * width, write=2 * rows * width, launches=1)  # the row of zeros
+    return moving(rows, tokens, width) + products(rows, tokens, experts, width, hidden) + results
+
+
+def grouped_cost(tokens, experts, width, hidden, factor):
+    rows = round(kept_of(tokens, experts, factor))
+    where = Cost(read=2 * tokens * width, write=2 * tokens * width, launches=1)
+    return moving(tokens, tokens, width) + products(rows, tokens, experts, width, hidden) + where
+
+
+def work(tokens, experts, width, hidden, factor):
+    # A draw may keep a few tokens fewer than the expected number.
+    rows = 0.95 * kept_of(tokens, experts, factor)
+    return Work(
+        read=2 * (tokens * width + 3 * experts * width * hidden) * 0.95,
+        write=2 * tokens * width,
+        flops={"bf16": 6 * rows * width * hidden},
+        terms=max(width, hidden),
+        roundings=6,
+    )
+
+
+@compare(
+    baseline=padded,
+    optimized=[grouped],
+    state=state,
+    inputs=inputs,
+    reference=reference,
+    sizes=[
+        {"tokens": 32768, "experts": 32, "width": 1024, "hidden": 2048, "factor": factor}
+        for factor in (1.0, 1.25, 1.5, 2.0, 4.0)
+    ],
+    check_sizes=[
+        {"tokens": 77, "experts": 5, "width": 40, "hidden": 24, "factor": 1.0},
+        {"tokens": 33, "experts": 3, "width": 16, "hidden": 8, "factor": 4.0},
+    ],
+    work=work,
+    bound="tensor",
+    costs={padded: padded_cost, grouped: grouped_cost},
+    sweep=Sweep("factor", judged=[2.0]),
+)
+def test_capacity(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()

@@ -1,0 +1,160 @@
+"""Router: choose the experts of all tokens at once, and in one kernel.
+
+Problem    A router gives each token a score for each of `experts` experts, in fp32. Find the 4 best
+           experts of a token, best first, and their shares: a softmax over their 4 scores. Scores
+           of a token are never equal, so there is one right answer.
+Baseline   looped: a function for one token, called for each token, as in a first version that
+           routes requests as they arrive. One `topk` and one `softmax` per token.
+           vectorized: the baseline of a second test, with many tokens.
+Optimized  vectorized: of looped. The same two calls, for the whole matrix.
+           fused: of vectorized. One Triton kernel reads the scores once. It takes the largest score
+           4 times, and removes it each time. The shares never leave the registers in between.
+Bound      Few tokens: the host, which launches kernels for every token in looped. Many tokens: DRAM
+           for fused. `topk` of torch starts a block of threads for each row. The block finds the
+           fourth largest score digit by digit, with barriers in between.
+Use when   Vectorize any decision that is made per token or per request and does not depend on the
+           decision before it. Write a kernel if the router is a visible part of a layer: with large
+           experts it is not.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from hypothesis import strategies as st
+
+from pytest_aisp import Cost, Variant, Work, compare
+
+CHOSEN = 4
+TOKENS = 16  # of a program
+
+
+def inputs(device, tokens, experts):
+    ranks = torch.rand(tokens, experts, device=device).argsort(dim=1)
+    spread = 1 + 7 * torch.rand(tokens, 1, device=device)  # from unsure routers to sure ones
+    return (spread * (ranks / experts - 0.5),)
+
+
+def reference(scores):
+    best, chosen = scores.double().sort(dim=1, descending=True)
+    best = best[:, :CHOSEN]
+    weights = (best - best[:, :1]).exp()
+    return chosen[:, :CHOSEN].contiguous(), weights / weights.sum(dim=1, keepdim=True)
+
+
+def looped(scores):
+    chosen, shares = [], []
+    for token in scores:
+        best, which = token.topk(CHOSEN)
+        chosen.append(which)
+        shares.append(best.softmax(dim=0))
+    return torch.stack(chosen), torch.stack(shares)
+
+
+def vectorized(scores):
+    best, which = scores.topk(CHOSEN, dim=1)
+    return which, best.softmax(dim=1)
+
+
+@triton.jit
+def router_kernel(
+    scores, chosen, shares, tokens, experts,
+    CHOSEN: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    columns, places = tl.arange(0, BLOCK), tl.arange(0, CHOSEN)
+    known = (rows < tokens)[:, None]
+    left = tl.load(
+        scores + rows[:, None] * experts + columns[None, :],
+        mask=known & (columns < experts)[None, :],
+        other=float("-inf"),
+    )
+    best = tl.zeros((TOKENS, CHOSEN), tl.float32)
+    which = tl.zeros((TOKENS, CHOSEN), tl.int64)
+    for place in tl.static_range(CHOSEN):
+        largest, at = tl.max(left, axis=1), tl.argmax(left, axis=1)
+        here = (places == place)[None, :]
+        best = tl.where(here, largest[:, None], best)
+        which = tl.where(here, at[:, None].to(tl.int64), which)
+        left = tl.where(columns[None, :] == at[:, None], float("-inf"), left)
+    weights = tl.exp(best - tl.max(best, axis=1)[:, None])
+    out = rows[:, None] * CHOSEN + places[None, :]
+    tl.store(chosen + out, which, mask=known)
+    tl.store(shares + out, weights / tl.sum(weights, axis=1)[:, None], mask=known)
+
+
+def fused(scores):
+    tokens, experts = scores.shape
+    chosen = torch.empty(tokens, CHOSEN, dtype=torch.int64, device=scores.device)
+    shares = torch.empty(tokens, CHOSEN, device=scores.device)
+    router_kernel[(triton.cdiv(tokens, TOKENS),)](
+        scores, chosen, shares, tokens, experts,
+        CHOSEN=CHOSEN, TOKENS=TOKENS, BLOCK=triton.next_power_of_2(experts), num_warps=4,
+    )  # fmt: skip
+    return chosen, shares
+
+
+def routed(tokens, experts, launches, **more):
+    moved = {"read": 4 * tokens * experts, "write": 12 * tokens * CHOSEN}
+    return Cost(**moved, sfu=2 * tokens * CHOSEN, launches=launches, **more)
+
+
+def each_token(tokens, experts):
+    """Return the cost of selecting, sorting and softmax for each token, and of two stacks."""
+    return routed(tokens, experts, launches=3 * tokens + 2, host_steps=3 * tokens)
+
+
+def whole_matrix(tokens, experts):
+    """Return the cost of selecting, of sorting what was selected, and of softmax."""
+    kept = 12 * tokens * CHOSEN
+    sort = Cost(read=kept, write=kept, launches=1)
+    softmax = Cost(read=kept / 3, write=kept / 3, sfu=2 * tokens * CHOSEN, launches=1)
+    return routed(tokens, experts, launches=1, blocks=tokens) + sort + softmax
+
+
+def one_kernel(tokens, experts):
+    return routed(tokens, experts, launches=1)
+
+
+router = functools.partial(
+    compare,
+    inputs=inputs,
+    reference=reference,
+    work=lambda tokens, experts: Work(
+        read=4 * tokens * experts, write=12 * tokens * CHOSEN, terms=CHOSEN, roundings=4
+    ),
+)
+
+
+@router(
+    baseline=looped,
+    optimized=[
+        Variant(vectorized, at_least={"cpu": 4.0}),
+        Variant(fused, when=lambda tokens, experts: tokens != 256),  # an interpreter on a CPU
+    ],
+    sizes=[{"tokens": 4096, "experts": 64}],
+    check_sizes=[
+        {"tokens": 33, "experts": 9},
+        {"tokens": st.integers(1, 40), "experts": st.integers(CHOSEN, 40)},
+    ],
+    cpu_sizes=[{"tokens": 256, "experts": 64}],
+    bound="launch",
+    costs={looped: each_token, vectorized: whole_matrix, fused: one_kernel},
+)
+def test_router(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
+
+
+@router(
+    baseline=vectorized,
+    optimized=[fused],
+    sizes=[{"tokens": 1 << 19, "experts": 64}],
+    check_sizes=[{"tokens": 33, "experts": 9}],
+    bound="dram",
+    costs={vectorized: whole_matrix, fused: one_kernel},
+)
+def test_router_of_many_tokens(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
