@@ -187,12 +187,12 @@ class Decoder(torch.nn.Module):
 
     def states(self, tokens, positions, cache):
         """Return the output of the last block, of shape (rows, n, width)."""
+        plan = cache.plan(positions, tokens.shape[1], tokens.device)
         at = positions
         if isinstance(positions, int):
             at = torch.arange(positions, positions + tokens.shape[1], device=tokens.device)[None]
         cos, sin = (F.embedding(at, table)[:, None] for table in (self.cos, self.sin))
         x = F.embedding(tokens, self.embedding)
-        plan = cache.plan(positions, tokens.shape[1], tokens.device)
         for layer, block in enumerate(self.blocks):
             x = block(x, cos, sin, layer, plan, cache)
         return x

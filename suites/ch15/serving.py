@@ -1,0 +1,86 @@
+"""What the serving pages of this chapter share: a decoder with a planted language, and its costs.
+
+Greedy tokens are compared exactly, so rounding must not change them. Random weights do not allow
+that: their two best tokens are often equal in bf16. So each token has a planted successor, which a
+table in the weights raises far above all other tokens. The scores of the tokens, which are compared
+too, depend on the whole context through attention. A wrong cache therefore shows in the scores.
+"""
+
+import torch
+
+from pytest_aisp import Cost
+from suites.decoder import Config, Decoder, cached_numbers, exact_logits, matrix_weights
+
+HEAD, VOCABULARY = 64, 256
+RAISED = 24.0
+"""What the planted successor's logit gains, before the norm divides it by about 2."""
+STEP_KERNELS, LAYER_KERNELS = 16, 28
+"""Kernels of a step on a GPU: those of the whole step, and those of each layer."""
+
+
+def config_of(layers, width, length):
+    heads = width // HEAD
+    return Config(
+        layers=layers,
+        width=width,
+        heads=heads,
+        kv_heads=max(1, heads // 4),
+        hidden=11 * width // 4,
+        length=length,
+        vocabulary=VOCABULARY,
+    )
+
+
+def planted(device, config):
+    """Return a decoder in bf16 whose attribute `table` has the successor of each token."""
+    model = Decoder(config, device=device)
+    model.register_buffer("table", torch.randperm(config.vocabulary, device=device))
+    model.lm_head[model.table] += RAISED / config.width * model.embedding
+    return model
+
+
+def continued(model, prompts, count):
+    """Return `count` greedy tokens after each prompt, and their scores, in float64.
+
+    Raises:
+        ValueError: if a planted successor is not the best token.
+    """
+    tokens = [prompts[:, -1]]
+    for _ in range(count):
+        tokens.append(model.table[tokens[-1]])
+    chosen = torch.stack(tokens[1:], 1)
+    logits = exact_logits(model, torch.cat([prompts, chosen[:, :-1]], 1))[:, -count:]
+    if not torch.equal(logits.argmax(-1), chosen):
+        raise ValueError("a planted successor is not the best token")
+    return chosen, logits.gather(2, chosen[..., None])[..., 0]
+
+
+def best(logits):
+    """Return the best token of each row, and its score."""
+    score, token = logits.max(-1)
+    return token, score
+
+
+def forward_cost(config, tokens, keys, scores, **starts):
+    """Return the cost of one call of the decoder.
+
+    Args:
+        config: its sizes.
+        tokens: how many tokens it computes.
+        keys: tokens whose keys and values are read from the cache.
+        scores: products of a query and a key, summed over all queries of a head.
+        starts: launches, or nodes of a graph.
+    """
+    entry = 2 * cached_numbers(config)
+    products = matrix_weights(config) * tokens + 2 * config.layers * config.width * scores
+    return Cost(
+        read=2 * matrix_weights(config) + entry * keys,
+        write=entry * tokens,
+        ops={"bf16": 2 * products},
+        **starts,
+    )
+
+
+def kernels_of(config):
+    """Return how many kernels a call of the decoder launches."""
+    return STEP_KERNELS + LAYER_KERNELS * config.layers
