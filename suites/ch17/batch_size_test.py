@@ -1,0 +1,113 @@
+"""Batch size: a larger batch lowers the cost of a token and raises the time between two tokens.
+
+Problem    Decode 8 tokens of each of `rows` sequences with a decoder in bf16 (`suites/decoder.py`).
+           The tokens are given, so both sides compute the same. Each sequence has a cache of 1024
+           positions. The logits of all tokens are wanted. The page is a curve over `rows`.
+Baseline   alone: one sequence after another. A step is a CUDA graph.
+Optimized  batched: of alone. One step advances all sequences. Every sequence now waits for the
+           others: divide the time of the call by 8 for the time between two of its tokens.
+Bound      DRAM. A step reads all weights, for one sequence or for many. It also reads the cache of
+           each of its sequences, as captured steps do, whose shapes are fixed: a mask hides the
+           positions behind the present one. So the time between two tokens is that of the weights
+           plus that of `rows` caches, and the cost of a token falls until the caches take longer
+           than the weights.
+Use when   A server has an objective for the time between tokens. The largest batch that meets it is
+           the cheapest, and the curve shows where larger batches stop paying. An objective below
+           the time of one sequence cannot be met by any batch: it needs smaller weights, a smaller
+           cache, or more GPUs.
+"""
+
+import torch
+
+from pytest_aisp import Sweep, Work, capture, compare
+from suites.decoder import Cache, exact_logits, matrix_weights
+
+from .decoding import call_cost, config_of, decoder_of, kernels_of
+
+STEPS = 8
+
+
+def state(device, layers, width, length, rows):
+    return decoder_of(device, layers, width, length)
+
+
+def inputs(device, layers, width, length, rows):
+    return (torch.randint(256, (rows, STEPS), device=device),)
+
+
+def reference(model, tokens):
+    return exact_logits(model, tokens)
+
+
+def decoded(model, tokens, together):
+    """Return a function that decodes `together` rows at a time, with a graph of one step."""
+    config, device, rows = model.config, tokens.device, len(tokens)
+    cache = Cache(config, together, config.length, device)
+    current, positions = torch.zeros(2, together, dtype=torch.int64, device=device)
+    logits = torch.empty(together, config.vocabulary, dtype=torch.bfloat16, device=device)
+    replay = capture(lambda: logits.copy_(model.step(current, positions, cache)))
+
+    def call():
+        out = logits.new_empty(rows, STEPS, config.vocabulary)
+        for first in range(0, rows, together):
+            for step in range(STEPS):
+                current.copy_(tokens[first : first + together, step])
+                positions.fill_(step)
+                replay()
+                out[first : first + together, step] = logits
+        return out
+
+    return call
+
+
+def alone(model, tokens):
+    yield decoded(model, tokens, 1)
+
+
+def batched(model, tokens):
+    yield decoded(model, tokens, len(tokens))
+
+
+def decoded_cost(layers, width, length, rows, together):
+    config = config_of(layers, width, length)
+    keys = together * length
+    step = call_cost(config, together, keys, keys, launches=4, graph_nodes=kernels_of(config) + 1)
+    return rows // together * STEPS * step
+
+
+def work(layers, width, length, rows):
+    config = config_of(layers, width, length)
+    return Work(
+        read=2 * matrix_weights(config),
+        flops={"bf16": 2 * STEPS * rows * matrix_weights(config)},
+        terms=max(config.hidden, length),
+        roundings=20 * layers,
+    )
+
+
+@compare(
+    baseline=alone,
+    optimized=[batched],
+    state=state,
+    inputs=inputs,
+    reference=reference,
+    sizes=[
+        {"layers": 2, "width": 2048, "length": 1024, "rows": rows} for rows in (1, 4, 16, 64, 256)
+    ],
+    check_sizes=[
+        {"layers": 1, "width": 64, "length": 16, "rows": 3},
+        {"layers": 2, "width": 128, "length": 8, "rows": 1},
+    ],
+    work=work,
+    bound="launch",
+    costs={
+        alone: lambda **size: decoded_cost(**size, together=1),
+        batched: lambda rows, **size: decoded_cost(**size, rows=rows, together=rows),
+    },
+    sweep=Sweep("rows", judged=[16]),
+)
+def test_batch_size(pair):
+    pair.assert_equivalent()
+    if pair.size["rows"] == 16:
+        pair.assert_energy(at_most=1.0)
+    pair.assert_speedup()

@@ -1,0 +1,112 @@
+"""Prefill and decode: tokens computed together share one pass over the weights.
+
+Problem    Compute the logits of all `tokens` tokens of one sequence with a decoder in bf16
+           (`suites/decoder.py`). The tokens are given, so nothing has to be generated. The page is
+           a curve over `tokens`.
+Baseline   decode: one token after another, as in generating. A step is a CUDA graph. It attends to
+           the whole cache, and a mask hides what lies behind the token.
+Optimized  prefill: all tokens in one call, as for a prompt. The call is a CUDA graph too. Outputs,
+           weights and cache are the same.
+Bound      A step of decode reads all weights for 2 operations each, so DRAM limits it. prefill
+           reads the weights once. Its operations grow with `tokens` until tensor cores are the
+           limit. That is the corner of the roofline: the operations that tensor cores do in the
+           time in which DRAM reads one weight, divided by 2, are the tokens at the corner.
+Use when   You decide how many tokens to compute together: up to the corner, more tokens in a call
+           cost nearly nothing. Prompts lie behind it, and one sequence that generates lies far
+           before it. So a server batches decodes (`batch_size_test.py`), adds tokens of a prompt to
+           them, or checks several guessed tokens in one call.
+"""
+
+import torch
+
+from pytest_aisp import Cost, Sweep, Work, capture, compare
+from suites.decoder import Cache, exact_logits, matrix_weights
+
+from .decoding import call_cost, config_of, decoder_of, kernels_of
+
+
+def state(device, layers, width, tokens):
+    return decoder_of(device, layers, width, room_of(tokens))
+
+
+def room_of(tokens):
+    return -(-tokens // 8) * 8  # whole multiples of 8 keys, as the fused kernels want their masks
+
+
+def inputs(device, layers, width, tokens):
+    return (torch.randint(256, (1, tokens), device=device),)
+
+
+def reference(model, tokens):
+    return exact_logits(model, tokens)
+
+
+def decode(model, tokens):
+    config, device = model.config, tokens.device
+    cache = Cache(config, 1, config.length, device)
+    position = torch.zeros(1, dtype=torch.int64, device=device)
+    out = torch.empty(1, tokens.shape[1], config.vocabulary, dtype=torch.bfloat16, device=device)
+
+    def advance():
+        logits = model.step(tokens.index_select(1, position)[0], position, cache)
+        out.index_copy_(1, position, logits[:, None])
+        position.add_(1).remainder_(tokens.shape[1])
+
+    replay = capture(advance)
+
+    def call():
+        position.zero_()
+        for _ in range(tokens.shape[1]):
+            replay()
+        return out.clone()
+
+    yield call
+
+
+def prefill(model, tokens):
+    cache = Cache(model.config, 1, model.config.length, tokens.device)
+    yield capture(lambda: model(tokens, 0, cache))
+
+
+def decode_cost(layers, width, tokens):
+    config, room = config_of(layers, width, room_of(tokens)), room_of(tokens)
+    step = call_cost(config, 1, room, room, launches=1, graph_nodes=kernels_of(config) + 4)
+    return tokens * step + Cost(launches=2)
+
+
+def prefill_cost(layers, width, tokens):
+    config = config_of(layers, width, room_of(tokens))
+    nodes = kernels_of(config) - 4  # there is no mask
+    return call_cost(config, tokens, tokens, tokens**2 / 2, launches=1, graph_nodes=nodes)
+
+
+def work(layers, width, tokens):
+    config = config_of(layers, width, room_of(tokens))
+    return Work(
+        read=2 * matrix_weights(config),
+        write=2 * tokens * config.vocabulary,
+        flops={"bf16": 2 * tokens * matrix_weights(config)},
+        terms=max(config.hidden, tokens),
+        roundings=20 * layers,
+    )
+
+
+@compare(
+    baseline=decode,
+    optimized=[prefill],
+    state=state,
+    inputs=inputs,
+    reference=reference,
+    sizes=[{"layers": 2, "width": 2048, "tokens": n} for n in (4, 16, 64, 256, 512)],
+    check_sizes=[
+        {"layers": 1, "width": 64, "tokens": 1},
+        {"layers": 2, "width": 128, "tokens": 13},
+    ],
+    work=work,
+    bound="launch",
+    costs={decode: decode_cost, prefill: prefill_cost},
+    sweep=Sweep("tokens", judged=[64]),
+)
+def test_prefill_decode(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
