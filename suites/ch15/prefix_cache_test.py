@@ -1,0 +1,163 @@
+"""Prefix cache: compute the keys and values of a shared system prompt once.
+
+Problem    Read `requests` prompts with a decoder in bf16 (`suites/decoder.py`) and return the
+           logits of each one's next token. All prompts begin with the same `prefix` tokens, and
+           each ends with `suffix` tokens of its own. How long the shared part is, is given: a
+           server finds that by comparing hashes of blocks of tokens. The keys and values of all
+           tokens are in the cache afterwards, and the tokens of a step after that are compared too.
+Baseline   recomputed: one batch with all prompts as they are.
+Optimized  copied: the prefix is computed in one row, and its keys and values are copied to the
+           other rows. Then the suffixes are computed as one batch that attends to them. A server
+           finds the prefix in its cache from an earlier request. Here it is part of every call.
+           cached: of copied. The prefix is already in the rows from an earlier call, so a call
+           computes only the suffixes. It returns to the end of the prefix each time.
+Bound      Tensor cores for recomputed. The other sides compute few tokens. For them, the starts of
+           many small kernels and one pass over the weights take a good part of the time.
+Use when   Many requests begin with the same instructions, documents or turns of a conversation. The
+           gain is in the time to the first token, and about the ratio of the tokens that are
+           computed. A later token takes as long as before. The copy makes each row as large as
+           without sharing. A cache in pages shares the memory too, since the tables of all rows can
+           name the same page (`paged_cache_test.py`).
+"""
+
+import torch
+
+from pytest_aisp import Cost, Work, compare
+from suites.decoder import Cache, Decoder, cached_numbers, exact_logits, matrix_weights
+
+from .serving import config_of, forward_cost, kernels_of
+
+
+def size_of(layers, width, requests, prefix, suffix):
+    return config_of(layers, width, -(-(prefix + suffix + 1) // 8) * 8)
+
+
+def state(device, layers, width, requests, prefix, suffix):
+    config = size_of(layers, width, requests, prefix, suffix)
+    model = Decoder(config, device=device)
+    # The system prompt belongs to the server, so it does not change between calls.
+    model.register_buffer("prefix", torch.randint(config.vocabulary, (prefix,), device=device))
+    return model
+
+
+def inputs(device, layers, width, requests, prefix, suffix):
+    vocabulary = size_of(layers, width, requests, prefix, suffix).vocabulary
+    suffixes = torch.randint(vocabulary, (requests, suffix), device=device)
+    return suffixes, torch.randint(vocabulary, (requests,), device=device)
+
+
+def whole_prompts(model, suffixes):
+    return torch.cat([model.prefix.expand(len(suffixes), -1), suffixes], 1)
+
+
+def reference(model, suffixes, following):
+    prompts = torch.cat([whole_prompts(model, suffixes), following[:, None]], 1)
+    return exact_logits(model, prompts)[:, -2:]
+
+
+def with_next(model, cache, logits, following, length):
+    """Return the logits of the prompts, and those of one more token of each."""
+    at = torch.full((len(following),), length, device=following.device)
+    return torch.stack([logits, model.step(following, at, cache)], 1)
+
+
+def recomputed(model, suffixes, following):
+    cache = Cache(model.config, len(suffixes), model.config.length, suffixes.device)
+
+    def run():
+        prompts = whole_prompts(model, suffixes)
+        logits = model.prefill(prompts, cache)
+        return with_next(model, cache, logits, following, prompts.shape[1])
+
+    yield run
+
+
+def after_prefix(model, cache, suffixes, following):
+    start = len(model.prefix)
+    logits = model.prefill(suffixes, cache, start)
+    return with_next(model, cache, logits, following, start + suffixes.shape[1])
+
+
+def read_once(model, cache):
+    """Compute the prefix in the first row and copy its keys and values to the others."""
+    length = len(model.prefix)
+    model.states(model.prefix[None], 0, cache.rows(0, 1))
+    for numbers in (cache.keys, cache.values):
+        numbers[:, 1:, :, :length] = numbers[:, :1, :, :length]
+
+
+def copied(model, suffixes, following):
+    cache = Cache(model.config, len(suffixes), model.config.length, suffixes.device)
+
+    def run():
+        read_once(model, cache)
+        return after_prefix(model, cache, suffixes, following)
+
+    yield run
+
+
+def cached(model, suffixes, following):
+    cache = Cache(model.config, len(suffixes), model.config.length, suffixes.device)
+    read_once(model, cache)
+    yield lambda: after_prefix(model, cache, suffixes, following)
+
+
+def work(layers, width, requests, prefix, suffix):
+    config = size_of(layers, width, requests, prefix, suffix)
+    tokens = requests * (suffix + 1)
+    return Work(
+        read=2 * matrix_weights(config),
+        flops={"bf16": 2 * tokens * matrix_weights(config)},
+        terms=max(config.hidden, config.length),
+        roundings=20 * layers,
+    )
+
+
+def prompts_cost(config, rows, prompt, start=0):
+    """Return the cost of `prompt` tokens in each row, behind `start` tokens in the cache."""
+    keys, scores = rows * (start + prompt), rows * prompt * (start + prompt / 2)
+    kernels = kernels_of(config) + (config.layers if start else 0)  # a mask for each head
+    return forward_cost(config, rows * prompt, keys, scores, launches=kernels)
+
+
+def next_cost(config, rows):
+    keys = rows * config.length
+    return Cost(launches=3) + forward_cost(config, rows, keys, keys, launches=kernels_of(config))
+
+
+def recomputed_cost(layers, width, requests, prefix, suffix):
+    config = size_of(layers, width, requests, prefix, suffix)
+    return prompts_cost(config, requests, prefix + suffix) + next_cost(config, requests)
+
+
+def suffixes_cost(layers, width, requests, prefix, suffix):
+    config = size_of(layers, width, requests, prefix, suffix)
+    return prompts_cost(config, requests, suffix, prefix) + next_cost(config, requests)
+
+
+def copied_cost(layers, width, requests, prefix, suffix):
+    config = size_of(layers, width, requests, prefix, suffix)
+    entry = 2 * cached_numbers(config) * prefix
+    spread = Cost(read=entry, write=(requests - 1) * entry, launches=2)
+    alone = prompts_cost(config, 1, prefix) + spread
+    return alone + suffixes_cost(layers, width, requests, prefix, suffix)
+
+
+@compare(
+    baseline=recomputed,
+    optimized=[copied, cached],
+    state=state,
+    inputs=inputs,
+    reference=reference,
+    sizes=[{"layers": 4, "width": 2048, "requests": 8, "prefix": 1024, "suffix": 64}],
+    check_sizes=[
+        {"layers": 2, "width": 128, "requests": 3, "prefix": 9, "suffix": 5},
+        {"layers": 1, "width": 64, "requests": 1, "prefix": 4, "suffix": 1},
+    ],
+    work=work,
+    bound="tensor",
+    costs={recomputed: recomputed_cost, copied: copied_cost, cached: suffixes_cost},
+)
+def test_prefix_cache(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
