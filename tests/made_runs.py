@@ -202,6 +202,10 @@ def laid(folder: Path, results: dict[str, Any], *, pages: bool = False) -> Path:
     (folder / "samples").mkdir(parents=True)
     (folder / "profile").mkdir()
     (folder / "profile" / "timeline.json").write_text(json.dumps(timeline(8, 5)))
+    for role, occupancy in (("baseline", 0.25), ("optimized", 0.5)):
+        counters = {"kernels": 3, "occupancy": occupancy, "issue_slots": 0.4, "stall": "wait"}
+        text = json.dumps({**counters, "stall_share": 0.6})
+        (folder / "profile" / f"{role}.counters.json").write_text(text)
     cases = [one | {"samples": sampled(folder, n, one)} for n, one in enumerate(results["cases"])]
     text = json.dumps({**results, "cases": cases})
     (folder / "results.json").write_text(text, encoding="utf-8")

@@ -15,11 +15,12 @@ from ranks_test import write as write_ranks
 
 from pytest_aisp import Work, compare
 from pytest_aisp.checking.inputs import InputPool
+from pytest_aisp.page.pair import ROLES
 from pytest_aisp.results.messages import ProfileTask, Reply
 from pytest_aisp.results.row import Profile
 from pytest_aisp.session import sandbox_and_profile
 from pytest_aisp.session.run_context import Interrupted
-from pytest_aisp.worker import nvidia_tools, timeline, torch_profiler
+from pytest_aisp.worker import ncu_counters, nvidia_tools, timeline, torch_profiler
 from pytest_aisp.worker.loader import pair_of
 from pytest_aisp.worker.nvidia_tools import NsightError, missing_profiler, profile_side
 from pytest_aisp.worker.torch_profiler import Differences, Usage, table_lines, usage_per_call
@@ -174,6 +175,7 @@ def tools(tmp_path, monkeypatch):
 
 
 WORKING = """#!/bin/sh
+if [ "$1" = --import ]; then cat "$(dirname "$0")/raw.csv" 2>/dev/null; exit; fi
 for word in "$@"; do case "$word" in --output=*|--export=*) report="${word#*=}";; esac; done
 while [ "${1%%/python*}" = "$1" ]; do echo "option $1"; shift; done
 "$@" || exit $?
@@ -256,6 +258,58 @@ def test_a_profiler_runs_one_side_and_its_script_runs_it_again(tools, task, tmp_
     (folder / files[0]).unlink()
     subprocess.run(["sh", folder / files[1]], check=True, stdout=subprocess.DEVNULL)
     assert (folder / files[0]).read_text() == "kept\n"
+
+
+STALLED = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
+COLUMNS = ["ID", "Kernel Name", ncu_counters.TIME, *ncu_counters.OCCUPANCY, ncu_counters.ISSUED[1]]
+COLUMNS += [STALLED.format(reason) for reason in ("long_scoreboard", "wait", "selected")]
+ROWS = [
+    ["", "", "nsecond", "%", "%", "inst", "inst", "inst"],
+    ["0", 'void add<"4">(float*, int)', "1,000", "50.0", "40.00", "6", "2", "1"],
+    ["1", "memset, then", "3,000", "90.0", "n/a", "2", "1", "1"],
+]
+
+
+def raw_csv(*rows):
+    """Return what `ncu --import --csv --page=raw` prints: names, units, and a row per kernel."""
+    quoted = [",".join('"' + cell.replace('"', '""') + '"' for cell in row) for row in rows]
+    return "\n".join(["==PROF== Connected to process 1", *quoted, ""])
+
+
+def test_counters_of_ncu_are_means_by_the_times_of_kernels():
+    found = ncu_counters.parse(raw_csv(COLUMNS, *ROWS))
+    assert found.kernels == 2
+    assert found.occupancy == pytest.approx((50 + 3 * 90) / 400)
+    assert found.issue_slots == pytest.approx(0.4)  # of the kernel for which ncu knows it
+    assert (found.stall, found.stall_share) == ("long scoreboard", pytest.approx(3 / 5.25))
+    words = "achieved occupancy 80%, issue slots 40%, top stall long scoreboard 57%"
+    assert found.words() == words
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "==ERROR== no kernels", raw_csv(COLUMNS, ROWS[0]), raw_csv(["ID"], ["0"]), '"ID"\n"0"'],
+)
+def test_a_report_of_ncu_without_counters_has_none(text):
+    assert ncu_counters.parse(text) is None
+
+
+def test_counters_are_written_beside_the_report_of_ncu(tools, task, tmp_path):
+    tools(WORKING)
+    (tmp_path / "raw.csv").write_text(raw_csv(COLUMNS, *ROWS))
+    files = profile_side("ncu", task(), tmp_path / "case", ENVIRONMENT, 60.0)
+    assert files[-1] == "optimized.counters.json"
+    notes = sandbox_and_profile.counter_notes(tmp_path / "case")
+    assert notes == [
+        "profile: counters of baseline: none in the report of ncu",
+        "profile: counters of optimized: achieved occupancy 80%, issue slots 40%,"
+        " top stall long scoreboard 57%",
+    ]
+
+
+def test_an_ncu_that_cannot_print_its_report_costs_only_the_counters(tmp_path):
+    missing = str(tmp_path / "ncu")
+    assert ncu_counters.import_report(missing, tmp_path / "x.ncu-rep", {}, 5.0) is None
 
 
 SCRIPTS = {
@@ -542,7 +596,8 @@ def test_each_side_of_a_gpu_case_runs_under_the_profiler(tools, task, tmp_path):
     sandbox_and_profile.profile(case)
     assert case.remarks == []
     folder = tmp_path / "profile" / "ch99.p_test.test_it.a-n1"
-    assert case.notes == [f"profile (ncu): {folder}"]
+    none = [f"profile: counters of {role}: none in the report of ncu" for role in ROLES]
+    assert case.notes == [f"profile (ncu): {folder}", *none]
     files = case.profile.files
     assert set(files) == {"baseline", "optimized"}
     assert all((folder / name).exists() for names in files.values() for name in names)

@@ -200,8 +200,9 @@ def opens_a_case(user):
     assert user.sees("#case .badge") == ["regressed"]
     assert not user.element("#overview").is_displayed()
     headings = user.sees("#case h2")
-    assert headings[:5] == ["Samples", "Timeline", "History", "The page says", "Code"]
-    assert headings[5:] == ["Notes", "Profiles, torch", "Run it again"]
+    assert headings[:4] == ["Samples", "Timeline", "Counters", "History"]
+    assert headings[4:] == ["The page says", "Code", *headings[6:]]
+    assert headings[6:] == ["Notes", "Profiles, torch", "Run it again"]
     assert "at least 1.5×, at_least on the page" in user.sees("#case .table td")
     rows = user.sees("#case .table tr")
     for goal in (
@@ -209,6 +210,8 @@ def opens_a_case(user):
         r"launches\s+63\s+2",
         r"energy, at most 0.8 of the baseline's\s+2 mJ\s+1 mJ",
         r"share of time at compute, at least 50 %\s+20 %\s+70 %",
+        r"achieved occupancy\s+25 %\s+50 %",
+        r"most frequent stall\s+wait, 60 %\s+wait, 60 %",
     ):
         assert any(re.search(goal, row) for row in rows), (goal, rows)
     assert len(user.all("#case .od")) > 200  # four processes, twice forty windows, and votes

@@ -312,6 +312,13 @@ def test_timeline_is_read_only_below_the_folder_of_the_run(tmp_path, place):
     assert timelines(folder, with_cases(moved)) == [None]
 
 
+def test_counters_come_from_the_profile_of_the_case(tmp_path):
+    folder = laid(tmp_path / "run", made(1))
+    (folder / "profile" / "baseline.counters.json").write_text('{"kernels": 0}')
+    [found] = report_data.report_data(ReportRun.of(made(1), folder)).cases
+    assert {role: one.occupancy for role, one in found.counters.items()} == {"optimized": 0.5}
+
+
 def test_reports_of_more_cases_show_fewer_bars():
     assert [bars_for(n) for n in (0, 75, 300, 9999)] == [200, 200, 50, 40]
 

@@ -13,12 +13,14 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Struct, ValidationError
 
+from ..page.pair import ROLES
 from ..results import run_reader
 from ..results.messages import Json
 from ..results.results_json import ProfileFiles, StoredPeaks
 from ..results.row import SampleFile
 from ..results.run_reader import SamplesError
 from ..results.verdict import LOOK
+from ..worker.ncu_counters import Counters
 from ..worker.timeline import MAX_BARS, Timeline
 from .run import VERDICTS, HistoryEntry, Process, ReportCase, ReportRun, cleaned, lenient, shortened
 from .source_view import Page, diff
@@ -38,6 +40,7 @@ FIELDS += ("gpus", "sweep", "product", "arch", "bound", "clock", "verdict", "not
 FIELDS += ("seconds", "limit", "work", "claim", "stored", "spread", "detectable", "wall", "votes")
 FIELDS += ("goals", "reasons", "notes", "remarks", "profile", "processes", "samples_error")
 FIELDS += ("history", "command", "diff", "code_left_out", "predicted", "unexplained", "timeline")
+FIELDS += ("counters",)
 """The fields of a case that the report's scripts get."""
 FACTS: tuple[str, ...] = (
     "sm_mhz",
@@ -126,10 +129,12 @@ def report_data(
     code = _CodeBudget(_read_pages(pages, roots), MAX_CODE)
     cases = []
     for case in sorted(run.cases, key=_order):
+        profiled = _profile_folder(case, run.folder)
         entry = msgspec.structs.replace(
             case,
             profile=_profile(case, run.folder, target),
-            timeline=_timeline(case, run.folder, bars_for(len(run.cases))),
+            timeline=profiled and Timeline.read(profiled, bars_for(len(run.cases))),
+            counters=_counters(profiled),
             history=histories.get((case.id, case.product), []),
             command=f"pytest {shlex.quote(case.id)}",
         )
@@ -159,15 +164,21 @@ def _profile(case: ReportCase, folder: Path | None, target: Path | None) -> Prof
     return ProfileFiles(case.profile.tool, str(place), files)
 
 
-def _timeline(case: ReportCase, folder: Path | None, most: int) -> Timeline | None:
-    """Return the timeline that torch's profiler left below the folder of the run, or None."""
+def _profile_folder(case: ReportCase, folder: Path | None) -> Path | None:
+    """Return the folder of the profile, or None if it is not below the `folder` of the run."""
     if case.profile is None or folder is None:
         return None
     try:
         place = (folder / case.profile.folder).resolve()
     except (OSError, ValueError):  # a name that no file can have
         return None
-    return Timeline.read(place, most) if place.is_relative_to(folder.resolve()) else None
+    return place if place.is_relative_to(folder.resolve()) else None
+
+
+def _counters(folder: Path | None) -> dict[str, Counters]:
+    """Return the counters that ncu left in the folder of the profile, keyed by side."""
+    found = {role: Counters.read(folder, role) for role in ROLES} if folder else {}
+    return {role: counters for role, counters in found.items() if counters is not None}
 
 
 def _history(

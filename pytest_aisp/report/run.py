@@ -22,6 +22,7 @@ from ..results.artifacts import WRITTEN
 from ..results.messages import Json
 from ..results.results_json import SCHEMA, Case, Manifest, Speedup
 from ..util.cli_result import CliError
+from ..worker.ncu_counters import Counters
 from ..worker.timeline import Timeline
 
 Model = TypeVar("Model", bound=Struct)
@@ -81,6 +82,7 @@ class ReportCase(Case, kw_only=True):
     diff: str = ""
     code_left_out: bool = False
     timeline: Timeline | None = None
+    counters: dict[str, Counters] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.verdict = self.verdict if self.verdict in VERDICTS else ""

@@ -30,6 +30,7 @@ from ..results.messages import (
 from ..results.row import Profile, duration
 from ..results.task_results import PrepareResult, ProfileResult
 from ..worker.client import Worker
+from ..worker.ncu_counters import Counters
 from ..worker.sandbox import seconds_per_call
 from .case_client import CaseClient
 from .options import MAX_SEED
@@ -191,6 +192,8 @@ def _profile(case: CaseRun, tool: str) -> None:
     case.profile = Profile(tool=tool, folder=str(folder), **result)
     case.notes.append(f"profile ({tool}): {folder}")
     case.notes += profile_notes(case.profile)
+    if tool == "ncu":
+        case.notes += counter_notes(folder)
 
 
 def _why_not(client: CaseClient, tool: str) -> str | None:
@@ -247,3 +250,12 @@ def profile_notes(profile: Profile) -> list[str]:
         ]
         notes.append(f"profile: memory of {role}: {'; '.join(sizes)}")
     return notes
+
+
+def counter_notes(folder: Path) -> list[str]:
+    """Return a note per side on the counters that ncu left in `folder`."""
+    found = {role: Counters.read(folder, role) for role in ROLES}
+    return [
+        f"profile: counters of {role}: {one.words() if one else 'none in the report of ncu'}"
+        for role, one in found.items()
+    ]

@@ -22,6 +22,7 @@ from msgspec.structs import replace
 
 from ..results import messages
 from ..results.messages import ProfileTask, Reply, Task
+from . import ncu_counters
 from .client import (
     PROGRAM,
     TIMEOUT_HINT,
@@ -135,10 +136,15 @@ def profile_side(
     script = folder / f"{side}.{name}.sh"
     script.write_text(_script(command, environment))
     log = folder / f"{side}.{name}.txt"
-    code = _run(command, worker_environment(environment), log, limit)
+    variables = worker_environment(environment)
+    code = _run(command, variables, log, limit)
     if not report.exists() or code != 0:
         raise NsightError(_reason(name, code, limit, log))
-    return [file.name for file in (report, script, log, task_file)]
+    files = [file.name for file in (report, script, log, task_file)]
+    if name == "ncu":
+        counters = ncu_counters.import_report(command[0], report, variables, limit)
+        files += [counters.write(folder, side)] if counters is not None else []
+    return files
 
 
 def _script(command: Sequence[str], environment: Mapping[str, str | None]) -> str:

@@ -88,6 +88,19 @@ function evidence(one) {
 const listed = (title, lines) => lines && lines.length
   ? h("section", null, h("h2", null, title), h("ul", { class: "points" }, lines.map((l) => h("li", null, String(l))))) : null;
 
+// The counters of ncu: means over the kernels of a side.
+function countersTable(one) {
+  if (!one.counters) return null;
+  const sides = ["baseline", "optimized"].map((role) => one.counters[role]);
+  const share = (name) => (c) => (typeof c[name] === "number" ? percent(c[name]) : "");
+  const lines = [["achieved occupancy", share("occupancy")], ["issue slots used", share("issue_slots")],
+    ["most frequent stall", (c) => (c.stall ? `${c.stall}, ${percent(c.stall_share)}` : "")], ["kernels", (c) => String(c.kernels)]];
+  return h("section", null, h("h2", null, "Counters"), h("table", { class: "table" },
+    h("thead", null, h("tr", null, h("th", { scope: "col" }, "Means over a side's kernels by time, by ncu"),
+      h("th", { scope: "col", class: "n" }, one.baseline || "baseline"), h("th", { scope: "col", class: "n" }, one.variant))),
+    h("tbody", null, lines.map(([name, of]) => h("tr", null, h("th", { scope: "row" }, name), sides.map((c) => h("td", { class: "n" }, c ? of(c) : "")))))));
+}
+
 function profiles(one) {
   const files = one.profile && one.profile.files;
   if (!files) return null;
@@ -128,7 +141,7 @@ function showCase(i) {
     one.speedup && h("section", { class: "columns" }, bars(one), close),
     h("section", { class: "columns" }, evidence(one), costs(one)),
     samples && (samples.element || samples),
-    lanes && lanes.element,
+    lanes && lanes.element, countersTable(one),
     one.history ? h("section", null, h("h2", null, "History"), past) : data.runs > 0 && noHistory(one),
     codeSection(one), listed("Remarks", one.remarks), listed("Notes", one.notes), profiles(one), reproduce(one),
   ].flat().filter(Boolean));
