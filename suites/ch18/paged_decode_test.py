@@ -1,0 +1,310 @@
+"""Paged decode: read the pages where they are instead of gathering them first.
+
+Problem    Attention of one new token per sequence in bf16, 64 query heads in 8 groups, 128 numbers
+           per head. The keys and values are in pages of `page` tokens, all sequences share the pool
+           of pages, and a table says which pages a sequence has. Sequences have between half of
+           `tokens` and all of them. Pool, table and lengths are the page's state.
+Baseline   gathered: index the pool by the table, so every sequence gets a contiguous copy, padded
+           to the longest one. Then `scaled_dot_product_attention`. The heads of a group are the
+           queries of one head, because PyTorch's fast kernels do not take shared keys and a mask.
+           The mask is made before the timed part.
+Optimized  copied: gathered, but a Triton kernel attends to the copy. It has a program for each
+           sequence, group, and `chunk` tokens. A second kernel joins their results.
+           paged: of copied, without the copy. The kernel looks up each page in the table.
+           contiguous: paged on a contiguous cache, which is made before the timed part. It shows
+           what the table costs. No server with pages has such a cache.
+Bound      paged: DRAM, which has to deliver the pages of the tokens once. The numbers of a token
+           and group are 256 bytes side by side. The table adds 4 bytes per page. gathered reads the
+           pool, writes the padded copy, and reads the copy again.
+Use when   Always, when the cache has pages. Fused kernels of servers read through the table too.
+           Gather only if a kernel cannot take a table, for example in a prefill, where the copy is
+           small beside the products. How pages are filled is in `../ch13/kv_cache_test.py`. A wrong
+           table entry reads the cache of another user, so check a table on the host, where it is
+           made: on the GPU the check would have to wait.
+"""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch.nn import functional as F
+
+from pytest_aisp import Cost, Variant, Work, compare
+
+from .split_kv import (
+    LOG2_E,
+    join_parts,
+    part_buffers,
+    part_bytes,
+    product_operand,
+    product_type,
+    refuse,
+)
+
+WIDTH = 128  # numbers of a head
+ROWS = 16  # at least, of a product of tensor cores
+BLOCK = 64  # tokens of one step of a loop
+
+
+@triton.jit
+def attend_kernel(
+    q, k, v, table, lengths, out, sums, largest, weights, pages, factor,
+    PAGED: tl.constexpr, SHARE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    PAGE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, PRODUCT: tl.constexpr,
+):  # fmt: skip
+    """Attend to a chunk. Numbers of a token are (groups, WIDTH)."""
+    group, sequence, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    groups = tl.num_programs(0)
+    item = sequence * groups + group
+    row, lane = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    here = row[:, None] < SHARE
+    queries = (item * SHARE + row[:, None]) * WIDTH + lane[None, :]
+    query = tl.load(q + queries, mask=here, other=0.0).to(PRODUCT)
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    weight = tl.zeros((ROWS,), tl.float32)
+    total = tl.zeros((ROWS, WIDTH), tl.float32)
+    end = tl.minimum(chunk * CHUNK + CHUNK, tl.load(lengths + sequence))
+    for start in range(chunk * CHUNK, end, BLOCK):
+        token = start + tl.arange(0, BLOCK)
+        inside = token < end
+        if PAGED:
+            page = tl.load(table + sequence * pages + token // PAGE, mask=inside, other=0)
+            at = page.to(tl.int64) * PAGE + token % PAGE
+        else:
+            at = sequence.to(tl.int64) * pages * PAGE + token
+        at = (at * groups + group)[:, None] * WIDTH + lane[None, :]
+        keys = product_operand(tl.load(k + at, mask=inside[:, None], other=0.0), PRODUCT)
+        values = product_operand(tl.load(v + at, mask=inside[:, None], other=0.0), PRODUCT)
+        scores = tl.where(inside[None, :], tl.dot(query, keys.T) * factor, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, axis=1))
+        kept = tl.exp2(top - higher)
+        p = tl.exp2(scores - higher[:, None])
+        weight = weight * kept + tl.sum(p, axis=1)
+        total = tl.dot(product_operand(p, PRODUCT), values, total * kept[:, None])
+        top = higher
+    # A chunk behind the end of its sequence has no weight, and its largest score is -inf.
+    part = (item * tl.num_programs(2) + chunk) * SHARE + row
+    tl.store(largest + part, top, mask=row < SHARE)
+    tl.store(weights + part, weight, mask=row < SHARE)
+    tl.store(sums + part[:, None] * WIDTH + lane[None, :], total, mask=here)
+
+
+def lengths_of(batch, tokens):
+    """Return the tokens of each sequence, from half of `tokens` to all."""
+    return [tokens - tokens // 2 * i // max(batch - 1, 1) for i in range(batch)]
+
+
+def page_table(rows, pages, lengths, page):
+    """Return the table as a tensor, or raise `ValueError` if a row cannot be used.
+
+    Args:
+        rows: the numbers of the pages of each sequence.
+        pages: how many pages the pool has.
+        lengths: how many tokens each sequence has.
+        page: how many tokens a page has.
+    """
+    for sequence, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+        if length < 1:
+            raise ValueError(f"sequence {sequence} has {length} tokens: nothing to attend to")
+        if len(row) * page < length:
+            raise ValueError(
+                f"sequence {sequence} has {length} tokens, but only {len(row)} pages of {page}"
+            )
+        outside = [number for number in row if not 0 <= number < pages]
+        if outside:
+            raise ValueError(
+                f"sequence {sequence} has page {outside[0]}, but the pool has {pages} pages"
+            )
+    longest = max(len(row) for row in rows)
+    return torch.tensor([row + [0] * (longest - len(row)) for row in rows], dtype=torch.int32)
+
+
+def state(device, batch, groups, share, tokens, page, chunk):
+    lengths = lengths_of(batch, tokens)
+    counts = [-(-length // page) for length in lengths]
+    free = iter(torch.randperm(sum(counts)).tolist())
+    rows = [[next(free) for _ in range(count)] for count in counts]
+    table = page_table(rows, sum(counts), lengths, page)
+    shape = (sum(counts), page, groups, WIDTH)
+    return {
+        "k": torch.randn(shape, device=device, dtype=torch.bfloat16),
+        "v": torch.randn(shape, device=device, dtype=torch.bfloat16),
+        "table": table.to(device),
+        "lengths": torch.tensor(lengths, dtype=torch.int32).to(device),
+    }
+
+
+def inputs(device, batch, groups, share, tokens, page, chunk):
+    # Larger queries make some tokens count more than others.
+    q = 2 * torch.randn(batch, groups * share, 1, WIDTH, device=device)
+    return q.bfloat16(), chunk
+
+
+def reference(cache, q, chunk):
+    results = []
+    for queries, row, length in zip(q, cache["table"], cache["lengths"], strict=True):
+        keys, values = (
+            cache[name][row.long()].double().flatten(0, 1)[:length].transpose(0, 1)
+            for name in ("k", "v")
+        )
+        rows = queries.double().view(len(keys), -1, WIDTH)
+        p = torch.softmax(rows @ keys.mT / WIDTH**0.5, dim=-1)
+        results.append((p @ values).view(queries.shape))
+    return torch.stack(results)
+
+
+def copies(cache):
+    """Return keys and values as (batch, tokens, groups, WIDTH), padded to whole pages."""
+    return [cache[name][cache["table"]].flatten(1, 2) for name in ("k", "v")]
+
+
+def attended(q, k, v, table, lengths, page, chunk, *, paged):
+    batch, pages = table.shape
+    groups = k.shape[2]
+    pool = (k.shape[0], page, groups, WIDTH)
+    refuse("k", k, pool if paged else (batch, pages * page, groups, WIDTH))
+    refuse("v", v, k.shape)
+    refuse("q", q, (batch, q.shape[1], 1, WIDTH))
+    if q.shape[1] % groups:
+        raise ValueError(f"{q.shape[1]} query heads cannot share {groups} groups of keys")
+    if table.dtype != torch.int32 or lengths.dtype != torch.int32:
+        raise ValueError(f"table and lengths are {table.dtype}, {lengths.dtype}; use int32")
+    share, chunks = q.shape[1] // groups, triton.cdiv(pages * page, chunk)
+    out = torch.empty_like(q)
+    parts = part_buffers(batch * groups, chunks, share, WIDTH, q.device)
+    attend_kernel[groups, batch, chunks](
+        q, k, v, table, lengths, out, *parts, pages, LOG2_E / WIDTH**0.5,
+        PAGED=paged, SHARE=share, ROWS=max(ROWS, share), WIDTH=WIDTH, PAGE=page,
+        CHUNK=chunk, BLOCK=BLOCK, PRODUCT=product_type(q), num_warps=4, num_stages=3,
+    )  # fmt: skip
+    join_parts(parts, out, batch * groups, chunks, share, WIDTH)
+    return out
+
+
+def gathered(cache, q, chunk):
+    tokens = torch.arange(cache["table"].shape[1] * cache["k"].shape[1], device=q.device)
+    seen = (tokens < cache["lengths"][:, None])[:, None, None]
+
+    def call():
+        k, v = (x.transpose(1, 2) for x in copies(cache))
+        rows = q.view(len(q), k.shape[1], -1, WIDTH)
+        return F.scaled_dot_product_attention(rows, k, v, seen).view(q.shape)
+
+    yield call
+
+
+def copied(cache, q, chunk):
+    table, lengths, page = cache["table"], cache["lengths"], cache["k"].shape[1]
+    return attended(q, *copies(cache), table, lengths, page, chunk, paged=False)
+
+
+def paged(cache, q, chunk):
+    table, lengths, page = cache["table"], cache["lengths"], cache["k"].shape[1]
+    return attended(q, cache["k"], cache["v"], table, lengths, page, chunk, paged=True)
+
+
+def contiguous(cache, q, chunk):
+    table, lengths, page = cache["table"], cache["lengths"], cache["k"].shape[1]
+    k, v = copies(cache)
+    yield lambda: attended(q, k, v, table, lengths, page, chunk, paged=False)
+
+
+def cache_bytes(batch, groups, tokens):
+    return 4 * sum(lengths_of(batch, tokens)) * groups * WIDTH
+
+
+def padded_bytes(batch, groups, tokens, page):
+    return 4 * batch * -(-tokens // page) * page * groups * WIDTH
+
+
+def gathering(batch, groups, tokens, page):
+    """Return the cost of `copies`: keys, then values."""
+    some, all_of = cache_bytes(batch, groups, tokens), padded_bytes(batch, groups, tokens, page)
+    return 2 * Cost(read=some / 2, write=all_of / 2, launches=1)
+
+
+def split_cost(batch, groups, share, tokens, page, chunk):
+    cache, vectors = cache_bytes(batch, groups, tokens), 2 * batch * groups * share * WIDTH
+    parts = part_bytes(batch * groups, -(-tokens // chunk), share, WIDTH)
+    return Cost(
+        read=cache + vectors,
+        write=vectors + parts,
+        ops={"bf16": cache * max(ROWS, share)},
+        launches=1,
+    ) + Cost(read=parts, launches=1)
+
+
+def gathered_cost(batch, groups, share, tokens, page, chunk):
+    cache, vectors = padded_bytes(batch, groups, tokens, page), 2 * batch * groups * share * WIDTH
+    attend = Cost(
+        read=cache + vectors, write=vectors, ops={"bf16": cache * max(ROWS, share)}, launches=1
+    )
+    return gathering(batch, groups, tokens, page) + attend
+
+
+def copied_cost(batch, groups, share, tokens, page, chunk):
+    attend = split_cost(batch, groups, share, tokens, page, chunk)
+    return gathering(batch, groups, tokens, page) + attend
+
+
+def size(page):
+    return {"batch": 32, "groups": 8, "share": 8, "tokens": 8192, "page": page, "chunk": 1024}
+
+
+@compare(
+    baseline=gathered,
+    optimized=[copied, paged, Variant(contiguous, at_least="yardstick")],
+    state=state,
+    inputs=inputs,
+    reference=reference,
+    sizes=[size(page=16), size(page=64)],
+    check_sizes=[
+        {"batch": 2, "groups": 2, "share": 2, "tokens": 67, "page": 16, "chunk": 64},
+        {"batch": 1, "groups": 1, "share": 3, "tokens": 129, "page": 64, "chunk": 64},
+    ],
+    # As in ../ch09/attention_test.py: the weights of a head are rounded, and so are its outputs.
+    work=lambda batch, groups, share, tokens, page, chunk: Work(
+        read=cache_bytes(batch, groups, tokens), terms=tokens, roundings=16
+    ),
+    bound="dram",
+    costs={
+        gathered: gathered_cost,
+        copied: copied_cost,
+        paged: split_cost,
+        contiguous: split_cost,
+    },
+)
+def test_paged_decode(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
+
+
+class TestRefused:
+    """A table is refused where it is made, and other inputs by the launching helper."""
+
+    @pytest.mark.parametrize(
+        ("rows", "lengths", "words"),
+        [
+            ([[0, 4]], [20], "sequence 0 has page 4, but the pool has 4 pages"),
+            ([[0, -1]], [20], "sequence 0 has page -1"),
+            ([[0], [1]], [16, 17], "sequence 1 has 17 tokens, but only 1 pages of 16"),
+            ([[0], []], [16, 0], "sequence 1 has 0 tokens"),
+        ],
+    )
+    def test_table(self, rows, lengths, words):
+        with pytest.raises(ValueError, match=words):
+            page_table(rows, 4, lengths, 16)
+
+    @pytest.mark.parametrize(
+        ("q", "pool", "words"),
+        [
+            ((1, 8, 1, 64), (4, 16, 8, WIDTH), r"q is \(1, 8, 1, 64\); .* takes \(1, 8, 1, 128\)"),
+            ((1, 8, 1, WIDTH), (4, 32, 8, WIDTH), r"k is \(4, 32, 8, 128\)"),
+            ((1, 9, 1, WIDTH), (4, 16, 8, WIDTH), "9 query heads cannot share 8 groups"),
+        ],
+    )
+    def test_shape(self, q, pool, words):
+        table, lengths = page_table([[3, 1]], 4, [20], 16), torch.tensor([20], dtype=torch.int32)
+        k = torch.ones(pool).bfloat16()
+        with pytest.raises(ValueError, match=words):
+            attended(torch.ones(q).bfloat16(), k, k, table, lengths, 16, 64, paged=True)
