@@ -35,6 +35,9 @@ def test_every_level_is_measured_with_arguments_that_its_kernel_takes(monkeypatc
 
     monkeypatch.setattr(hierarchy, "seconds", seconds)
     monkeypatch.setattr(hierarchy, "near_and_far", lambda cycles: (1.0, 2.0))
+    monkeypatch.setattr(hierarchy, "HOST_BYTES", 1 << 20)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    monkeypatch.setattr(hierarchy, "on_gpu", lambda pinned: pinned.to("cuda"))
     monkeypatch.setattr(torch.Tensor, "tolist", lambda self: [])
     with fake_gpu("sm90"), capture_launches._capturing(captured, assemble=False):
         gpu = SimpleNamespace(multi_processor_count=132, L2_cache_size=3 << 20)
@@ -46,9 +49,26 @@ def test_every_level_is_measured_with_arguments_that_its_kernel_takes(monkeypatc
         *("dependent_multiply_adds", "shared_read", "l2_read"),
     }
     names = [level.name for level in measured.levels]
-    assert names == ["registers", "shared memory", "L1", "L2", "L2", "L2", "L2", "DRAM"]
-    sizes = [level.working_set for level in measured.levels[3:]]
+    on_board = ["registers", "shared memory", "L1", "L2", "L2", "L2", "L2", "DRAM"]
+    assert names == [*on_board, "pinned host memory"]
+    sizes = [level.working_set for level in measured.levels[3:-1]]
     assert sizes == [2**15, 2**17, 2**19, 2**20, 2**27]  # an L2 of 3 MiB
     l1 = measured.levels[2]
     assert l1.bandwidth == 4 * 512 * 16 * 264 * 1024 / 2.0
     assert l1.latency == 2.0 / 4096
+    host = measured.levels[-1]
+    assert host.working_set == 1 << 20
+    assert host.bandwidth == 4 * hierarchy.HOST_ROUNDS * 16 * 264 * 1024 / 2.0
+    assert host.latency == 2.0 / 4096
+
+
+def test_pinned_memory_reaches_torch_as_an_address_of_the_gpu(monkeypatch):
+    given = []
+    monkeypatch.setattr(torch, "as_tensor", lambda memory, device: given.append((memory, device)))
+    pinned = torch.zeros(64, dtype=torch.int32)
+    hierarchy.on_gpu(pinned)
+    [(memory, device)] = given
+    assert device == "cuda"
+    interface = memory.__cuda_array_interface__
+    assert interface["data"] == (pinned.data_ptr(), False)
+    assert (interface["shape"], interface["typestr"]) == ((64,), "<i4")

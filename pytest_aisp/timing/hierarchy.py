@@ -26,6 +26,8 @@ DRAM_SETS = 128
 """The working set for DRAM, in largest working sets of the L2. It is at least 32 L2s."""
 L1_BYTES = 16 << 10
 """Bytes that fit in the L1 of every known GPU beside other data."""
+HOST_BYTES, HOST_ROUNDS = 256 << 20, 16
+"""The working set in host memory, larger than any L2, and the rounds in which it is read."""
 OPERANDS = 12
 """Bytes of the three operands of a multiply-add."""
 
@@ -43,8 +45,7 @@ def measure() -> HierarchyResult:
     grid = measure_peaks.BLOCKS_PER_SM * gpu.multi_processor_count
     threads = grid * BLOCK
 
-    def chased(nbytes: int, *, past_l1: bool) -> float:
-        links = linked(nbytes // (4 * LINE), LINE)
+    def chased(links: torch.Tensor, *, past_l1: bool = True) -> float:
         at = torch.zeros(1, device="cuda", dtype=torch.int32)
         return seconds(partial(kernels.chase[1, 1], links, at, STEPS, past_l1)) / STEPS
 
@@ -73,17 +74,47 @@ def measure() -> HierarchyResult:
             "L1",
             L1_BYTES,
             4 * ROUNDS * VECTOR * threads / seconds(cached),
-            chased(L1_BYTES, past_l1=False),
+            chased(list_of(L1_BYTES), past_l1=False),
         ),
     ]
     sizes = measure_peaks.l2_working_sets(gpu.L2_cache_size)
     for size in (*sizes, DRAM_SETS * sizes[-1]):  # both probes use exactly these sizes
         name = "L2" if size < gpu.L2_cache_size else "DRAM"
-        levels.append(Level(name, size, read_rate(size), chased(size, past_l1=True)))
+        levels.append(Level(name, size, read_rate(size), chased(list_of(size))))
+    host = on_gpu(list_of(HOST_BYTES, "cpu").pin_memory())
+    read = cuda_module("measure_peaks.cu").l2_read[grid, BLOCK]
+    reading = partial(read, host, word[:1], HOST_BYTES // VECTOR, HOST_ROUNDS)
+    rate = 4 * HOST_ROUNDS * VECTOR * threads / seconds(reading)
+    levels.append(Level("pinned host memory", HOST_BYTES, rate, chased(host)))
     cycles = torch.zeros(LINES, device="cuda", dtype=torch.int32)
     lines = torch.zeros(LINES * LINE, device="cuda", dtype=torch.int32)
     kernels.line_latencies[1, 1](lines, cycles, LINES)
     return HierarchyResult(levels, *near_and_far(cycles.tolist()))
+
+
+class _Address:
+    """The address of pinned int32 memory, in the form in which torch accepts GPU memory."""
+
+    def __init__(self, pinned: torch.Tensor) -> None:
+        self.pinned = pinned  # so that the memory is not freed
+        self.__cuda_array_interface__ = {
+            "shape": tuple(pinned.shape),
+            "typestr": "<i4",
+            "data": (pinned.data_ptr(), False),
+            "version": 3,
+        }
+
+
+def on_gpu(pinned: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the GPU on `pinned` int32 host memory, which it reads over its link."""
+    import torch
+
+    return torch.as_tensor(_Address(pinned), device="cuda")
+
+
+def list_of(nbytes: int, device: str = "cuda") -> torch.Tensor:
+    """Return a list with one link per line that takes `nbytes`."""
+    return linked(nbytes // (4 * LINE), LINE, device)
 
 
 def near_and_far(cycles: Sequence[int]) -> tuple[float, float]:
