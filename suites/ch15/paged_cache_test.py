@@ -1,0 +1,384 @@
+"""Paged cache: keep only the tokens that each request has, in pages behind a table.
+
+Problem    Decode `steps` given tokens of `requests` requests with a decoder in bf16
+           (`suites/decoder.py`) and return all logits. The requests are of different lengths,
+           spread evenly from `shortest` to `longest` tokens, in a mixed order. Their keys and
+           values are in the cache when a call begins.
+Baseline   contiguous: every request has a row with room for the longest one. PyTorch's attention
+           reads all rows to their ends, and a mask removes what is behind the last token.
+Optimized  bounded: of contiguous. A Triton kernel attends to one request and group of heads. It
+           stops at the request's last token.
+           paged: of bounded. Keys and values are in pages of 64 tokens that all requests share
+           (PagedAttention, arXiv:2309.06180). The same kernel finds a page's number in a table.
+Bound      DRAM. contiguous reads the room of all rows. The others read the tokens that exist. The
+           table adds a load before each page, and pages are large enough to hide it.
+Use when   Requests have different lengths. The gain in time comes from stopping at the last token,
+           and a kernel over contiguous rows has it as well. What pages gain is memory: a request
+           takes what it needs, 64 tokens at a time, so more requests fit on the GPU. Many requests
+           can share the pages of a common beginning (`prefix_cache_test.py`). If requests are
+           equally long, contiguous rows are simpler and as fast (`kv_cache_test.py` in chapter 13).
+"""
+
+import functools
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from pytest_aisp import Cost, Variant, Work, compare
+from suites.decoder import Cache, Decoder, cached_numbers, exact_logits, matrix_weights
+
+from .rounding import to_even
+from .serving import config_of, forward_cost, kernels_of
+
+PAGE = 64  # tokens
+ROWS = 16  # of the smallest product of tensor cores: the queries of a group, and rows of zeros
+
+
+@triton.jit
+def row_attention_kernel(
+    q,
+    keys,
+    values,
+    table,
+    lengths,
+    out,
+    scale,
+    pages,
+    request_stride,
+    kv_stride,
+    PAGED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HEAD: tl.constexpr,
+    PAGE: tl.constexpr,
+    ROWS: tl.constexpr,
+    PRODUCT: tl.constexpr,
+):
+    """Attend from the queries of one request that share a head of keys.
+
+    Without a table, the page `k` of a request is `PAGE * HEAD` numbers behind page `k - 1`.
+    """
+    kv_head, request, kv_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
+    rows, lanes, tokens = tl.arange(0, ROWS), tl.arange(0, HEAD), tl.arange(0, PAGE)
+    length = tl.load(lengths + request)
+    at = ((request * kv_heads + kv_head) * GROUPS + rows)[:, None] * HEAD + lanes[None, :]
+    own = (rows < GROUPS)[:, None]
+    query = tl.load(q + at, mask=own, other=0.0).to(PRODUCT)
+    within = tokens[:, None] * HEAD + lanes[None, :]
+    most = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    mean = tl.zeros((ROWS, HEAD), tl.float32)
+    for start in tl.range(0, length, PAGE):
+        if PAGED:
+            page = tl.load(table + request * pages + start // PAGE).to(tl.int64)
+            first = page * request_stride + kv_head * kv_stride
+        else:
+            first = request.to(tl.int64) * request_stride + kv_head * kv_stride + start * HEAD
+        there = start + tokens < length
+        k = tl.load(keys + first + within, mask=there[:, None], other=0.0).to(PRODUCT)
+        v = tl.load(values + first + within, mask=there[:, None], other=0.0).to(PRODUCT)
+        scores = tl.where(there[None, :], tl.dot(query, k.T) * scale, float("-inf"))
+        larger = tl.maximum(most, tl.max(scores, axis=1))
+        weights = tl.exp(scores - larger[:, None])
+        kept = tl.exp(most - larger)
+        total = total * kept + tl.sum(weights, axis=1)
+        mean = tl.dot(weights.to(PRODUCT), v, mean * kept[:, None])
+        most = larger
+    result = to_even(mean / total[:, None], DROPPED=16).to(tl.bfloat16)
+    tl.store(out + at, result, mask=own)
+
+
+def row_attention(q, keys, values, lengths, table=None):
+    """Return attention of one query per request and head, of shape (requests, heads, 1, head).
+
+    Args:
+        q: of the same shape.
+        keys, values: of shape (requests, kv_heads, length, head), or (pages, kv_heads, PAGE, head)
+            with a table.
+        lengths: how many tokens each request has.
+        table: the pages of each request, of shape (requests, pages).
+    """
+    q, out = q.contiguous(), torch.empty_like(q, memory_format=torch.contiguous_format)
+    requests, heads, _, head = q.shape
+    kv_heads = keys.shape[1]
+    row_attention_kernel[kv_heads, requests](
+        q,
+        keys,
+        values,
+        lengths if table is None else table,
+        lengths,
+        out,
+        head**-0.5,
+        0 if table is None else table.shape[1],
+        keys.stride(0),
+        keys.stride(1),
+        PAGED=table is not None,
+        GROUPS=heads // kv_heads,
+        HEAD=head,
+        PAGE=PAGE,
+        ROWS=ROWS,
+        # Triton 3.9's interpreter multiplies the bits of bf16. With fp32 the products are the same.
+        PRODUCT=tl.bfloat16 if q.is_cuda else tl.float32,
+        num_stages=4,
+    )
+    return out
+
+
+class BoundedCache(Cache):
+    """A cache whose `attention` stops at the last token of each row."""
+
+    def plan(self, positions, n, device):
+        row = torch.arange(len(positions), device=device)[:, None]
+        return (row, positions), positions[:, 0] + 1, None
+
+    def attend(self, layer, q, plan):
+        return self.attention(q, self.keys[layer], self.values[layer], plan[1])
+
+
+class PagedCache:
+    """Pages of keys and values that all requests share. A page belongs to one request at a time.
+
+    Attributes:
+        keys, values: tensors of shape (layers, pages, kv_heads, PAGE, head).
+        table: the numbers of the pages of each request.
+        free: the numbers of the pages that belong to nobody.
+        attention: what reads them, as `row_attention` does.
+    """
+
+    def __init__(self, config, pages, requests, device):
+        shape = config.layers, pages, config.kv_heads, PAGE, config.head
+        self.keys = torch.zeros(shape, device=device, dtype=torch.bfloat16)
+        self.values = torch.zeros_like(self.keys)
+        self.free = list(range(pages))
+        self.taken = [[] for _ in range(requests)]
+
+    def reserve(self, request, tokens):
+        """Give a request pages for so many tokens. Return False if there are too few: it waits."""
+        own = self.taken[request]
+        missing = triton.cdiv(tokens, PAGE) - len(own)
+        if missing > len(self.free):
+            return False
+        own += [self.free.pop() for _ in range(missing)]
+        return True
+
+    def upload(self):
+        """Make the table, padded with zeros, as a server does after it has reserved pages."""
+        most = max(len(own) for own in self.taken)
+        table = [own + [0] * (most - len(own)) for own in self.taken]
+        self.table = torch.tensor(table, dtype=torch.int32, device=self.keys.device)
+
+    def release(self, request):
+        """Take back the pages of a request that has ended or was cancelled."""
+        self.free += self.taken[request]
+        self.taken[request] = []
+
+    def plan(self, positions, n, device):
+        page = self.table.gather(1, positions // PAGE).long()
+        return (page, positions % PAGE), positions[:, 0] + 1
+
+    def append(self, layer, k, v, plan):
+        self.keys[layer].transpose(1, 2)[plan[0]] = k.transpose(1, 2)
+        self.values[layer].transpose(1, 2)[plan[0]] = v.transpose(1, 2)
+
+    def attend(self, layer, q, plan):
+        return self.attention(q, self.keys[layer], self.values[layer], plan[1], self.table)
+
+
+def lengths_of(requests, shortest, longest):
+    """Return the tokens of each request, spread evenly. Neighbors in the batch differ."""
+    step = (longest - shortest) / max(1, requests - 1)
+    stride = next(s for s in range(requests // 2 + 1, 2 * requests + 2) if coprime(s, requests))
+    return [round(shortest + step * (k * stride % requests)) for k in range(requests)]
+
+
+def coprime(a, b):
+    while b:
+        a, b = b, a % b
+    return a == 1
+
+
+def size_of(layers, width, requests, shortest, longest, steps):
+    return config_of(layers, width, -(-(longest + steps) // PAGE) * PAGE)
+
+
+def state(device, layers, width, requests, shortest, longest, steps):
+    """Return a decoder, prompts, which are equally long at first, and a cache with all of them."""
+    config = size_of(layers, width, requests, shortest, longest, steps)
+    model = Decoder(config, device=device)
+    shape = requests, longest
+    model.register_buffer("prompts", torch.randint(config.vocabulary, shape, device=device))
+    cache = Cache(config, requests, config.length, device)
+    for row in range(0, requests, 16):  # all at once need much memory
+        model.states(model.prompts[row : row + 16], 0, cache.rows(row, row + 16))
+    model.register_buffer("keys", cache.keys)
+    model.register_buffer("values", cache.values)
+    return model
+
+
+def inputs(device, layers, width, requests, shortest, longest, steps):
+    config = size_of(layers, width, requests, shortest, longest, steps)
+    tokens = torch.randint(config.vocabulary, (steps, requests), device=device)
+    return tokens, lengths_of(requests, shortest, longest)
+
+
+def reference(model, tokens, lengths):
+    """Return the logits of each request's tokens behind the part of its prompt that counts."""
+    found = []
+    for row, length in enumerate(lengths):
+        whole = torch.cat([model.prompts[row, :length], tokens[:, row]])
+        found.append(exact_logits(model, whole[None])[0, length:])
+    return torch.stack(found, 1)
+
+
+def decoded(model, cache, tokens, lengths):
+    first = torch.tensor(lengths, device=tokens.device)
+    yield lambda: torch.stack(
+        [model.step(now, first + step, cache) for step, now in enumerate(tokens)]
+    )
+
+
+def with_rows(kind, model, tokens):
+    cache = kind(model.config, tokens.shape[1], model.config.length, tokens.device)
+    cache.keys.copy_(model.keys)
+    cache.values.copy_(model.values)
+    return cache
+
+
+def contiguous(model, tokens, lengths):
+    yield from decoded(model, with_rows(Cache, model, tokens), tokens, lengths)
+
+
+def bounded(model, tokens, lengths):
+    cache = with_rows(BoundedCache, model, tokens)
+    cache.attention = row_attention
+    yield from decoded(model, cache, tokens, lengths)
+
+
+def pages_of(lengths, steps):
+    return sum(triton.cdiv(length + steps, PAGE) for length in lengths)
+
+
+def paged(model, tokens, lengths):
+    cache = PagedCache(model.config, pages_of(lengths, len(tokens)), len(lengths), tokens.device)
+    cache.attention = row_attention
+    # All requests grow at once, so the pages of one are far from each other.
+    for end in range(PAGE, max(lengths) + len(tokens) + PAGE, PAGE):
+        for request, length in enumerate(lengths):
+            cache.reserve(request, min(end, length + len(tokens)))
+    cache.upload()
+    own = [(row, k, page) for row, pages in enumerate(cache.taken) for k, page in enumerate(pages)]
+    row, k, page = torch.tensor(own, device=tokens.device).T
+    for pool, rows in ((cache.keys, model.keys), (cache.values, model.values)):
+        pool[:, page] = rows.unflatten(3, (-1, PAGE)).transpose(2, 3)[:, row, k]
+    yield from decoded(model, cache, tokens, lengths)
+
+
+def work(layers, width, requests, shortest, longest, steps):
+    config = size_of(layers, width, requests, shortest, longest, steps)
+    tokens = sum(lengths_of(requests, shortest, longest))
+    return Work(
+        read=2 * matrix_weights(config) + 2 * cached_numbers(config) * steps * tokens,
+        terms=max(config.hidden, config.length),
+        roundings=20 * layers,
+    )
+
+
+def steps_cost(read, layer_kernels, layers, width, requests, shortest, longest, steps):
+    """Return the cost of all steps.
+
+    Args:
+        read: takes the size and the lengths; returns the tokens of which a step reads the cache.
+        layer_kernels: how many kernels a layer has more than the decoder's own cache has.
+    """
+    config = size_of(layers, width, requests, shortest, longest, steps)
+    keys = read(config, lengths_of(requests, shortest, longest), steps)
+    kernels = kernels_of(config) + 1 + layer_kernels * layers
+    each = forward_cost(config, requests, keys, keys, launches=kernels)
+    return steps * each + Cost(write=512 * steps * requests, launches=1)
+
+
+def all_rooms(config, lengths, steps):
+    return len(lengths) * config.length
+
+
+def own_tokens(config, lengths, steps):
+    return sum(lengths) + len(lengths) * (steps + 1) / 2
+
+
+def rooms_cost(**size):
+    return steps_cost(all_rooms, 0, **size)
+
+
+def tokens_cost(**size):
+    return steps_cost(own_tokens, 0, **size)
+
+
+judged = functools.partial(
+    compare,
+    baseline=contiguous,
+    state=state,
+    inputs=inputs,
+    reference=reference,
+    sizes=[
+        {
+            "layers": 4,
+            "width": 2048,
+            "requests": 64,
+            "shortest": 128,
+            "longest": 2040,
+            "steps": 2,
+        }
+    ],
+    check_sizes=[
+        {"layers": 1, "width": 128, "requests": 3, "shortest": 5, "longest": 90, "steps": 2},
+    ],
+    work=work,
+    bound="dram",
+)
+
+
+@judged(
+    optimized=[bounded, paged],
+    costs=dict.fromkeys([bounded, paged], tokens_cost) | {contiguous: rooms_cost},
+)
+def test_paged_cache(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
+
+
+@judged(
+    optimized=[Variant(paged, at_least="yardstick")],
+    costs={contiguous: rooms_cost, paged: tokens_cost},
+)
+def test_paged_cache_memory(pair):
+    pair.assert_equivalent()
+    pair.assert_memory(at_most=0.7)
+
+
+class TestBadInput:
+    """A full pool, and a request that is cancelled."""
+
+    @pytest.fixture
+    def cache(self):
+        return PagedCache(config_of(1, 64, 4 * PAGE), 4, 3, "cpu")
+
+    def test_a_request_waits_while_the_pool_is_full_and_gets_its_pages_later(self, cache):
+        assert cache.reserve(0, 3 * PAGE)
+        assert not cache.reserve(1, PAGE + 1)
+        assert cache.taken[1] == []  # it keeps nothing while it waits, so others can go on
+        cache.release(0)
+        assert cache.reserve(1, PAGE + 1)
+
+    def test_a_cancelled_request_returns_all_pages_once(self, cache):
+        cache.reserve(0, 2 * PAGE)
+        cache.release(0)
+        cache.release(0)
+        assert sorted(cache.free) == [0, 1, 2, 3]
+
+    def test_no_two_requests_share_a_page(self, cache):
+        cache.reserve(0, 1)
+        cache.reserve(1, PAGE + 1)
+        cache.reserve(0, PAGE + 1)
+        assert sorted(cache.taken[0] + cache.taken[1]) == [0, 1, 2, 3]
+        assert not cache.reserve(2, 1)
