@@ -1,0 +1,305 @@
+"""MoE dispatch: sort the tokens by expert, and compute all experts in one product.
+
+Problem    A layer of experts in inference, in bf16. Each of `tokens` tokens goes to 2 of `experts`
+           experts, which are SwiGLU MLPs. The choice and the shares of both are given: a router has
+           drawn them. Some experts are popular: the chance of an expert falls with its number, and
+           the first is 4 times as likely as the last. Return the weighted sum for each token.
+Baseline   masked: for each expert, find its tokens, gather them, compute, and add to the result, as
+           early models in public libraries did.
+           grouped: the baseline of fused, and a variant of masked. It is described below.
+Optimized  sorted_slices: of masked. Pairs of token and expert are sorted by expert once. Each
+           expert computes a slice. The host reads the ends of all slices at once.
+           grouped: of sorted_slices. `grouped_mm` computes all experts in two products and reads
+           the ends of the slices on the GPU.
+           fused: of grouped. A Triton kernel gathers the tokens of an expert as it loads them,
+           multiplies with both weights of SwiGLU and applies it. A second kernel multiplies back
+           and weights the result. Sorted tokens, gates and their halves are never written.
+Bound      Launches for masked and sorted_slices, which the host makes. For grouped and fused DRAM:
+           with few tokens per expert, each expert's weights are read for little arithmetic.
+Use when   A mixture of experts serves requests. grouped needs no kernel of your own. fused is what
+           serving engines use: what it saves, the traffic of sorted tokens and some launches,
+           matters while there are few tokens per expert. The same layer in training, with its
+           backward pass: `moe_step_test.py` in chapter 13. Experts on several GPUs:
+           `expert_exchange_test.py` there.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch.nn import functional as F
+
+from pytest_aisp import Cost, Work, compare
+
+from .rounding import to_even
+
+CHOSEN = 2
+POPULAR = 4.0
+"""How much more likely the first expert is than the last one."""
+BLOCK = 16  # tokens of one expert that a program computes, as many as tensor cores take
+
+
+@triton.jit
+def tile_of(tile, ends, EXPERTS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the expert of a tile, its first sorted row, and the end of the expert's rows."""
+    number = tl.arange(0, PADDED)
+    end = tl.load(ends + number, mask=number < EXPERTS, other=0)
+    begin = tl.load(ends + number - 1, mask=(number > 0) & (number < EXPERTS), other=0)
+    tiles = tl.where(number < EXPERTS, (end - begin + BLOCK - 1) // BLOCK, 0)
+    behind = tl.cumsum(tiles, 0)
+    expert = tl.sum(((behind <= tile) & (number < EXPERTS)).to(tl.int32), 0)
+    own = number == expert
+    first = tl.sum(tl.where(own, begin + (tile - behind + tiles) * BLOCK, 0), 0)
+    return expert, first, tl.sum(tl.where(own, end, 0), 0)
+
+
+@triton.jit
+def up_kernel(
+    x,
+    up,
+    order,
+    ends,
+    out,
+    width,
+    hidden,
+    EXPERTS: tl.constexpr,
+    PADDED: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    PRODUCT: tl.constexpr,
+):
+    """Gather tokens of one expert, multiply them with gate and up weights, and apply SwiGLU."""
+    expert, first, end = tile_of(tl.program_id(1), ends, EXPERTS, PADDED, BLOCK)
+    if expert >= EXPERTS:
+        return
+    row, column, inner = tl.arange(0, BLOCK), tl.arange(0, N), tl.arange(0, K)
+    here = first + row < end
+    pair = tl.load(order + first + row, mask=here, other=0)
+    column += tl.program_id(0) * N
+    left = x + (pair // CHOSEN)[:, None] * width + inner[None, :]
+    right = up + expert.to(tl.int64) * width * 2 * hidden + inner[:, None] * 2 * hidden + column
+    gate, value = tl.zeros((BLOCK, N), tl.float32), tl.zeros((BLOCK, N), tl.float32)
+    inside = column[None, :] < hidden
+    for k in range(0, width, K):
+        there = inner + k < width
+        part = tl.load(left + k, mask=here[:, None] & there[None, :], other=0.0).to(PRODUCT)
+        both = right + k * 2 * hidden
+        mask = there[:, None] & inside
+        gate = tl.dot(part, tl.load(both, mask=mask, other=0.0).to(PRODUCT), gate)
+        value = tl.dot(part, tl.load(both + hidden, mask=mask, other=0.0).to(PRODUCT), value)
+    result = to_even(gate / (1 + tl.exp(-gate)) * value, DROPPED=16).to(tl.bfloat16)
+    at = (first + row)[:, None] * hidden + column[None, :]
+    tl.store(out + at, result, mask=here[:, None] & inside)
+
+
+@triton.jit
+def down_kernel(
+    gated,
+    down,
+    order,
+    ends,
+    shares,
+    out,
+    width,
+    hidden,
+    EXPERTS: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    PRODUCT: tl.constexpr,
+):
+    """Multiply with the down weights of one expert, weight by the share, and put it back."""
+    expert, first, end = tile_of(tl.program_id(1), ends, EXPERTS, PADDED, BLOCK)
+    if expert >= EXPERTS:
+        return
+    row, column, inner = tl.arange(0, BLOCK), tl.arange(0, N), tl.arange(0, K)
+    here = first + row < end
+    pair = tl.load(order + first + row, mask=here, other=0)
+    column += tl.program_id(0) * N
+    left = gated + (first + row)[:, None] * hidden + inner[None, :]
+    right = down + expert.to(tl.int64) * hidden * width + inner[:, None] * width + column
+    total = tl.zeros((BLOCK, N), tl.float32)
+    inside = column[None, :] < width
+    for k in range(0, hidden, K):
+        there = inner + k < hidden
+        part = tl.load(left + k, mask=here[:, None] & there[None, :], other=0.0).to(PRODUCT)
+        weights = tl.load(right + k * width, mask=there[:, None] & inside, other=0.0).to(PRODUCT)
+        total = tl.dot(part, weights, total)
+    total *= tl.load(shares + pair, mask=here, other=0.0).to(tl.float32)[:, None]
+    at = pair[:, None] * width + column[None, :]
+    tl.store(out + at, total, mask=here[:, None] & inside)
+
+
+def state(device, tokens, width, hidden, experts):
+    up = torch.randn(experts, width, 2 * hidden, device=device) / width**0.5
+    down = torch.randn(experts, hidden, width, device=device) / hidden**0.5
+    return {"up": up.bfloat16(), "down": down.bfloat16()}
+
+
+def inputs(device, tokens, width, hidden, experts):
+    chances = torch.linspace(POPULAR, 1.0, experts, device=device).expand(tokens, -1)
+    chosen = torch.multinomial(chances, CHOSEN)
+    shares = torch.randn(tokens, CHOSEN, device=device).softmax(1).bfloat16()
+    return torch.randn(tokens, width, device=device).bfloat16(), chosen, shares
+
+
+def reference(weights, x, chosen, shares):
+    """Compute every expert for every token. An expert that was not chosen has a share of 0."""
+    experts = len(weights["up"])
+    share = torch.zeros(len(x), experts, dtype=torch.float64, device=x.device)
+    share.scatter_(1, chosen, shares.double())
+    out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    for expert in range(experts):
+        gate, value = (x.double() @ weights["up"][expert].double()).chunk(2, 1)
+        result = (F.silu(gate) * value) @ weights["down"][expert].double()
+        out = out + share[:, expert, None] * result
+    return out
+
+
+def swiglu(both):
+    gate, value = both.chunk(2, -1)
+    return F.silu(gate) * value
+
+
+def masked(weights, x, chosen, shares):
+    out = torch.zeros_like(x)
+    for expert, (up, down) in enumerate(zip(weights["up"], weights["down"], strict=True)):
+        token, place = (chosen == expert).nonzero(as_tuple=True)
+        result = swiglu(x[token] @ up) @ down
+        out.index_add_(0, token, result * shares[token, place, None])
+    return out
+
+
+def ends_of(chosen, experts):
+    """Return where each expert's slice of the sorted pairs ends, without waiting for the GPU."""
+    numbers = torch.arange(experts, device=chosen.device)
+    return (chosen.flatten() == numbers[:, None]).sum(1).cumsum(0).int()
+
+
+def mixed(results, order, shares):
+    """Put the results of sorted pairs back in their places, and sum both of each token."""
+    back = torch.empty_like(results)
+    back[order] = results
+    return (back.unflatten(0, shares.shape) * shares[..., None]).sum(1)
+
+
+def sorted_slices(weights, x, chosen, shares):
+    order = chosen.flatten().argsort()
+    ends = [0, *ends_of(chosen, len(weights["up"])).tolist()]
+    ordered, results = x[order // CHOSEN], []
+    for expert, (up, down) in enumerate(zip(weights["up"], weights["down"], strict=True)):
+        if ends[expert] < ends[expert + 1]:
+            results.append(swiglu(ordered[ends[expert] : ends[expert + 1]] @ up) @ down)
+    return mixed(torch.cat(results), order, shares)
+
+
+def grouped(weights, x, chosen, shares):
+    order = chosen.flatten().argsort()
+    ends = ends_of(chosen, len(weights["up"]))
+    both = F.grouped_mm(x[order // CHOSEN], weights["up"], offs=ends)
+    return mixed(F.grouped_mm(swiglu(both), weights["down"], offs=ends), order, shares)
+
+
+def fused(weights, x, chosen, shares):
+    up, down = weights["up"], weights["down"]
+    experts, hidden, width = down.shape
+    pairs = chosen.numel()
+    order = chosen.flatten().argsort()
+    ends = ends_of(chosen, experts)
+    gated = x.new_empty(pairs, hidden)
+    parts = torch.empty(pairs, width, device=x.device)
+    # The most tiles that there can be: the host does not know how many each expert fills.
+    tiles = triton.cdiv(pairs, BLOCK) + min(experts, pairs)
+    # Triton 3.9's interpreter multiplies the bits of bf16. With fp32 the products are the same.
+    kind = {"PRODUCT": tl.bfloat16 if x.is_cuda else tl.float32, "N": 64, "K": 64}
+    kind |= {"EXPERTS": experts, "PADDED": triton.next_power_of_2(experts), "BLOCK": BLOCK}
+    up_kernel[triton.cdiv(hidden, 64), tiles](
+        x, up, order, ends, gated, width, hidden, CHOSEN=CHOSEN, num_stages=4, **kind
+    )
+    down_kernel[triton.cdiv(width, 64), tiles](
+        gated, down, order, ends, shares, parts, width, hidden, num_stages=4, **kind
+    )
+    return parts.unflatten(0, (-1, CHOSEN)).sum(1).bfloat16()
+
+
+def work(tokens, width, hidden, experts):
+    used = min(experts, tokens * CHOSEN)  # weights of an expert that no token chose are not needed
+    return Work(
+        read=2 * used * 3 * width * hidden + 2 * tokens * width,
+        write=2 * tokens * width,
+        flops={"bf16": 2 * CHOSEN * tokens * 3 * width * hidden},
+        terms=max(width, hidden),
+        roundings=8,
+    )
+
+
+def layer_cost(tokens, width, hidden, experts, **starts):
+    return Cost(
+        read=2 * experts * 3 * width * hidden + 2 * tokens * width,
+        write=2 * tokens * width,
+        ops={"bf16": 2 * CHOSEN * tokens * 3 * width * hidden},
+        **starts,
+    )
+
+
+def masked_cost(tokens, width, hidden, experts):
+    """Return its cost. `nonzero` is six launches and waits for the GPU."""
+    each = Cost(launches=18, host_steps=6, syncs=1)
+    return layer_cost(tokens, width, hidden, experts, launches=1) + experts * each
+
+
+SORTING = Cost(launches=16)
+"""The launches of the sort, of the slices' ends, and of putting results back."""
+
+
+def sorted_cost(tokens, width, hidden, experts):
+    ends = SORTING + Cost(syncs=1)
+    return ends + layer_cost(tokens, width, hidden, experts, launches=4 * experts)
+
+
+def grouped_cost(tokens, width, hidden, experts):
+    return SORTING + layer_cost(tokens, width, hidden, experts, launches=4)
+
+
+def fused_cost(tokens, width, hidden, experts):
+    return Cost(launches=11) + layer_cost(tokens, width, hidden, experts, launches=2)
+
+
+judged = functools.partial(
+    compare,
+    state=state,
+    inputs=inputs,
+    reference=reference,
+    sizes=[{"tokens": 256, "width": 2048, "hidden": 1024, "experts": 32}],
+    check_sizes=[
+        {"tokens": 19, "width": 128, "hidden": 40, "experts": 5},
+        {"tokens": 3, "width": 64, "hidden": 24, "experts": 12},  # some have no token
+    ],
+    work=work,
+)
+
+
+@judged(
+    baseline=masked,
+    optimized=[sorted_slices, grouped],
+    bound="launch",
+    costs={masked: masked_cost, sorted_slices: sorted_cost, grouped: grouped_cost},
+)
+def test_moe_dispatch(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
+
+
+@judged(
+    baseline=grouped,
+    optimized=[fused],
+    bound="dram",
+    costs={grouped: grouped_cost, fused: fused_cost},
+)
+def test_moe_dispatch_in_kernels(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
