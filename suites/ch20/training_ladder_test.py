@@ -18,8 +18,8 @@ Bound      tf32: tensor cores and DRAM. bf16: DRAM, because the casts add passes
            captured: tensor cores and DRAM again, with no gaps between kernels.
 Use when   You tune a training loop: take the rungs in this order, because each one shows the next
            limit. `captured` gains only if the GPU waits for the host, so it has a second, smaller
-           size. Larger models gain less from the last two rungs, since products grow fastest. FP8 is the next rung on Hopper:
-           `fp8_linear` and `transformer_engine` in chapter 13.
+           size. Larger models gain less from the last two rungs, since products grow fastest. FP8
+           is the next rung on Hopper: `fp8_linear` and `transformer_engine` in chapter 13.
 """
 
 import contextlib

@@ -1,0 +1,185 @@
+"""A decode loop from end to end: fuse the small kernels, then launch all of them at once.
+
+Problem    Generate `steps` greedy tokens for one sequence after a prompt of 8 tokens, with a
+           decoder in bf16 (`suites/decoder.py`). A token is the input of the next step. The tokens
+           and their scores are compared. Each rung is a test of its own, and the last test compares
+           the first rung with the last.
+Baseline   eager: one operation after the other. Positions and tokens stay on the GPU.
+           compiled: the baseline of captured.
+Optimized  compiled: of eager. `torch.compile` of a step. Norms, rotation and SwiGLU become one
+           kernel each. Products and attention stay those of libraries.
+           captured: of compiled. A step is a CUDA graph.
+           eager_captured: of eager. The graph without the compiler.
+Bound      The host limits eager and compiled: a step with one token launches hundreds of small
+           kernels. captured is limited by DRAM, which has to deliver all weights in each step, and
+           by the starts of the kernels that are left.
+Use when   A model generates for few users at a time. Capture first: it is the larger gain, and it
+           needs no compiler. Compile as well if the starts of small kernels are a visible part of a
+           captured step. With large batches or large models, kernels are longer and both gain less.
+"""
+
+import functools
+
+import torch
+
+from pytest_aisp import Variant, Work, capture, compare
+from suites.ch15.serving import config_of, continued, forward_cost, kernels_of, planted
+from suites.decoder import Cache, matrix_weights
+
+PROMPT = 8
+COMPILED_KERNELS = 13
+"""Kernels of a layer when pointwise chains are fused: 4 products, attention, and what is between
+them, with two writes to the cache."""
+
+
+def room_of(steps):
+    return -(-(PROMPT + steps) // 8) * 8  # whole multiples of 8 keys, as fused kernels want masks
+
+
+def state(device, layers, width, steps):
+    return planted(device, config_of(layers, width, room_of(steps)))
+
+
+def inputs(device, layers, width, steps):
+    return torch.randint(256, (1, PROMPT), device=device), steps
+
+
+def reference(model, prompts, steps):
+    tokens, scores = continued(model, prompts, steps)
+    return tokens[0], scores[0]
+
+
+class Loop:
+    """A sequence that is being decoded, at fixed addresses so that a step can be captured."""
+
+    def __init__(self, model, steps, step):
+        device = model.embedding.device
+        self.model, self.step = model, step
+        self.cache = Cache(model.config, 1, model.config.length, device)
+        self.token, self.position, self.place = torch.zeros(3, 1, dtype=torch.int64, device=device)
+        self.tokens = torch.zeros(steps, dtype=torch.int64, device=device)
+        self.scores = torch.zeros(steps, dtype=torch.bfloat16, device=device)
+
+    def keep(self, logits):
+        score, token = logits.max(-1)
+        self.token.copy_(token)
+        self.tokens.index_copy_(0, self.place, token)
+        self.scores.index_copy_(0, self.place, score)
+
+    def advance(self):
+        self.keep(self.step(self.model, self.token, self.position, self.cache))
+        self.position.add_(1).clamp_(max=self.model.config.length - 1)
+        self.place.add_(1).clamp_(max=len(self.tokens) - 1)
+
+    def run(self, prompts, advance):
+        self.place.zero_()
+        self.keep(self.model.prefill(prompts, self.cache))
+        self.position.fill_(PROMPT)
+        self.place.fill_(1)
+        for _ in range(len(self.tokens) - 1):
+            advance()
+        return self.tokens.clone(), self.scores.clone()
+
+
+def eager_step(model, token, position, cache):
+    return model.step(token, position, cache)
+
+
+@functools.cache
+def compiled_step():
+    return torch.compile(eager_step, dynamic=False)
+
+
+def eager(model, prompts, steps):
+    loop = Loop(model, steps, eager_step)
+    yield lambda: loop.run(prompts, loop.advance)
+
+
+def compiled(model, prompts, steps):
+    loop = Loop(model, steps, compiled_step())
+    loop.advance()
+    yield lambda: loop.run(prompts, loop.advance)
+
+
+def captured(model, prompts, steps):
+    loop = Loop(model, steps, compiled_step())
+    loop.advance()
+    replay = capture(loop.advance)
+    yield lambda: loop.run(prompts, replay)
+
+
+def eager_captured(model, prompts, steps):
+    loop = Loop(model, steps, eager_step)
+    replay = capture(loop.advance)
+    yield lambda: loop.run(prompts, replay)
+
+
+def looped(kernels_per_layer, *, graph):
+    """Return a function of the size: the cost of the prompt and of all steps."""
+
+    def cost(layers, width, steps):
+        config = config_of(layers, width, room_of(steps))
+        ends = 16 + 8  # embedding, positions, mask and logits, then the best token and counters
+        kernels = kernels_per_layer * layers + ends
+        starts = {"launches": 1, "graph_nodes": kernels} if graph else {"launches": kernels}
+        step = forward_cost(config, 1, room_of(steps), room_of(steps), **starts)
+        prompt = forward_cost(config, PROMPT, PROMPT, PROMPT**2, launches=kernels_of(config) + 10)
+        return prompt + (steps - 1) * step
+
+    return cost
+
+
+eager_cost, eager_captured_cost = (looped(28, graph=graph) for graph in (False, True))
+compiled_cost, captured_cost = (looped(COMPILED_KERNELS, graph=graph) for graph in (False, True))
+
+
+def work(layers, width, steps):
+    config = config_of(layers, width, room_of(steps))
+    return Work(
+        read=2 * steps * matrix_weights(config),  # a token is known only after the one before it
+        flops={"bf16": 2 * (PROMPT + steps - 1) * matrix_weights(config)},
+        terms=max(config.hidden, config.length),
+        roundings=20 * layers,
+    )
+
+
+rung = functools.partial(
+    compare,
+    state=state,
+    inputs=inputs,
+    reference=reference,
+    sizes=[{"layers": 8, "width": 2048, "steps": 32}],
+    check_sizes=[{"layers": 1, "width": 64, "steps": 5}],
+    work=work,
+    bound="launch",
+)
+
+
+@rung(
+    baseline=eager,
+    optimized=[compiled, Variant(eager_captured)],
+    costs={eager: eager_cost, compiled: compiled_cost, eager_captured: eager_captured_cost},
+)
+def test_decode_ladder_compiled(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
+
+
+@rung(
+    baseline=compiled,
+    optimized=[captured],
+    costs={compiled: compiled_cost, captured: captured_cost},
+)
+def test_decode_ladder_captured(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
+
+
+@rung(
+    baseline=eager,
+    optimized=[captured],
+    costs={eager: eager_cost, captured: captured_cost},
+)
+def test_decode_ladder(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
