@@ -28,6 +28,9 @@ GPU_ONLY = {
     "ch11/dependent_launch-loads_first": "inline assembly",
     "ch11/dependent_launch-waits_first": "inline assembly",
     "ch10/tcgen05": "the accelerator reads GPU memory",
+    "ch18/cuda_attention-cudnn": "No viable backend",
+    "ch18/cuda_attention-mma_sync": "inline assembly",
+    "ch18/cuda_attention_hopper": "inline assembly",
 }
 """Pages and cases that cannot be emulated, with their error. A test fails when one works."""
 PAGES = [

@@ -1,0 +1,144 @@
+"""Attention on Hopper: keep the tensor cores busy while exponentials are computed.
+
+Problem    As in `cuda_attention_test.py`: forward attention in bf16, heads of 128, with and without
+           a causal mask. The number of heads times tokens is the same at each length.
+Baseline   mma_sync: FlashAttention-2, with `mma.sync`. A block of 4 warps takes 128 queries, and 64
+           keys at a time. The next keys and values are copied meanwhile.
+Optimized  tma: of mma_sync. The tensor memory accelerator copies the same tiles.
+           wgmma: of tma. Three changes: two warpgroups multiply with `wgmma`, straight from shared
+           memory. They take 128 keys at a time, not 64. They ask for the next scores together with
+           the outputs of these keys.
+           specialized: of wgmma. A producer warpgroup loads, and no barrier stops the whole block.
+           pingpong: of specialized. The two warpgroups take turns on the tensor cores, so that one
+           computes weights while the products of the other run.
+           overlapped: of pingpong. A warpgroup computes weights as soon as its scores are there,
+           while its own outputs are still summed. This is the form of FlashAttention-3.
+           flash: `SDPBackend.FLASH_ATTENTION`, which is FlashAttention-2.
+           cudnn: `SDPBackend.CUDNN_ATTENTION`, which uses wgmma and TMA on Hopper.
+Bound      mma_sync, tma and flash: `mma.sync`, which does not reach the rate of wgmma on Hopper
+           (`../ch10/gemm_test.py`), and then the exponentials. wgmma and specialized: products and
+           then exponentials, because both warpgroups wait for the same tiles. pingpong and
+           overlapped: tensor cores, because the exponentials run at the same time.
+Use when   Call `scaled_dot_product_attention`, which chooses cuDNN on Hopper. Write such a kernel
+           only for attention that no library has, and begin with a producer warpgroup.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from pytest_aisp import Cost, Sweep, Variant, compare, cuda_module, tensor_map
+
+from .attention_ladder import (
+    CHECKED,
+    SCALE,
+    STAGED,
+    WIDTH,
+    cudnn,
+    flash,
+    fused,
+    in_float64,
+    library_cost,
+    mma_cost,
+    mma_sync,
+    queries_keys_values,
+    scores_of,
+    shape_of,
+    sizes,
+    work_of,
+)
+
+staged = cuda_module("cuda_attention_hopper_tma.cu")
+hopper = cuda_module("cuda_attention_hopper.cu")
+RING = 5 * 128 * 256 + 1024
+"""Bytes of shared memory with wgmma: queries, two stages of keys and values, alignment."""
+
+
+def maps(q, k, v, rows):
+    flat = [x.view(-1, WIDTH) for x in (q, k, v)]
+    boxes = [(128, 64), (rows, 64), (rows, 64)]
+    return [tensor_map(x, box, swizzle=128) for x, box in zip(flat, boxes, strict=True)]
+
+
+def by_tma(kernel, q, k, v, causal, rows, threads, shared):
+    """Run a kernel that takes 128 queries per block, and `rows` keys at a time."""
+    heads, tokens = shape_of(q, k, v)
+    out = torch.empty_like(q)
+    launch = kernel[(-(-tokens // 128), heads), threads, shared]
+    launch(*maps(q, k, v, rows), out, tokens, SCALE, int(causal))
+    return out
+
+
+def tma(q, k, v, causal):
+    return by_tma(staged.tma, q, k, v, causal, 64, 128, STAGED)
+
+
+def wgmma(q, k, v, causal):
+    return by_tma(hopper.wgmma_tiles, q, k, v, causal, 128, 256, RING)
+
+
+def specialized(q, k, v, causal):
+    return by_tma(hopper.specialized, q, k, v, causal, 128, 384, RING)
+
+
+def pingpong(q, k, v, causal):
+    return by_tma(hopper.pingpong, q, k, v, causal, 128, 384, RING)
+
+
+def overlapped(q, k, v, causal):
+    return by_tma(hopper.overlapped, q, k, v, causal, 128, 384, RING)
+
+
+def hopper_cost(total, tokens, causal):
+    """Return the cost of products that run while exponentials are computed."""
+    scores = scores_of(total, tokens, causal, 128)
+    return fused(total, scores, l2=4 * WIDTH * scores / 128)
+
+
+def serial_cost(total, tokens, causal):
+    """Return the cost of products, and then exponentials."""
+    cost = hopper_cost(total, tokens, causal)
+    return replace(cost, sfu=0) + Cost(sfu=cost.sfu)
+
+
+WITH_WGMMA = {"needs": ("tma", "wgmma")}
+
+
+@compare(
+    baseline=mma_sync,
+    optimized=[
+        Variant(tma, needs="tma", sass=("UTMALDG", "HMMA")),
+        Variant(wgmma, sass="HGMMA", **WITH_WGMMA),
+        Variant(specialized, sass=("HGMMA", "USETMAXREG"), **WITH_WGMMA),
+        Variant(pingpong, sass=("HGMMA", "USETMAXREG", "BAR.ARV"), **WITH_WGMMA),
+        Variant(overlapped, sass=("HGMMA", "USETMAXREG", "BAR.ARV"), **WITH_WGMMA),
+        Variant(flash, at_least="yardstick"),
+        Variant(cudnn, at_least="yardstick", gpu_only="cuDNN"),
+    ],
+    inputs=queries_keys_values,
+    reference=in_float64,
+    sizes=sizes(1024, 4096, 16384, 32768),
+    # The same, a part of a second tile of 128 x 128 in each of two heads, and three stages.
+    check_sizes=[
+        *CHECKED,
+        {"total": 258, "tokens": 129, "causal": True},
+        {"total": 900, "tokens": 450, "causal": False},
+        {"total": 389, "tokens": 389, "causal": True},
+    ],
+    work=work_of,
+    bound="tensor",
+    costs={
+        mma_sync: mma_cost,
+        tma: mma_cost,
+        wgmma: serial_cost,
+        specialized: serial_cost,
+        pingpong: hopper_cost,
+        overlapped: hopper_cost,
+        flash: mma_cost,
+        cudnn: library_cost,
+    },
+    sweep=Sweep("tokens"),
+)
+def test_cuda_attention_hopper(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()

@@ -1,0 +1,139 @@
+"""Attention in CUDA C++: keep the scores on the chip, then use the tensor cores.
+
+Problem    Forward attention in bf16, heads of 128, with and without a causal mask. The number of
+           heads times tokens is the same at each length. The scores have a standard deviation of 3,
+           as in trained models.
+Baseline   naive: three kernels write all scores, turn them into weights, and multiply them by the
+           values. The arithmetic is fp32 in tiles of 64 x 64. Tiles above the diagonal are skipped.
+Optimized  online: of naive. The same tiles in one kernel. A running maximum and sum per row correct
+           the outputs so far, so no score leaves the chip.
+           mma_sync: of online. Three changes: the tensor cores multiply bf16, so weights are
+           rounded to bf16. A block takes 128 queries, not 64. The next keys and values are copied
+           meanwhile. This is FlashAttention-2.
+           flash: `SDPBackend.FLASH_ATTENTION`, which is FlashAttention-2 too.
+           cudnn: `SDPBackend.CUDNN_ATTENTION`, which uses wgmma and TMA on Hopper.
+Bound      naive and online: shared memory and fp32 multiply-adds. naive also writes and reads all
+           scores, which is the smaller part. mma_sync and flash: `mma.sync`, which does not reach
+           the rate of wgmma on Hopper (`../ch10/gemm_test.py`), and then the exponentials. cudnn:
+           tensor cores.
+Use when   Call `scaled_dot_product_attention`. Keeping the scores on the chip saves memory at once,
+           but it saves little time as long as the products are slow. The rungs for Hopper are in
+           `cuda_attention_hopper_test.py`.
+"""
+
+import torch
+
+from pytest_aisp import Cost, Sweep, Variant, compare, cuda_module
+
+from .attention_ladder import (
+    CHECKED,
+    WIDTH,
+    cudnn,
+    flash,
+    in_float64,
+    library_cost,
+    mma_cost,
+    mma_sync,
+    queries_keys_values,
+    scores_of,
+    shape_of,
+    sizes,
+    work_of,
+)
+
+cores = cuda_module("cuda_attention.cu")
+TILE, PITCH, WEIGHTS = 64, 132, 80  # as in cuda_attention.cu
+MEMORY = {"scores": 8 * TILE * PITCH, "weighted": 4 * TILE * (PITCH + WEIGHTS)}
+MEMORY["online"] = MEMORY["scores"] + 4 * TILE * WEIGHTS
+"""Bytes of shared memory of each kernel."""
+
+
+def naive(q, k, v, causal):
+    heads, tokens = shape_of(q, k, v)
+    tiles = -(-tokens // TILE)
+    scores = torch.empty(heads, tokens, tokens, device=q.device)
+    out = torch.empty_like(q)
+    mask = int(causal)
+    launch = cores.scores[(tiles * tiles, heads), 128, MEMORY["scores"]]
+    launch(q, k, scores, tokens, WIDTH**-0.5, mask)
+    cores.softmax[(tokens, heads), 128](scores, tokens, mask)
+    launch = cores.weighted[(tiles, heads), 128, MEMORY["weighted"]]
+    launch(scores, v, out, tokens, mask)
+    return out
+
+
+def online(q, k, v, causal):
+    heads, tokens = shape_of(q, k, v)
+    out = torch.empty_like(q)
+    launch = cores.online[(-(-tokens // TILE), heads), 128, MEMORY["online"]]
+    launch(q, k, v, out, tokens, WIDTH**-0.5, int(causal))
+    return out
+
+
+# Bytes of shared memory per score. A warp reads 512 bytes at a time.
+MULTIPLIED = (32 * 4 * 12 * 512 + 8 * TILE * WIDTH) / TILE**2
+ADDED = (16 * 4 * 16 * 512 + 4 * TILE * (WIDTH + TILE)) / TILE**2
+
+
+def naive_cost(total, tokens, causal):
+    elements, scores = total * WIDTH, scores_of(total, tokens, causal, TILE)
+    product = {"fp32": 2 * scores * WIDTH}
+    return (
+        Cost(
+            read=4 * elements,
+            write=4 * scores,
+            shared=MULTIPLIED * scores,
+            ops=product,
+            launches=1,
+        )
+        # Each row is read three times, twice of them from the L2.
+        + Cost(read=4 * scores, write=4 * scores, l2=16 * scores, sfu=2 * scores, launches=1)
+        + Cost(
+            read=4 * scores + 2 * elements,
+            write=2 * elements,
+            shared=ADDED * scores,
+            ops=product,
+            launches=1,
+        )
+    )
+
+
+def online_cost(total, tokens, causal):
+    elements, scores = total * WIDTH, scores_of(total, tokens, causal, TILE)
+    return Cost(
+        read=6 * elements,
+        write=2 * elements,
+        shared=(MULTIPLIED + ADDED) * scores,
+        sfu=scores,
+        ops={"fp32": 4 * scores * WIDTH},
+        launches=1,
+    )
+
+
+@compare(
+    baseline=naive,
+    optimized=[
+        online,
+        Variant(mma_sync, sass=("LDGSTS", "HMMA")),
+        Variant(flash, at_least="yardstick"),
+        Variant(cudnn, at_least="yardstick", gpu_only="cuDNN"),
+    ],
+    inputs=queries_keys_values,
+    reference=in_float64,
+    sizes=sizes(1024, 4096, 16384),
+    check_sizes=CHECKED,
+    work=work_of,
+    bound="tensor",
+    costs={
+        naive: naive_cost,
+        online: online_cost,
+        mma_sync: mma_cost,
+        flash: mma_cost,
+        cudnn: library_cost,
+    },
+    sweep=Sweep("tokens"),
+)
+def test_cuda_attention(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
+    pair.assert_memory(at_most=0.2)
