@@ -1,0 +1,198 @@
+"""An input pipeline from end to end: move bytes, not floats, and move them while the GPU computes.
+
+Problem    `batches` batches of 256 images arrive in host memory, in uint8. For each batch:
+           normalize its pixels to fp32 with the mean and deviation of each channel, and compute the
+           class scores with a small MLP in fp32. The scores of all batches are wanted. Each rung is
+           a test of its own, and the last test compares the first rung with the last.
+Baseline   on_host: normalize on the CPU, then copy fp32 to the GPU from pageable memory.
+           on_gpu: the baseline of pinned.
+           pinned: the baseline of overlapped.
+Optimized  on_gpu: of on_host. Copy the bytes, and normalize on the GPU. The copy is a quarter as
+           large.
+           pinned: of on_gpu. The batch is first copied on the CPU into pinned memory that is kept,
+           and from there to the GPU. This alone may gain nothing, because the driver does the same
+           in pieces. The next rung needs it.
+           overlapped: of pinned. There are two pinned buffers and copies do not block, so the CPU
+           fills one buffer while the GPU copies and computes the other.
+Bound      The CPU. on_host normalizes there, which reads a byte and writes four. on_gpu is limited
+           by the copy from pageable memory, which the driver makes through a buffer of its own.
+           overlapped is limited by the CPU's copies into pinned memory, and hides the rest.
+Use when   Inputs are images or other small integers: convert them on the GPU. Pin and overlap if
+           the GPU still waits. A DataLoader does the last two with `pin_memory=True` and
+           `non_blocking=True` (`dataloader` in chapter 13). If decoding takes longer than all of
+           this, more workers help, and these rungs do not.
+"""
+
+import functools
+
+import torch
+
+from pytest_aisp import Cost, Variant, Work, compare
+
+IMAGES, CHANNELS, HIDDEN, CLASSES = 256, 3, 256, 10
+# Powers of two and multiples of them, so that all sides round alike.
+MEAN, DEVIATION = (128.0, 112.0, 96.0), (64.0, 64.0, 64.0)
+
+
+def state(device, batches, side):
+    pixels = CHANNELS * side * side
+    return {
+        "up": torch.randn(pixels, HIDDEN, device=device) / pixels**0.5,
+        "down": torch.randn(HIDDEN, CLASSES, device=device) / HIDDEN**0.5,
+    }
+
+
+def inputs(device, batches, side):
+    # They stay in pageable memory of the host, on all sides.
+    return (torch.randint(256, (batches, IMAGES, CHANNELS, side, side), dtype=torch.uint8),)
+
+
+def reference(weights, images):
+    up, down = (weights[name].double() for name in ("up", "down"))
+    mean, deviation = (torch.tensor(t).double()[:, None, None] for t in (MEAN, DEVIATION))
+    x = ((images.double() - mean) / deviation).flatten(2).to(up.device)
+    return (x @ up).relu() @ down
+
+
+def normalized(images):
+    mean, deviation = constants(images.device)
+    return (images.float() - mean) / deviation
+
+
+@functools.cache
+def constants(device):
+    return tuple(torch.tensor(t, device=device)[:, None, None] for t in (MEAN, DEVIATION))
+
+
+def scores(weights, x):
+    return (x.flatten(1) @ weights["up"]).relu_() @ weights["down"]
+
+
+def on_host(weights, images):
+    device = weights["up"].device
+    return torch.stack([scores(weights, normalized(batch).to(device)) for batch in images])
+
+
+def on_gpu(weights, images):
+    device = weights["up"].device
+    return torch.stack([scores(weights, normalized(batch.to(device))) for batch in images])
+
+
+def buffers_of(weights, images, count):
+    pin = weights["up"].is_cuda
+    return [torch.empty_like(images[0], pin_memory=pin) for _ in range(count)]
+
+
+def pinned(weights, images):
+    (buffer,), device = buffers_of(weights, images, 1), weights["up"].device
+
+    def call():
+        results = []
+        for batch in images:
+            buffer.copy_(batch)
+            results.append(scores(weights, normalized(buffer.to(device))))
+        return torch.stack(results)
+
+    yield call
+
+
+def overlapped(weights, images):
+    buffers, device = buffers_of(weights, images, 2), weights["up"].device
+    copied = [torch.Event(device.type) for _ in buffers] if device.type == "cuda" else []
+
+    def call():
+        results = []
+        for number, batch in enumerate(images):
+            turn = number % 2
+            if copied and number >= 2:
+                copied[turn].synchronize()  # the GPU has read what the buffer held
+            buffers[turn].copy_(batch)
+            there = buffers[turn].to(device, non_blocking=True)
+            if copied:
+                copied[turn].record()
+            results.append(scores(weights, normalized(there)))
+        return torch.stack(results)
+
+    yield call
+
+
+# The costs leave out what the CPU does with pixels, which has no rate.
+def computed(side):
+    """Return the cost of the MLP of a batch."""
+    pixels = CHANNELS * side * side
+    return Cost(
+        read=4 * IMAGES * pixels,
+        ops={"fp32": 2 * IMAGES * pixels * HIDDEN},
+        launches=3,
+    )
+
+
+def piped(byte_size, kernels):
+    """Return a function of the size: the cost of copies of so many bytes per pixel, and the MLP."""
+
+    def cost(batches, side):
+        values = IMAGES * CHANNELS * side * side
+        moved = Cost(h2d=byte_size * values, launches=1)
+        converted = Cost(read=4 * values, write=4 * values, launches=1)
+        if kernels:
+            moved += kernels * converted
+        return batches * (moved + computed(side)) + Cost(launches=1)
+
+    return cost
+
+
+rung = functools.partial(
+    compare,
+    state=state,
+    inputs=inputs,
+    reference=reference,
+    sizes=[{"batches": 8, "side": 64}],
+    check_sizes=[{"batches": 3, "side": 5}, {"batches": 1, "side": 2}],
+    work=lambda batches, side: Work(
+        read=4 * batches * IMAGES * CHANNELS * side * side,
+        flops={"fp32": 2 * batches * IMAGES * CHANNELS * side * side * HIDDEN},
+        terms=CHANNELS * side * side,
+        roundings=8,
+    ),
+    bound="host",
+)
+
+
+@rung(
+    baseline=on_host,
+    optimized=[on_gpu],
+    costs={on_host: piped(4, 0), on_gpu: piped(1, 3)},
+)
+def test_input_ladder_on_gpu(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
+
+
+@rung(
+    baseline=on_gpu,
+    optimized=[Variant(pinned, at_least="yardstick")],
+    costs={on_gpu: piped(1, 3), pinned: piped(1, 3)},
+)
+def test_input_ladder_pinned(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
+
+
+@rung(
+    baseline=pinned,
+    optimized=[overlapped],
+    costs={pinned: piped(1, 3), overlapped: piped(1, 3)},
+)
+def test_input_ladder_overlapped(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
+
+
+@rung(
+    baseline=on_host,
+    optimized=[overlapped],
+    costs={on_host: piped(4, 0), overlapped: piped(1, 3)},
+)
+def test_input_ladder(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
