@@ -1,0 +1,145 @@
+"""Weight-only GEMV: one row needs no tensor cores, so convert weights in as few steps as possible.
+
+Problem    y = W x for one token of a decode step. x, W (n, k) and y are bf16. The weights are the
+           page's state.
+Baseline   library: `torch.nn.functional.linear`, which calls cuBLAS.
+Optimized  bf16: a CUDA C++ kernel. A warp computes four rows, and sums in fp32. It separates the
+           effect of the kernel from that of smaller weights.
+           int8: of bf16. One byte per weight, and one scale per row of W. The weights are quantized
+           once, before the timed part. A byte becomes a float by bit operations and a subtraction.
+           int4: of int8. Half a byte per weight, and one fp32 scale per 128 weights of a row. The
+           order of the weights in a word lets one mask convert two of them. What the conversion
+           adds to each weight is taken off the sum instead, once for 32 weights.
+Bound      DRAM. int4 spends fewer instructions on a weight than int8, but reads half as many
+           bytes. So it is closest to the limit of instructions. `weight_only_test.py` in chapter 13
+           solves the same problem with tensor cores, whose products always have 16 rows. It takes
+           more instructions to bring a weight there.
+Use when   One sequence is decoded at a time. Every row of x adds multiplications on ordinary cores,
+           so tensor cores win from a few rows on. Weights of 4 bits cost accuracy. This page has
+           random weights and shows nothing about that (`outliers_test.py` in chapter 19).
+"""
+
+import torch
+import triton
+from torch.nn import functional as F
+
+from pytest_aisp import Cost, Variant, Work, compare, cuda_module
+
+kernels = cuda_module("gemv.cu")
+WARPS, ROWS, GROUP = 8, 4, 128  # as in the kernels
+
+
+def state(device, n, k):
+    return torch.randn(n, k, device=device, dtype=torch.bfloat16)
+
+
+def inputs(device, n, k):
+    return (torch.randn(k, device=device, dtype=torch.bfloat16),)
+
+
+def reference(w, x):
+    return w.double() @ x.double()
+
+
+def library(w, x):
+    return F.linear(x, w)
+
+
+def blocks(n):
+    return triton.cdiv(n, WARPS * ROWS)
+
+
+def bf16(w, x):
+    y = torch.empty(len(w), device=x.device, dtype=x.dtype)
+    kernels.gemv_bf16[blocks(len(w)), 32 * WARPS](w, x, y, *w.shape)
+    return y
+
+
+def rounded(w, most):
+    """Return each last dimension of `w` as integers up to `most`, and its scale in fp32."""
+    scales = (w.float().abs().amax(dim=-1, keepdim=True) / most).clamp(min=1e-12)
+    return (w.float() / scales).round().clamp(-most, most).int(), scales.squeeze(-1)
+
+
+def int8(w, x):
+    n, k = w.shape
+    integers, scales = rounded(w, 127)
+    stored = (integers + 128).to(torch.uint8)
+
+    def run():
+        y = torch.empty(n, device=x.device, dtype=x.dtype)
+        kernels.gemv_int8[blocks(n), 32 * WARPS](stored, scales, x, y, n, k)
+        return y
+
+    yield run
+
+
+def in_words(integers):
+    """Pack eight weights from -8 to 7 in an int32. Even ones are in its lower 16 bits."""
+    places = torch.tensor([0, 16, 4, 20, 8, 24, 12, 28], device=integers.device)
+    halves = (integers + 8).unflatten(-1, (-1, 8)).long()
+    words = (halves << places).sum(-1)
+    return torch.where(words < 2**31, words, words - 2**32).int()
+
+
+def int4(w, x):
+    n, k = w.shape
+    integers, scales = rounded(w.view(n, -1, GROUP), 7)
+    stored = in_words(integers.view(n, k))
+
+    def run():
+        y = torch.empty(n, device=x.device, dtype=x.dtype)
+        kernels.gemv_int4[blocks(n), 32 * WARPS](stored, scales, x, y, n, k)
+        return y
+
+    yield run
+
+
+def product_cost(weights, instructions=0):
+    """Return a function of the size: the cost of a product.
+
+    Args:
+        weights: bytes of a weight and its share of the scales.
+        instructions: how many a weight takes, the multiply-add included. Each takes the slot of a
+            multiply-add of fp32, which counts as 2 operations.
+    """
+
+    def cost(n, k):
+        return Cost(
+            read=weights * n * k + 2 * k,
+            write=2 * n,
+            ops={"fp32": 2 * max(1, instructions) * n * k},
+            launches=1,
+        )
+
+    return cost
+
+
+FOUR_BITS = 0.5 + 4 / GROUP
+
+
+@compare(
+    baseline=library,
+    optimized=[
+        Variant(bf16, at_least="yardstick"),
+        Variant(int8, precision="int8"),
+        Variant(int4, precision="w4a16"),
+    ],
+    state=state,
+    inputs=inputs,
+    reference=reference,
+    sizes=[{"n": 28672, "k": 8192}],
+    # The bound of four bits is wide, so it takes many elements to tell a stale answer.
+    check_sizes=[{"n": 101, "k": 256}, {"n": 130, "k": 1152}],
+    work=lambda n, k: Work(read=FOUR_BITS * n * k + 2 * k, write=2 * n, terms=k),
+    bound="dram",
+    costs={
+        library: product_cost(2),
+        bf16: product_cost(2, 2),
+        int8: product_cost(1, 4),
+        int4: product_cost(FOUR_BITS, 3),
+    },
+)
+def test_gemv(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
