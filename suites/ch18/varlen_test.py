@@ -1,0 +1,282 @@
+"""Sequences of different lengths: pack the tokens instead of padding them.
+
+Problem    Attention without a mask over a batch of sequences, as an encoder does it, bf16, 16 heads
+           of 128. The lengths are between a sixteenth of `tokens` and `tokens`, so about half of a
+           padded batch is padding. Queries, keys and values come packed: all tokens one after the
+           other, with a list of where sequences begin (`cu_seqlens`). The results are packed too.
+Baseline   padded: copy the tokens to a batch as long as the longest sequence. Then
+           `scaled_dot_product_attention` with a mask for the padding, and copy the tokens back.
+           Mask and indices are made before the timed part.
+Optimized  looped: of padded, one call per sequence on a view of its tokens. Nothing is padded.
+           packed: of looped, one Triton kernel for all sequences. A program takes 64 queries of a
+           head. A list, which is made before the timed part, says of which sequence they are.
+           nested: of looped, `scaled_dot_product_attention` on a nested tensor of jagged layout,
+           which PyTorch's flash kernel takes as packed tokens.
+           varlen: of looped, `torch.nn.attention.varlen.varlen_attn`, which calls that kernel with
+           the list of beginnings.
+Bound      Tensor cores, for all but the short sequences. padded computes the scores of the padding
+           as well. looped leaves SMs idle when a sequence has fewer tiles of queries than there are
+           SMs, and each call ends before the next one begins. packed's `tl.dot` and its softmax take
+           turns, so it does not reach the full rate (`triton_attention_test.py`).
+Use when   The lengths of a batch differ. The gain is the share of the padding in the scores, which
+           grows with the square of the length. If all lengths are nearly equal, padding is simpler.
+           Sorting requests by length lessens the padding, and needs enough requests to sort.
+"""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch.nn import functional as F
+
+from pytest_aisp import Cost, Variant, Work, compare
+
+from .rounding import to_even
+from .split_kv import LOG2_E, product_operand, product_type, refuse
+
+WIDTH = 128  # numbers of a head
+QUERIES, KEYS = 64, 64  # of a tile of scores
+
+
+@triton.jit
+def attend_kernel(
+    q, k, v, out, begins, owners, starts, factor,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, PRODUCT: tl.constexpr,
+):  # fmt: skip
+    """Attend from QUERIES tokens of one head to all tokens of their sequence."""
+    head, block = tl.program_id(0), tl.program_id(1)
+    heads = tl.num_programs(0)
+    sequence, first = tl.load(owners + block), tl.load(starts + block)
+    begin, end = tl.load(begins + sequence), tl.load(begins + sequence + 1)
+    lane = tl.arange(0, WIDTH)
+    token = first + tl.arange(0, QUERIES)
+    own = token < end
+    queries = (token.to(tl.int64) * heads + head)[:, None] * WIDTH + lane[None, :]
+    query = tl.load(q + queries, mask=own[:, None], other=0.0).to(PRODUCT)
+    top = tl.full((QUERIES,), float("-inf"), tl.float32)
+    weight = tl.zeros((QUERIES,), tl.float32)
+    total = tl.zeros((QUERIES, WIDTH), tl.float32)
+    for start in range(begin, end, KEYS):
+        other = start + tl.arange(0, KEYS)
+        inside = other < end
+        at = (other.to(tl.int64) * heads + head)[:, None] * WIDTH + lane[None, :]
+        keys = product_operand(tl.load(k + at, mask=inside[:, None], other=0.0), PRODUCT)
+        values = product_operand(tl.load(v + at, mask=inside[:, None], other=0.0), PRODUCT)
+        scores = tl.where(inside[None, :], tl.dot(query, keys.T) * factor, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, axis=1))
+        kept = tl.exp2(top - higher)
+        p = tl.exp2(scores - higher[:, None])
+        weight = weight * kept + tl.sum(p, axis=1)
+        total = tl.dot(product_operand(p, PRODUCT), values, total * kept[:, None])
+        top = higher
+    result = to_even(total / weight[:, None], DROPPED=16).to(tl.bfloat16)
+    tl.store(out + queries, result, mask=own[:, None])
+
+
+def lengths_of(batch, tokens):
+    """Return the length of each sequence, from a sixteenth of `tokens` to all."""
+    least = -(-tokens // 16)
+    return [least + (tokens - least) * i // max(batch - 1, 1) for i in range(batch)]
+
+
+def begins_of(lengths):
+    """Return where each sequence begins, and where the last one ends."""
+    for sequence, length in enumerate(lengths):
+        if length < 1:
+            raise ValueError(f"sequence {sequence} has {length} tokens: nothing to attend to")
+    return [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+
+
+def blocks_of(begins):
+    """Return the sequence and the first token of each block of queries, long sequences first."""
+    order = sorted(range(len(begins) - 1), key=lambda i: begins[i] - begins[i + 1])
+    blocks = [(i, at) for i in order for at in range(begins[i], begins[i + 1], QUERIES)]
+    return torch.tensor(blocks, dtype=torch.int32).T.contiguous()
+
+
+def inputs(device, heads, batch, tokens):
+    total = sum(lengths_of(batch, tokens))
+    q, k = torch.randn(2, total, heads, WIDTH, device=device)
+    v = torch.rand(total, heads, WIDTH, device=device) * 2 - 1
+    return (2 * q).bfloat16(), k.bfloat16(), v.bfloat16(), batch, tokens
+
+
+def reference(q, k, v, batch, tokens):
+    results, begin = [], 0
+    for length in lengths_of(batch, tokens):
+        own = slice(begin, begin + length)
+        heads = []
+        for head in range(q.shape[1]):
+            queries, keys, values = (x[own, head].double() for x in (q, k, v))
+            heads.append((queries @ keys.T / WIDTH**0.5).softmax(dim=-1) @ values)
+        results.append(torch.stack(heads, dim=1))
+        begin += length
+    return torch.cat(results)
+
+
+def padded(q, k, v, batch, tokens):
+    lengths = lengths_of(batch, tokens)
+    at = torch.cat([i * tokens + torch.arange(n) for i, n in enumerate(lengths)]).to(q.device)
+    seen = torch.arange(tokens) < torch.tensor(lengths)[:, None]
+    bias = torch.zeros(seen.shape, dtype=q.dtype).masked_fill(~seen, -torch.inf).to(q.device)
+    bias = bias[:, None, None]
+
+    def call():
+        batches = []
+        for x in (q, k, v):
+            wide = x.new_zeros(batch * tokens, *x.shape[1:]).index_copy_(0, at, x)
+            batches.append(wide.unflatten(0, (batch, tokens)).transpose(1, 2))
+        out = F.scaled_dot_product_attention(*batches, attn_mask=bias)
+        return out.transpose(1, 2).flatten(0, 1)[at]
+
+    yield call
+
+
+def looped(q, k, v, batch, tokens):
+    def attend(*heads):
+        return F.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in heads))[0]
+
+    lengths = lengths_of(batch, tokens)
+    parts = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
+    return torch.cat([attend(*heads).transpose(0, 1) for heads in parts])
+
+
+def attended(q, k, v, begins, blocks):
+    """Attend with one kernel. `blocks` is what `blocks_of` makes, on the GPU."""
+    refuse("q", q, (q.shape[0], q.shape[1], WIDTH))
+    refuse("k", k, q.shape)
+    refuse("v", v, q.shape)
+    if begins.dtype != torch.int32 or blocks.dtype != torch.int32:
+        raise ValueError(f"begins and blocks are {begins.dtype}, {blocks.dtype}; use int32")
+    out = torch.empty_like(q)
+    owners, starts = blocks
+    attend_kernel[q.shape[1], len(owners)](
+        q, k, v, out, begins, owners, starts, LOG2_E / WIDTH**0.5,
+        QUERIES=QUERIES, KEYS=KEYS, WIDTH=WIDTH, PRODUCT=product_type(q),
+        num_warps=4, num_stages=2,
+    )  # fmt: skip
+    return out
+
+
+def packed(q, k, v, batch, tokens):
+    begins = begins_of(lengths_of(batch, tokens))
+    blocks = blocks_of(begins).to(q.device)
+    ends = torch.tensor(begins, dtype=torch.int32).to(q.device)
+    yield lambda: attended(q, k, v, ends, blocks)
+
+
+def nested(q, k, v, batch, tokens):
+    lengths = lengths_of(batch, tokens)
+    ends = torch.tensor(begins_of(lengths)).to(q.device)
+
+    def call():
+        jagged = (
+            torch.nested.nested_tensor_from_jagged(
+                x, ends, min_seqlen=min(lengths), max_seqlen=max(lengths)
+            ).transpose(1, 2)
+            for x in (q, k, v)
+        )
+        return F.scaled_dot_product_attention(*jagged).transpose(1, 2).values()
+
+    yield call
+
+
+def varlen(q, k, v, batch, tokens):
+    from torch.nn.attention.varlen import varlen_attn
+
+    ends = torch.tensor(begins_of(lengths_of(batch, tokens)), dtype=torch.int32).to(q.device)
+    yield lambda: varlen_attn(q, k, v, ends, ends, tokens, tokens)
+
+
+def attending(total, scores, heads):
+    """Return the cost of one kernel that keeps its `scores` of each head on the chip."""
+    return Cost(
+        read=6 * total * heads * WIDTH,
+        write=2 * total * heads * WIDTH,
+        sfu=scores * heads,
+        ops={"bf16": 4 * scores * heads * WIDTH},
+        launches=1,
+    )
+
+
+def padded_cost(heads, batch, tokens):
+    total, whole = sum(lengths_of(batch, tokens)), batch * tokens
+    small, large = (2 * many * heads * WIDTH for many in (total, whole))
+    pad = Cost(write=large, launches=1) + Cost(read=small, write=small, launches=1)
+    back = Cost(read=small, write=small, launches=1)
+    return 3 * pad + attending(whole, whole * tokens, heads) + back
+
+
+def looped_cost(heads, batch, tokens):
+    lengths = lengths_of(batch, tokens)
+    cost = Cost(read=2 * sum(lengths) * heads * WIDTH, write=2 * sum(lengths) * heads * WIDTH)
+    for length in lengths:
+        cost += attending(length, length**2, heads)
+    return cost + Cost(launches=1)  # cat
+
+
+def packed_cost(heads, batch, tokens):
+    lengths = lengths_of(batch, tokens)
+    return attending(sum(lengths), sum(n**2 for n in lengths), heads)
+
+
+@compare(
+    baseline=padded,
+    optimized=[
+        looped,
+        packed,
+        Variant(nested, gpu_only="PyTorch's flash kernel", at_least="yardstick"),
+        Variant(varlen, gpu_only="PyTorch's flash kernel", at_least="yardstick"),
+    ],
+    inputs=inputs,
+    reference=reference,
+    sizes=[
+        {"heads": 16, "batch": 64, "tokens": 512},
+        {"heads": 16, "batch": 16, "tokens": 4096},
+    ],
+    check_sizes=[
+        {"heads": 2, "batch": 3, "tokens": 70},
+        {"heads": 1, "batch": 1, "tokens": 33},
+    ],
+    work=lambda heads, batch, tokens: Work(
+        read=6 * sum(lengths_of(batch, tokens)) * heads * WIDTH,
+        write=2 * sum(lengths_of(batch, tokens)) * heads * WIDTH,
+        flops={"bf16": 4 * heads * WIDTH * sum(n**2 for n in lengths_of(batch, tokens))},
+        terms=tokens,
+        # As in ../ch09/attention_test.py: rounded are the weights of a head, and its outputs.
+        roundings=16,
+    ),
+    bound="tensor",
+    costs={
+        padded: padded_cost,
+        looped: looped_cost,
+        packed: packed_cost,
+        nested: packed_cost,
+        varlen: packed_cost,
+    },
+)
+def test_varlen(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
+
+
+class TestRefused:
+    """Lengths are refused where the list is made, and other inputs by the launching helper."""
+
+    @pytest.mark.parametrize(("lengths", "sequence"), [([3, 0], 1), ([-1, 3], 0)])
+    def test_length(self, lengths, sequence):
+        with pytest.raises(ValueError, match=f"sequence {sequence} has {min(lengths)} tokens"):
+            begins_of(lengths)
+
+    @pytest.mark.parametrize(
+        ("shape", "dtype", "words"),
+        [
+            ((3, 2, 64), torch.bfloat16, r"q is \(3, 2, 64\); .* takes \(3, 2, 128\)"),
+            ((3, 2, WIDTH), torch.float16, r"q is torch.float16"),
+            ((0, 2, WIDTH), torch.bfloat16, "it is empty"),
+        ],
+    )
+    def test_tokens(self, shape, dtype, words):
+        q, begins = torch.ones(shape, dtype=dtype), [0, 3]
+        with pytest.raises(ValueError, match=words):
+            attended(q, q, q, torch.tensor(begins, dtype=torch.int32), blocks_of(begins))
