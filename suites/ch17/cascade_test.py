@@ -1,0 +1,191 @@
+"""Cascade and early exit: a small model answers what it is sure of.
+
+Problem    Label `rows` inputs, in bf16. An easy input is near one of `classes` prototypes, whose
+           number is its label. A hard input is near the sum of two, and the sum of their numbers,
+           modulo `classes`, is its label. One input in 5 is hard, which is a choice of this page.
+           The large network has `layers` random layers, and a head that is fitted to a training
+           set, by least squares, when the page draws its state. The accuracy is checked on every
+           input: all labels must be right.
+Baseline   large: the large network labels all inputs.
+Optimized  cascade: of large. A linear model, fitted to easy inputs, labels all inputs. Where its
+           best score is less than 0.5 above the second best, the large network decides. The host
+           waits to learn how many inputs these are.
+           early_exit: of cascade. The first layer of the large network gets a fitted head of its
+           own, in place of the linear model. The inputs of which it is not sure go on from there,
+           so the large network does not start again.
+Bound      Tensor cores, which multiply the large network's matrices for every input in large, and
+           for the hard ones in cascade. Then the wait for the number of hard inputs.
+Use when   Most inputs are easy, and the small model knows when it is not sure. Measure the accuracy
+           at your threshold: the gain is worth nothing if it falls. The plain test of this page
+           shows that it does without a threshold. An early exit needs no second model, but its
+           first layer is as wide as the large network.
+"""
+
+import itertools
+
+import torch
+from torch.nn import functional as F
+
+from pytest_aisp import Cost, Work, compare
+
+HARD, SURE = 0.2, 0.5
+TRAINING = 8192  # inputs in the training set
+NOISE = 0.2  # its norm, relative to that of a prototype
+GAIN = 1.5  # of a random layer, so that tanh is not linear
+
+
+def drawn(device, rows, classes, dimensions, hard):
+    """Return inputs, of which a share is `hard`, and their labels. Prototypes are unit vectors."""
+    first = torch.randint(classes, (rows,), device=device)
+    second = (first + torch.randint(1, classes, (rows,), device=device)) % classes
+    is_hard = torch.rand(rows, device=device) < hard
+    noise = torch.randn(rows, dimensions, device=device)
+    x = NOISE * noise / noise.norm(dim=1, keepdim=True)
+    x[:, :classes] += F.one_hot(first, classes) + F.one_hot(second, classes) * is_hard[:, None]
+    return x.bfloat16(), torch.where(is_hard, (first + second) % classes, first)
+
+
+def fitted(features, labels, classes, ridge=1e-4):
+    """Return the matrix that maps features to labels, by least squares."""
+    features, wanted = features.float(), F.one_hot(labels, classes).float() - 1 / classes
+    gram = features.t() @ features / len(features)
+    gram.diagonal().add_(ridge * gram.diagonal().mean())
+    return torch.linalg.solve(gram, features.t() @ wanted / len(features)).bfloat16()
+
+
+def state(device, rows, classes, dimensions, width, layers):
+    sizes = [dimensions] + [width] * layers
+    network = [
+        (GAIN * torch.randn(a, b, device=device) / (a**0.5 if number else 1)).bfloat16()
+        for number, (a, b) in enumerate(itertools.pairwise(sizes))
+    ]
+    x, labels = drawn(device, TRAINING, classes, dimensions, 0.5)
+    easy, easy_labels = drawn(device, TRAINING, classes, dimensions, 0.0)
+    return {
+        "layers": network,
+        "head": fitted(features_of(x, network), labels, classes),
+        "linear": fitted(easy, easy_labels, classes),
+        # With a large ridge, the head is not sure of inputs unlike those it was fitted to.
+        "exit": fitted(features_of(easy, network[:1]), easy_labels, classes, ridge=1.0),
+    }
+
+
+def inputs(device, rows, classes, dimensions, width, layers):
+    return (drawn(device, rows, classes, dimensions, HARD)[0],)
+
+
+def reference(state, x):
+    """Return the true labels, from the prototypes in each input and without any network."""
+    classes = state["head"].shape[1]
+    present = x.double()[:, :classes] > 0.5
+    return (present * torch.arange(classes, device=x.device)).sum(dim=1) % classes
+
+
+def features_of(x, layers):
+    for layer in layers:
+        x = torch.tanh(x @ layer)
+    return x
+
+
+def best(scores):
+    return scores.argmax(dim=1)
+
+
+def unsure(scores, threshold=SURE):
+    """Return the numbers of the rows whose two best scores are close. The host waits for them."""
+    first, second = scores.float().topk(2, dim=1).values.unbind(1)
+    return (first - second < threshold).nonzero().squeeze(1)
+
+
+def large(state, x):
+    return best(features_of(x, state["layers"]) @ state["head"])
+
+
+def cascade(state, x):
+    scores = x @ state["linear"]
+    left = unsure(scores)
+    return best(scores).index_copy_(0, left, large(state, x[left]))
+
+
+def early_exit(state, x):
+    layers = state["layers"]
+    features = features_of(x, layers[:1])
+    scores = features @ state["exit"]
+    left = unsure(scores)
+    rest = best(features_of(features[left], layers[1:]) @ state["head"])
+    return best(scores).index_copy_(0, left, rest)
+
+
+def products(rows, *sizes):
+    """Return the cost of layers of these sizes, each a product and a tanh."""
+    cost = Cost(launches=1)
+    for a, b in itertools.pairwise(sizes):
+        cost += Cost(
+            read=2 * (rows * a + a * b),
+            write=2 * rows * b,
+            ops={"bf16": 2 * rows * a * b},
+            launches=1,
+        )
+        cost += Cost(read=2 * rows * b, write=2 * rows * b, launches=1)
+    return cost
+
+
+def large_cost(rows, classes, dimensions, width, layers):
+    return products(rows, dimensions, *[width] * layers, classes)
+
+
+def chosen(rows, columns):
+    """Return the cost of finding the unsure rows, of the wait, and of copies there and back."""
+    left = HARD * rows * columns
+    return Cost(read=2 * left, write=2 * left, launches=14, syncs=1)
+
+
+def cascade_cost(rows, classes, dimensions, width, layers):
+    hard = round(HARD * rows)
+    small = products(rows, dimensions, classes) + chosen(rows, dimensions)
+    return small + products(hard, dimensions, *[width] * layers, classes)
+
+
+def early_exit_cost(rows, classes, dimensions, width, layers):
+    hard = round(HARD * rows)
+    first = products(rows, dimensions, width, classes) + chosen(rows, width)
+    return first + products(hard, *[width] * layers, classes)
+
+
+@compare(
+    baseline=large,
+    optimized=[cascade, early_exit],
+    state=state,
+    inputs=inputs,
+    reference=reference,
+    sizes=[{"rows": 16384, "classes": 16, "dimensions": 1024, "width": 4096, "layers": 4}],
+    check_sizes=[
+        {"rows": 301, "classes": 4, "dimensions": 16, "width": 256, "layers": 2},
+        {"rows": 33, "classes": 3, "dimensions": 8, "width": 128, "layers": 2},
+    ],
+    work=lambda rows, classes, dimensions, width, layers: Work(
+        read=2 * rows * dimensions, write=8 * rows, flops={"bf16": 2 * rows * dimensions * classes}
+    ),
+    bound="host",
+    costs={large: large_cost, cascade: cascade_cost, early_exit: early_exit_cost},
+)
+def test_cascade(pair):
+    pair.assert_equivalent(exact=True)
+    pair.assert_speedup()
+
+
+class TestAccuracy:
+    """The threshold is what the accuracy is paid with."""
+
+    def test_without_a_threshold_the_cascade_is_wrong_on_hard_inputs(self):
+        size = {"classes": 4, "dimensions": 16}
+        weights = state("cpu", 0, **size, width=256, layers=2)
+        x, labels = drawn("cpu", 4000, **size, hard=HARD)
+        scores = x @ weights["linear"]
+        shares = {}
+        for threshold in (0.0, SURE, 10.0):
+            left = unsure(scores, threshold)
+            answers = best(scores).index_copy_(0, left, large(weights, x[left]))
+            shares[threshold] = (answers == labels).float().mean().item()
+        assert shares[0.0] < 1 - HARD / 2  # it guesses at most one of the hard ones' numbers
+        assert shares[SURE] == shares[10.0] == 1.0
