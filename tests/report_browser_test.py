@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from urllib.parse import quote
 
 import browsers
@@ -11,6 +12,7 @@ from made_runs import case, laid, made
 
 from pytest_aisp.report.html import write_report
 from pytest_aisp.report.run import ReportRun
+from pytest_aisp.results.task_results import HierarchyResult, Level
 
 ODD = "ch01/odd_test.py::test_odd[</script> \"quoted\" 'so' 100% 이름 #?/\\]"
 LONG = "odd" + "x" * 120
@@ -83,7 +85,9 @@ def user(tmp_path):
     results["cases"] += [case(COUNT, id=ODD, verdict="fail", variant=LONG, baseline=LONG[::-1])]
     folder = laid(tmp_path / "run", results, pages=True)
     before = [ReportRun.of(made(COUNT, started=f"2026-11-{day}")) for day in (20, 21)]
-    out = write_report(ReportRun.read(folder), tmp_path / "report.html", before, folder)
+    levels = [Level("L2", 16 << 20, 9.2e12, 1.7e-7), Level("DRAM", 2 << 30, 4.6e12, 3.4e-7)]
+    run = replace(ReportRun.read(folder), hierarchy=HierarchyResult(levels, 265, 310))
+    out = write_report(run, tmp_path / "report.html", before, folder)
     with browsers.started() as driver:
         yield User(driver, out.as_uri())
 
@@ -179,6 +183,13 @@ def looks_at_the_roofline(user):
     assert re.search(r"copy 4\.24 TB/s", " ".join(user.sees("#bandwidth text")))
     user.clicks("#parts a[href='#roofline']")
     assert 0 <= user.js("document.getElementById('roofline').getBoundingClientRect().top") < 400
+    assert user.sees("#level-bandwidth text") == [
+        "L2, 16 MiB",
+        "9.2 TB/s",
+        "DRAM, 2 GiB",
+        "4.6 TB/s",
+    ]
+    assert user.sees("#level-latency text")[1::2] == ["170 ns", "340 ns"]
     dots = "#arithmetic use"
     everything = len(user.all(dots))
     user.clicks("#tally [data-verdict=regressed]")

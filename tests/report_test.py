@@ -392,6 +392,41 @@ def test_report_of_300_cases_is_small_and_2000_cases_work(tmp_path):
 
 # The command
 
+LEVELS = [
+    {"name": "L1", "working_set": 16384, "bandwidth": 3.1e13, "latency": 2.1e-8},
+    {"name": "DRAM", "working_set": 2 << 30, "bandwidth": 4.5e12, "latency": 3.4e-7},
+]
+
+
+def test_command_adds_the_memory_hierarchy_from_a_file(tmp_path):
+    folder, file = laid(tmp_path / "run", made(1)), tmp_path / "levels.json"
+    file.write_text(json.dumps({"levels": LEVELS, "near": 265, "far": 310}))
+    assert app.main(["report", str(folder), f"--hierarchy={file}"]) == 0
+    assert data_of((folder / "report.html").read_text())["hierarchy"]["levels"] == LEVELS
+    assert app.main(["report", str(folder)]) == 0
+    assert data_of((folder / "report.html").read_text())["hierarchy"] is None
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{", "Input data was truncated"),
+        ('{"levels": [], "near": 1, "far": 2}', "it lists no levels"),
+        (
+            json.dumps({"levels": [LEVELS[0] | {"latency": 0}], "near": 1, "far": 2}),
+            "a level has no bandwidth or no latency",
+        ),
+    ],
+)
+def test_file_that_is_no_memory_hierarchy_is_refused(tmp_path, text, reason, capsys):
+    folder, file = laid(tmp_path / "run", made(1)), tmp_path / "levels.json"
+    file.write_text(text)
+    assert app.main(["report", str(folder), f"--hierarchy={file}"]) == 2
+    assert capsys.readouterr().err == (
+        f"{file}: not a memory hierarchy ({reason})\n"
+        f"Measure it:\n    aisp machine peak --hierarchy --json > {file}\n"
+    )
+
 
 def test_command_prints_the_path_of_the_report(tmp_path, capsys):
     folder = laid(tmp_path / "run", made(3))

@@ -140,11 +140,15 @@ def report(
         Path | None,
         typer.Option(metavar="DIR", help="folder of the pages; default: the root of the run"),
     ] = None,
+    hierarchy: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="what aisp machine peak --hierarchy --json printed"),
+    ] = None,
 ) -> None:
     """Write a run as one HTML file."""
     from ..report.html import report_result
 
-    finish(report_result(folder, history or (), out, pages))
+    finish(report_result(folder, history or (), out, pages, hierarchy))
 
 
 def export(folder: Folder) -> None:

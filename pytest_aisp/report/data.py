@@ -19,6 +19,7 @@ from ..results.messages import Json
 from ..results.results_json import ProfileFiles, StoredPeaks
 from ..results.row import SampleFile
 from ..results.run_reader import SamplesError
+from ..results.task_results import HierarchyResult
 from ..results.verdict import LOOK
 from ..worker.ncu_counters import Counters
 from ..worker.timeline import MAX_BARS, Timeline
@@ -42,16 +43,8 @@ FIELDS += ("goals", "reasons", "notes", "remarks", "profile", "processes", "samp
 FIELDS += ("history", "command", "diff", "code_left_out", "predicted", "unexplained", "timeline")
 FIELDS += ("counters",)
 """The fields of a case that the report's scripts get."""
-FACTS: tuple[str, ...] = (
-    "sm_mhz",
-    "watts",
-    "celsius",
-    "as_called",
-    "gpu_only",
-    "peak_bytes",
-    "graph_nodes",
-)
-FACTS += ("looks",)
+FACTS: tuple[str, ...] = ("sm_mhz", "watts", "celsius", "as_called", "gpu_only", "peak_bytes")
+FACTS += ("graph_nodes", "looks")
 """The details of a process that are shown. `looks` are readings of clock, power and temperature."""
 
 
@@ -92,6 +85,7 @@ class ReportData(Struct):
     cases: list[ReportCase]
     blocks: int
     runs: int
+    hierarchy: HierarchyResult | None = None
 
     def json(self) -> str:
         """Return the data for the scripts, without fields that may contain secrets."""
@@ -103,8 +97,9 @@ class ReportData(Struct):
             {n: value for n in FIELDS if (value := getattr(case, n)) or isinstance(value, str)}
             for case in self.cases
         ]
-        data = {"peaks": peaks, "pages": self.pages, "cases": cases}
-        return msgspec.json.encode({**data, "blocks": self.blocks, "runs": self.runs}).decode()
+        data: dict[str, object] = {"peaks": peaks, "pages": self.pages, "cases": cases}
+        data |= {"blocks": self.blocks, "runs": self.runs, "hierarchy": self.hierarchy}
+        return msgspec.json.encode(data).decode()
 
 
 def report_data(
@@ -146,7 +141,7 @@ def report_data(
             entry.samples_error = shortened(f"{'. '.join(text.splitlines())}.")
         code.add_to(entry)
         cases.append(entry)
-    return ReportData(run.manifest.peaks, code.pages(), cases, most, len(history))
+    return ReportData(run.manifest.peaks, code.pages(), cases, most, len(history), run.hierarchy)
 
 
 def _order(case: ReportCase) -> tuple[int, str, str]:

@@ -12,7 +12,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 from urllib.parse import quote
@@ -23,11 +23,11 @@ from ..results.row import digits, duration
 from ..results.verdict import DISTURBED, LOOK, RED
 from ..util.cli_result import CliError, CliResult
 from .data import ReportData, report_data
-from .run import VERDICTS, ReportCase, ReportRun
+from .run import VERDICTS, ReportCase, ReportRun, read_hierarchy
 
 PARTS = Path(__file__).parent / "page"
 SCRIPTS = ["dom", "marks", "list", "axis", "curves", "roofline", "samples", "interval", "code"]
-SCRIPTS += ["timeline", "case", "main"]
+SCRIPTS += ["hierarchy", "timeline", "case", "main"]
 """The scripts in the order in which they must run: each uses definitions of earlier ones."""
 POLICY = "default-src 'none'; img-src data:; style-src {style}; script-src {script}"
 """The policy that lets the report load nothing and run only its own script.
@@ -64,13 +64,15 @@ def report_result(
     history: Sequence[Path] = (),
     out: Path | None = None,
     pages_root: Path | None = None,
+    hierarchy: Path | None = None,
 ) -> CliResult:
     """Write the report of the run in `folder`, and return its path as output.
 
     Raises:
-        CliError: if a folder contains no run, or the report cannot be written.
+        CliError: if an input cannot be read, or the report cannot be written.
     """
     run, others = ReportRun.read(folder), [ReportRun.read(each) for each in history]
+    run = replace(run, hierarchy=read_hierarchy(hierarchy) if hierarchy else None)
     path = out or (run.folder or folder) / REPORT
     try:
         if run.killed is not None:
@@ -272,8 +274,7 @@ def _facts(run: ReportRun) -> str:
     """Return the machine, the versions and the commit of the run as labels and values."""
     manifest, machine = run.manifest, run.manifest.machine
     power, sm = machine.facts.get("power_limit_w"), machine.clocks.get("sm_max")
-    facts: dict[str, object] = {"product": machine.product}
-    facts["simulated by"] = manifest.timer
+    facts: dict[str, object] = {"product": machine.product, "simulated by": manifest.timer}
     facts |= {name: machine.versions.get(name) for name in ("driver", "cuda")}
     facts |= {name: manifest.packages.get(name) for name in PACKAGES}
     facts["power limit"] = power and f"{power} W"

@@ -21,6 +21,7 @@ from ..results import run_reader
 from ..results.artifacts import WRITTEN
 from ..results.messages import Json
 from ..results.results_json import SCHEMA, Case, Manifest, Speedup
+from ..results.task_results import HierarchyResult
 from ..util.cli_result import CliError
 from ..worker.ncu_counters import Counters
 from ..worker.timeline import Timeline
@@ -114,6 +115,7 @@ class ReportRun:
         cases: the cases in the order in which they finished.
         lost: the lines of the journal that could not be read.
         folder: the folder of the samples and profiles, or None if there is only `results.json`.
+        hierarchy: the measured memory hierarchy of the machine, or None.
         killed: the journal if the run was killed before it wrote `results.json`, else None.
     """
 
@@ -122,6 +124,7 @@ class ReportRun:
     lost: list[str]
     folder: Path | None = None
     killed: run_reader.RecordedRun | None = None
+    hierarchy: HierarchyResult | None = None
 
     @classmethod
     def read(cls, folder: Path) -> ReportRun:
@@ -159,6 +162,28 @@ class ReportRun:
             lost=[str(line) for line in plain.get("lost") or ()],
             folder=folder,
         )
+
+
+def read_hierarchy(path: Path) -> HierarchyResult:
+    """Return the memory hierarchy that ``aisp machine peak --hierarchy --json`` printed to a file.
+
+    Raises:
+        CliError: if the file cannot be read, or holds something else.
+    """
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=HierarchyResult)
+        reason = "" if found.levels else "it lists no levels"
+        if any(min(level.bandwidth, level.latency) <= 0 for level in found.levels):
+            reason = "a level has no bandwidth or no latency"
+    except (OSError, msgspec.DecodeError) as error:
+        reason = str(error)
+    if reason:
+        raise CliError(
+            f"{path}: not a memory hierarchy ({reason})\n"
+            "Measure it:\n"
+            f"    aisp machine peak --hierarchy --json > {path}"
+        )
+    return found
 
 
 def lenient(model: type[Model], plain: Json) -> Model:
