@@ -1,0 +1,192 @@
+"""Sampling: choose from the best few tokens, and sort nothing else.
+
+Problem    Sample a token for each of `rows` sequences from `vocabulary` fp32 logits, with
+           temperature 0.8, top-k 50 and a top-p of each row's own. Top-p keeps the fewest best
+           tokens whose probability among the top k reaches it. The noise is given: the kept token
+           with the largest sum of scaled logit and Gumbel noise wins, which samples from softmax.
+           Inputs are drawn such that rounding changes neither the kept tokens nor the winner, so
+           all tokens are compared exactly.
+Baseline   sort_all: sort all logits, and mask what top-k and top-p leave out.
+Optimized  top_k_first: of sort_all. `torch.topk` gives the best 50 tokens in their order. All else
+           is done with these 50.
+           fused: of top_k_first. A Triton kernel does all else, with one program per row.
+Bound      Sorting for sort_all: a sort moves all numbers and their places several times. DRAM or
+           the L2 for the others, which read all logits a few times to find the best ones. Their
+           small kernels after that are limited by the time that it takes to start a kernel.
+Use when   A request uses top-k, alone or with top-p. Top-p alone may keep very many tokens, so it
+           needs a sort or a kernel that searches a threshold (FlashInfer has one). If requests of
+           a batch have different k, take the largest one and mask the rest.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from pytest_aisp import Cost, Work, compare
+
+TEMPERATURE, KEPT = 0.8, 50
+GAP = 0.01
+"""By how much the winner wins at least, so that rounding cannot change it."""
+
+
+@triton.jit
+def choose_kernel(
+    values,
+    tokens,
+    noise,
+    top_p,
+    chosen,
+    vocabulary,
+    scale,
+    KEPT: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """Choose one of the best tokens of a row, which are in descending order."""
+    row, place = tl.program_id(0), tl.arange(0, PADDED)
+    there = place < KEPT
+    value = tl.load(values + row * KEPT + place, mask=there, other=float("-inf")) * scale
+    token = tl.load(tokens + row * KEPT + place, mask=there, other=0)
+    weight = tl.exp(value - tl.max(value, 0))
+    share = weight / tl.sum(weight, 0)
+    kept = there & (tl.cumsum(share, 0) - share < tl.load(top_p + row))
+    random = tl.load(noise + row * vocabulary + token, mask=kept, other=0.0)
+    best = tl.argmax(tl.where(kept, value + random, float("-inf")), 0)
+    tl.store(chosen + row, tl.sum(tl.where(place == best, token, 0), 0))
+
+
+def gumbel(*shape, device):
+    """Return noise. The largest sum of it and of logits samples from their softmax."""
+    return -torch.empty(shape, device=device).exponential_().log()
+
+
+def best_of(logits):
+    """Return the best tokens, their logits over the temperature, and the sums of shares."""
+    values, tokens = (logits.double() / TEMPERATURE).topk(KEPT)
+    return tokens, values, values.softmax(1).cumsum(1)
+
+
+def inputs(device, rows, vocabulary):
+    logits = 2 * torch.randn(rows, vocabulary, device=device)
+    noise = gumbel(rows, vocabulary, device=device)
+    tokens, values, sums = best_of(logits)
+    # Half-way between the sums of two shares, so that rounding does not change how many are kept.
+    last = torch.randint(KEPT // 2, (rows, 1), device=device)
+    top_p = (sums.gather(1, last) + sums.gather(1, last + 1)) / 2
+    winner = winner_of(tokens, values, sums, noise, top_p)[:, None]
+    noise.scatter_add_(1, winner, noise.new_full(winner.shape, GAP))
+    return logits, noise, top_p[:, 0].float()
+
+
+def winner_of(tokens, values, sums, noise, top_p):
+    before = torch.cat([torch.zeros_like(sums[:, :1]), sums[:, :-1]], 1)
+    score = values + noise.double().gather(1, tokens)
+    best = score.masked_fill(before >= top_p.double(), -torch.inf).argmax(1, keepdim=True)
+    return tokens.gather(1, best)[:, 0]
+
+
+def reference(logits, noise, top_p):
+    return winner_of(*best_of(logits), noise, top_p[:, None])
+
+
+def sort_all(logits, noise, top_p):
+    values, tokens = (logits / TEMPERATURE).sort(descending=True)
+    values[:, KEPT:] = -torch.inf
+    share = values.softmax(1)
+    values.masked_fill_(share.cumsum(1) - share >= top_p[:, None], -torch.inf)
+    kept = torch.full_like(logits, -torch.inf).scatter_(1, tokens, values)
+    return (kept + noise).argmax(1)
+
+
+def top_k_first(logits, noise, top_p):
+    values, tokens = logits.topk(KEPT)
+    values = values / TEMPERATURE
+    share = values.softmax(1)
+    score = values + noise.gather(1, tokens)
+    score.masked_fill_(share.cumsum(1) - share >= top_p[:, None], -torch.inf)
+    return tokens.gather(1, score.argmax(1, keepdim=True))[:, 0]
+
+
+def fused(logits, noise, top_p):
+    rows, vocabulary = logits.shape
+    values, tokens = logits.topk(KEPT)
+    chosen = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    choose_kernel[rows,](
+        values,
+        tokens,
+        noise,
+        top_p,
+        chosen,
+        vocabulary,
+        1 / TEMPERATURE,
+        KEPT=KEPT,
+        PADDED=triton.next_power_of_2(KEPT),
+        num_warps=1,
+    )
+    return chosen
+
+
+def work(rows, vocabulary):
+    return Work(read=4 * rows * vocabulary, write=8 * rows)
+
+
+def sort_all_cost(rows, vocabulary):
+    """Return the cost of a radix sort, in four passes, and of the kernels around it.
+
+    A pass reads and writes keys of 4 bytes and places of 8.
+    """
+    n = rows * vocabulary
+    sort = Cost(read=4 * 12 * n, write=4 * 12 * n, launches=7)
+    pointwise = Cost(read=4 * n, write=4 * n, launches=1)
+    return pointwise + sort + 5 * pointwise + Cost(read=12 * n, write=8 * n, launches=4)
+
+
+def top_k_cost(rows, vocabulary, kernels):
+    """Return its cost. `topk` selects digit by digit, so it reads the logits about four times."""
+    read = 4 * rows * vocabulary
+    return Cost(read=4 * read, write=12 * rows * KEPT, launches=3) + Cost(launches=kernels)
+
+
+@compare(
+    baseline=sort_all,
+    optimized=[top_k_first, fused],
+    inputs=inputs,
+    reference=reference,
+    sizes=[{"rows": 64, "vocabulary": 128256}],
+    check_sizes=[{"rows": 5, "vocabulary": 301}, {"rows": 1, "vocabulary": 64}],
+    work=work,
+    bound="dram",
+    costs={
+        sort_all: sort_all_cost,
+        top_k_first: lambda rows, vocabulary: top_k_cost(rows, vocabulary, 9),
+        fused: lambda rows, vocabulary: top_k_cost(rows, vocabulary, 1),
+    },
+)
+def test_sampling(pair):
+    pair.assert_equivalent(exact=True)
+    pair.assert_speedup()
+
+
+class TestDistribution:
+    """The winner of fresh noise is distributed as softmax over the kept tokens."""
+
+    def test_tokens_come_as_often_as_their_shares_say(self):
+        draws, vocabulary, top_p = 40_000, 64, 0.9
+        logits = torch.linspace(-2, 2, vocabulary)
+        values, tokens = (logits.double() / TEMPERATURE).topk(KEPT)
+        share = values.softmax(0)
+        share[share.cumsum(0) - share >= top_p] = 0
+        wanted = torch.zeros(vocabulary, dtype=torch.float64)
+        wanted[tokens] = share / share.sum()
+        noise = gumbel(draws, vocabulary, device="cpu")
+        rows = logits.expand(draws, -1).contiguous()
+        for side in (sort_all, top_k_first):
+            found = side(rows, noise, torch.full((draws,), top_p))
+            counts = found.bincount(minlength=vocabulary)
+            assert counts[wanted == 0].sum() == 0
+            used = wanted > 0
+            chi = ((counts - draws * wanted).square() / (draws * wanted))[used].sum()
+            freedom = int(used.sum()) - 1
+            # Six standard deviations of chi squared above its mean.
+            assert chi < freedom + 6 * math.sqrt(2 * freedom)
