@@ -1,0 +1,125 @@
+"""Grammar mask: send one bit per token, and apply the bits where the logits are.
+
+Problem    A grammar allows each of `rows` sequences only some of `vocabulary` tokens. The grammar
+           runs on the host and writes its answer into pinned memory, once in every step of
+           decoding. Set the bf16 logits of all other tokens to minus infinity. From none to all
+           tokens of a row are allowed.
+Baseline   bools: the grammar's answer is a byte per token. It is copied to the GPU, and
+           `masked_fill` applies it.
+Optimized  bits: of bools. The answer has a bit per token, in words of 32, as xgrammar
+           writes it. PyTorch unpacks it on the GPU with a shift and a comparison.
+           fused: of bits. A Triton kernel reads the bits and applies them in one pass.
+Bound      PCIe for bools. bits sends an eighth of it and spends part of the gain on passes over
+           numbers that are much larger than the bits. For fused, the copy of the bits and the pass
+           over the logits take about as long as it takes to start them.
+Use when   A grammar or a list of forbidden tokens changes in every step. If the mask is always the
+           same, leave it on the GPU: then nothing is copied. The time that the grammar itself needs
+           on the host is not part of this page. Hide it under the forward pass of the step.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from pytest_aisp import Cost, Work, compare
+
+WORD, BLOCK = 32, 1024
+
+
+@triton.jit
+def apply_kernel(logits, bits, out, vocabulary, words, BLOCK: tl.constexpr):
+    """Copy the logits of a row whose bit is set, and write minus infinity for the others."""
+    row, token = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = token < vocabulary
+    word = tl.load(bits + row * words + token // 32, mask=there, other=0)
+    value = tl.load(logits + row * vocabulary + token, mask=there, other=0.0)
+    allowed = (word >> (token % 32)) & 1 != 0
+    result = tl.where(allowed, value, float("-inf"))
+    tl.store(out + row * vocabulary + token, result, mask=there)
+
+
+def packed(allowed):
+    """Return bits of the tokens in words of 32, from the lowest bit of the first word on."""
+    rows, vocabulary = allowed.shape
+    whole = allowed.new_zeros(rows, triton.cdiv(vocabulary, WORD) * WORD)
+    whole[:, :vocabulary] = allowed
+    words = (whole.unflatten(1, (-1, WORD)).long() << torch.arange(WORD)).sum(2)
+    return torch.where(words < 2**31, words, words - 2**32).int()
+
+
+def inputs(device, rows, vocabulary):
+    logits = torch.randn(rows, vocabulary, device=device).bfloat16()
+    share = torch.linspace(0, 1, rows)[:, None] if rows > 1 else torch.tensor([[0.5]])
+    allowed = torch.rand(rows, vocabulary) < share
+    # Both forms of the answer: each side uses the one that its grammar would write.
+    return logits, pinned(allowed, device), pinned(packed(allowed), device)
+
+
+def pinned(answer, device):
+    # The fake GPU on which kernels are assembled has no pinned memory.
+    pin = device == "cuda" and torch.accelerator.is_available()
+    return torch.empty(answer.shape, dtype=answer.dtype, pin_memory=pin).copy_(answer)
+
+
+def reference(logits, allowed, words):
+    return logits.double().masked_fill(~allowed.to(logits.device), -torch.inf)
+
+
+def bools(logits, allowed, words):
+    mask = allowed.to(logits.device, non_blocking=True)
+    return logits.masked_fill(~mask, -torch.inf)
+
+
+def bits(logits, allowed, words):
+    mask = words.to(logits.device, non_blocking=True)
+    lanes = torch.arange(WORD, dtype=torch.int32, device=logits.device)
+    forbidden = ((mask[:, :, None] >> lanes) & 1) == 0
+    return logits.masked_fill(forbidden.flatten(1)[:, : logits.shape[1]], -torch.inf)
+
+
+def fused(logits, allowed, words):
+    mask, out = words.to(logits.device, non_blocking=True), torch.empty_like(logits)
+    rows, vocabulary = logits.shape
+    grid = triton.cdiv(vocabulary, BLOCK), rows
+    apply_kernel[grid](logits, mask, out, vocabulary, mask.shape[1], BLOCK=BLOCK)
+    return out
+
+
+def work(rows, vocabulary):
+    n = rows * vocabulary
+    return Work(read=2 * n, write=2 * n, wire=n / 8)
+
+
+def bools_cost(rows, vocabulary):
+    n = rows * vocabulary
+    inverted = Cost(read=n, write=n, launches=1)
+    return Cost(h2d=n, launches=1) + inverted + Cost(read=3 * n, write=2 * n, launches=2)
+
+
+def bits_cost(rows, vocabulary):
+    """Return its cost. Shifted words and their lowest bits take 4 bytes per token."""
+    n = rows * vocabulary
+    unpacked = Cost(launches=1) + Cost(read=n / 8, write=4 * n, launches=1)
+    unpacked += Cost(read=4 * n, write=4 * n, launches=1) + Cost(read=4 * n, write=n, launches=1)
+    return Cost(h2d=n / 8, launches=1) + unpacked + Cost(read=3 * n, write=2 * n, launches=2)
+
+
+def fused_cost(rows, vocabulary):
+    n = rows * vocabulary
+    return Cost(h2d=n / 8, launches=1) + Cost(read=2 * n + n / 8, write=2 * n, launches=1)
+
+
+@compare(
+    baseline=bools,
+    optimized=[bits, fused],
+    inputs=inputs,
+    reference=reference,
+    sizes=[{"rows": 64, "vocabulary": 128256}],
+    check_sizes=[{"rows": 4, "vocabulary": 1061}, {"rows": 1, "vocabulary": 31}],
+    work=work,
+    bound="pcie",
+    costs={bools: bools_cost, bits: bits_cost, fused: fused_cost},
+)
+def test_grammar_mask(pair):
+    pair.assert_equivalent(exact=True)
+    pair.assert_speedup()
