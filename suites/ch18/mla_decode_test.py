@@ -44,6 +44,7 @@ from .split_kv import (
 LATENT, ROTARY, WIDTH = 512, 64, 128  # numbers of a token, and of a head's key and value
 SCALE = (WIDTH + ROTARY) ** -0.5
 BLOCK = 32  # tokens of one step of a loop
+SMS = 132  # of an H200, for costs
 
 
 @triton.jit
@@ -225,13 +226,16 @@ def absorbed_cost(batch, heads, tokens, chunk):
     )
 
 
-def in_one(batch, heads, tokens, parts):
+def in_one(batch, heads, tokens, parts, programs=SMS):
     scores, cache = batch * heads * tokens, cache_bytes(batch, tokens)
+    # An SM gets its share of the L2's rate, so SMs without a program leave theirs unused.
+    idle = max(1, SMS / programs)
     return Cost(
         read=cache + 2 * batch * heads * (LATENT + ROTARY),
         write=parts,
-        sfu=scores,
-        ops={"bf16": 2 * scores * (2 * LATENT + ROTARY)},
+        l2=cache * idle,
+        sfu=scores * idle,
+        ops={"bf16": 2 * scores * (2 * LATENT + ROTARY) * idle},
         launches=1,
     )
 
@@ -244,7 +248,8 @@ def fused_cost(batch, heads, tokens, chunk):
 
 def library_cost(batch, heads, tokens, chunk):
     mean = 2 * batch * heads * LATENT
-    return around(batch, heads) + in_one(batch, heads, tokens, mean)
+    blocks = -(-heads // 64)  # of queries, in tiles of 64
+    return around(batch, heads) + in_one(batch, heads, tokens, mean, batch * blocks)
 
 
 @compare(
