@@ -50,7 +50,7 @@ def in_float64(q, k, v, causal):
     return out
 
 
-def shape_of(q, k, v):
+def shape_of(q, k, v, types=(torch.bfloat16,)):
     """Return the numbers of heads and tokens.
 
     Raises:
@@ -60,8 +60,8 @@ def shape_of(q, k, v):
         raise ValueError(f"q, k and v need one shape (1, heads, tokens, {WIDTH}): {q.shape}")
     if q.shape[-1] != WIDTH or not q.numel():
         raise ValueError(f"needs heads of {WIDTH} and at least one token, not {tuple(q.shape)}")
-    if not q.dtype == k.dtype == v.dtype == torch.bfloat16:
-        raise ValueError(f"needs bf16, not {q.dtype}, {k.dtype} and {v.dtype}")
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in types:
+        raise ValueError(f"needs one type of {types}, not {q.dtype}, {k.dtype} and {v.dtype}")
     return q.shape[1], q.shape[2]
 
 

@@ -25,6 +25,7 @@ Use when   Call `scaled_dot_product_attention`, which chooses cuDNN on Hopper. W
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from pytest_aisp import Cost, Sweep, Variant, compare, cuda_module, tensor_map
@@ -142,3 +143,22 @@ WITH_WGMMA = {"needs": ("tma", "wgmma")}
 def test_cuda_attention_hopper(pair):
     pair.assert_equivalent()
     pair.assert_speedup()
+
+
+class TestRefused:
+    """The kernels refuse what they do not take, before the launch."""
+
+    @pytest.mark.parametrize("side", [mma_sync, tma, overlapped])
+    @pytest.mark.parametrize(
+        ("shape", "dtype", "words"),
+        [
+            ((1, 2, 0, WIDTH), torch.bfloat16, "at least one token"),
+            ((1, 2, 8, 64), torch.bfloat16, "heads of 128"),
+            ((2, 2, 8, WIDTH), torch.bfloat16, "one shape"),
+            ((1, 2, 8, WIDTH), torch.float32, "needs one type"),
+        ],
+    )
+    def test_tensors(self, side, shape, dtype, words):
+        q = torch.ones(shape, dtype=dtype)
+        with pytest.raises(ValueError, match=words):
+            side(q, q, q, False)

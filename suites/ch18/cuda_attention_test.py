@@ -21,6 +21,7 @@ Use when   Call `scaled_dot_product_attention`. Keeping the scores on the chip s
            `cuda_attention_hopper_test.py`.
 """
 
+import pytest
 import torch
 
 from pytest_aisp import Cost, Sweep, Variant, compare, cuda_module
@@ -137,3 +138,22 @@ def test_cuda_attention(pair):
     pair.assert_equivalent()
     pair.assert_speedup()
     pair.assert_memory(at_most=0.2)
+
+
+class TestRefused:
+    """The kernels refuse what they do not take, before the launch."""
+
+    @pytest.mark.parametrize("side", [naive, online, mma_sync])
+    @pytest.mark.parametrize(
+        ("shape", "dtype", "words"),
+        [
+            ((1, 2, 0, WIDTH), torch.bfloat16, "at least one token"),
+            ((1, 2, 8, 64), torch.bfloat16, "heads of 128"),
+            ((2, 2, 8, WIDTH), torch.bfloat16, "one shape"),
+            ((1, 2, 8, WIDTH), torch.float32, "needs one type"),
+        ],
+    )
+    def test_tensors(self, side, shape, dtype, words):
+        q = torch.ones(shape, dtype=dtype)
+        with pytest.raises(ValueError, match=words):
+            side(q, q, q, False)
