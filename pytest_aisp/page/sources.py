@@ -98,6 +98,11 @@ def git_blob(path: Path) -> str:
     return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
 
 
+def reached_names(sides: Iterable[object], root: str) -> set[str]:
+    """Return the names of the functions under `root` that `sides` use."""
+    return {name.rpartition(":")[2] for (name, *_) in _reach(sides, root).sources} - {""}
+
+
 def kernel_files(sides: Iterable[object], root: str) -> list[CudaModule]:
     """Return the `cuda_module`s that `sides` use, in the order of their paths."""
     return [kernel for kernel in _sorted_kernels(sides, root) if _is_cuda_module(kernel)]
@@ -232,7 +237,8 @@ def _constants(thing: object) -> str:
         settings = (getattr(thing, name, None) for name in ("options", "targets"))
         return repr([sorted(table.items()) for table in settings if isinstance(table, Mapping)])
     code, scope = getattr(thing, "__code__", None), getattr(thing, "__globals__", {})
-    names = sorted(_names(code)) if code is not None else []
+    named = sorted(_names(code)) if code is not None else []
+    names = [n for n in named if not n.startswith("__")]  # `__file__` differs between two trees
     return "".join(f"\n{n}={scope[n]!r}" for n in names if n in scope and _is_plain(scope[n]))
 
 

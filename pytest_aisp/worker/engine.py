@@ -33,6 +33,7 @@ from ..util.cpu_load import CpuLoad
 from ..util.device_state import Stopwatch, no_gc, synchronizer
 from ..util.process_group import current_group
 from . import input_process, sandbox
+from .changed_sides import changed_sides
 from .client import Progress
 from .loader import Cache, DeclaredSide, TaskContext, pair_of, seed_of
 from .process_timer import ProcessSide, measure_processes, time_here
@@ -66,7 +67,7 @@ class Engine:
             case messages.CountTask():
                 return self.count(task)
             case messages.ChangedTask():
-                return TaskContext(task, task.past).changed()
+                return changed_sides(TaskContext(task, task.past))
             case messages.SampleTask():
                 return self.sample(task)
             case messages.CompileTask():

@@ -19,9 +19,8 @@ from ..checking.numerics import Rule
 from ..checking.reference import Reference
 from ..kernels.fake_gpu import drive_interpreter, interpreting
 from ..page.pair import MARK, ROLES, PageError, Pair, Precision, Side, Size, is_plain, size_words
-from ..page.sources import digest, imported_late, libraries, triton_kernels
+from ..page.sources import digest, libraries, triton_kernels
 from ..results.messages import CaseTask, PageSource
-from ..results.task_results import ChangedResult
 from ..timing import cuda_graph
 from ..util.device_state import Stopwatch, free_bytes, release
 from ..util.process_group import current_group
@@ -225,7 +224,8 @@ class TaskContext:
             )
 
     @cached_property
-    def _old_pair(self) -> Pair | None:
+    def old_pair_or_none(self) -> Pair | None:
+        """The pair at the commit of `past`, or None if its page has none of this name."""
         past = self.past
         assert past is not None
         page = load_old_page(past.page, past.root, past.module, self.task.root)
@@ -233,46 +233,21 @@ class TaskContext:
 
     def old_pair(self) -> Pair:
         """Return the pair at the commit of `past`."""
-        if self._old_pair is None:
+        if self.old_pair_or_none is None:
             raise PageError(f"{self.task.function} has no pair in the old page")
-        return self._old_pair
+        return self.old_pair_or_none
 
     def old_side(self, role: str) -> Side:
         """Return the side with this role at the commit of `past`."""
-        sides = self._both_sides(self.pair, self.old_pair())
+        sides = self.both_sides(self.pair, self.old_pair())
         return {name: old for name, _, old in sides}[role]
 
-    def _both_sides(self, pair: Pair, old: Pair) -> Iterator[tuple[str, Side, Side]]:
-        """Yield role, current side and old side of each side that existed at the commit."""
+    def both_sides(self, pair: Pair, old: Pair) -> Iterator[tuple[str, Side, Side]]:
+        """Yield role, current side and old side of each side that existed then."""
         yield "baseline", pair.baseline, old.baseline
         name = self.task.variant
         if name in [variant.name for variant in old.variants]:
             yield "optimized", pair.variant(name).side, old.variant(name).side
-
-    def changed(self) -> ChangedResult:
-        """Return which sides have changed, or why the old page cannot be compared.
-
-        An old page cannot be compared if it needs files of the current tree, or if an old side
-        would import such files when it is called.
-        """
-        assert self.past is not None
-        pair, result = self.pair, ChangedResult()  # the page first: the old import hides modules
-        try:
-            old = self._old_pair
-        except MixedTreesError as error:
-            return ChangedResult(why=str(error))
-        except Exception as error:
-            why = f"the old page cannot be imported: {type(error).__name__}: {error}"
-            return ChangedResult(why=why)
-        root, old_root = self.task.root, self.past.root
-        for role, now, then in self._both_sides(pair, old) if old else ():
-            late = [name for name in imported_late(then, old_root) if leads_to(name, root)]
-            if late:
-                result.why = f"{then.__name__} imports {', '.join(late)} when it is called"
-                continue
-            before = digest(then, old_root, constants=True)
-            setattr(result, role, digest(now, root, constants=True) != before)
-        return result
 
 
 MAX_CPU_REFERENCES = 4

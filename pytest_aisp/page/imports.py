@@ -1,0 +1,124 @@
+"""The files that a page may use: what it imports, and the data files that its code names.
+
+The digest of a side (`sources`) follows names only. A side also reaches code through a method, a
+default argument, a table, or a module that imports another one. So a change of any of these files
+counts as a change of both sides.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import sys
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+
+from . import normalize
+from .sources import libraries
+
+CUDA_SUFFIXES = (".cu", ".cuh", ".h", ".hpp")
+DYNAMIC_IMPORTS = ("import_module", "__import__")
+LONGEST_NAME = 200
+"""Longer text constants are not taken for names of files."""
+
+
+def import_folders(root: str) -> tuple[str, ...]:
+    """Return the folders under `root` from which Python imports, relative to it. It is one too."""
+    under = Path(root).resolve()
+    entries = [Path(entry).resolve() for entry in sys.path if entry]
+    below = [str(entry.relative_to(under)) for entry in entries if entry.is_relative_to(under)]
+    return tuple(dict.fromkeys([".", *below]))
+
+
+def used_files(page: Path, root: str, folders: Iterable[str]) -> dict[str, Path]:
+    """Return the page and the files under `root` that it may use, keyed by their relative path.
+
+    Args:
+        folders: the folders from which Python imports, relative to `root`.
+
+    These are all modules that the page imports, directly or indirectly, also when a function is
+    called, and all files whose names are text constants of one of these modules. Names that the
+    code puts together are not found.
+    """
+    under = Path(root).resolve()
+    bases = [under / folder for folder in folders]
+    found: dict[str, Path] = {}
+    todo = [page.resolve()]
+    while todo:
+        file = todo.pop()
+        name = str(file.relative_to(under)) if file.is_relative_to(under) else ""
+        if not name or name in found or str(file).startswith(libraries()):
+            continue
+        found[name] = file
+        if file.suffix == ".py":
+            todo += [path.resolve() for path in _named(file, under, bases) if path.is_file()]
+    return dict(sorted(found.items()))
+
+
+def normalized_file(path: Path) -> str:
+    """Return the content of a file without comments, docstrings and formatting."""
+    text = path.read_bytes().decode(errors="surrogateescape")
+    if path.suffix in CUDA_SUFFIXES:
+        return str(normalize.cuda([text]))
+    return (normalize.module(text) if path.suffix == ".py" else None) or text
+
+
+def normalized_rest(path: Path, without: Collection[str]) -> str:
+    """Return a normalized page without its tests and the top-level functions named in `without`."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    kept = [node for node in tree.body if not _is_left_out(node, without)]
+    return normalize.module(ast.unparse(ast.Module(kept, []))) or ""
+
+
+def _is_left_out(node: ast.stmt, without: Collection[str]) -> bool:
+    if not isinstance(node, ast.FunctionDef):
+        return isinstance(node, (ast.Import, ast.ImportFrom))  # the imported files are compared
+    return node.name in without or node.name.startswith("test_")
+
+
+@functools.lru_cache(maxsize=256)
+def _names_in(text: str) -> tuple[list[tuple[int, str]], list[str]]:
+    """Return the imports in `text`, as level and dotted name, and its short text constants."""
+    imports: list[tuple[int, str]] = []
+    constants: list[str] = []
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError):
+        return imports, constants
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            imports += [(0, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            module = f"{node.module}." if node.module else ""
+            imports += [(node.level, f"{module}{alias.name}") for alias in node.names]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(DYNAMIC_IMPORTS):
+            named = node.args[0] if node.args else None
+            if isinstance(named, ast.Constant) and isinstance(named.value, str):
+                name = named.value.lstrip(".")
+                imports.append((len(named.value) - len(name), name))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            constants += [node.value] * _may_be_a_file(node.value)
+    return imports, constants
+
+
+def _may_be_a_file(text: str) -> bool:
+    return 0 < len(text) <= LONGEST_NAME and text.isprintable()
+
+
+def _named(file: Path, root: Path, bases: Collection[Path]) -> Iterator[Path]:
+    """Yield the paths that the imports and the text constants of a module may mean."""
+    imports, constants = _names_in(file.read_text(encoding="utf-8", errors="replace"))
+    for level, name in imports:
+        for base in [file.parents[level - 1]] if level else bases:
+            yield from _modules(base, name)
+    for text in constants:
+        yield from (folder / text for folder in (file.parent, root))
+
+
+def _modules(base: Path, name: str) -> Iterator[Path]:
+    """Yield the files that ``import name`` may run. The last part may be a name in a module."""
+    for part in name.split("."):
+        yield base / "__init__.py"
+        yield base / f"{part}.py"
+        base /= part
+    yield base / "__init__.py"
