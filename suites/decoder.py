@@ -225,26 +225,37 @@ def rotated(x, cos, sin):
 def exact_logits(model, tokens):
     """Return the logits of all tokens, of shape (rows, n, vocabulary), in float64.
 
-    It uses neither a cache nor the code of the blocks, and it leaves the model as it is.
+    It uses no cache and no code of the decoder, only its weights and its tables of cosines and
+    sines. It leaves the model as it is.
     """
     config = model.config
     groups, n = config.heads // config.kv_heads, tokens.shape[1]
-    cos, sin = (table.double()[:n] for table in (model.cos, model.sin))
+    turns = torch.complex(model.cos[:n].double(), model.sin[:n].double())
     future = torch.ones(n, n, dtype=torch.bool, device=tokens.device).triu(1)
     x = model.embedding.double()[tokens]
     for block in model.blocks:
-        y = normalized(x, block.attention_norm.double()) @ block.qkv.double().t()
+        y = exact_norm(x, block.attention_norm.double()) @ block.qkv.double().t()
         q, k, v = (
             t.unflatten(-1, (-1, config.head)).transpose(1, 2) for t in y.split(block.sizes, -1)
         )
-        k, v = (t.repeat_interleave(groups, 1) for t in (rotated(k, cos, sin), v))
-        scores = rotated(q, cos, sin) @ k.transpose(2, 3) / config.head**0.5
+        k, v = (t.repeat_interleave(groups, 1) for t in (turned(k, turns), v))
+        scores = turned(q, turns) @ k.transpose(2, 3) / config.head**0.5
         y = scores.masked_fill(future, -torch.inf).softmax(-1) @ v
         x = x + y.transpose(1, 2).flatten(2) @ block.out.double().t()
-        y = normalized(x, block.mlp_norm.double()) @ block.gate_up.double().t()
+        y = exact_norm(x, block.mlp_norm.double()) @ block.gate_up.double().t()
         gate, up = y.chunk(2, -1)
         x = x + (F.silu(gate) * up) @ block.down.double().t()
-    return normalized(x, model.norm.double()) @ model.lm_head.double().t()
+    return exact_norm(x, model.norm.double()) @ model.lm_head.double().t()
+
+
+def exact_norm(x, scale):
+    return x * scale / (x.square().mean(-1, keepdim=True) + EPS).sqrt()
+
+
+def turned(x, turns):
+    """Return `x` with each pair of numbers, as a complex number, multiplied by a turn."""
+    numbers = torch.complex(*x.chunk(2, -1)) * turns
+    return torch.cat((numbers.real, numbers.imag), -1)
 
 
 def matrix_weights(config):

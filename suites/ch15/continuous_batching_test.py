@@ -3,21 +3,25 @@
 Problem    Serve `requests` requests with a decoder in bf16 (`suites/decoder.py`) that has `slots`
            rows in its batch. All prompts are equally long. The lengths of the answers are quantiles
            of an exponential distribution with the mean `mean`, in a fixed order: most are short and
-           a few are long. All tokens are greedy. Every token of every answer and its score are
-           compared.
-Baseline   static: `slots` requests start together. The next group starts when the longest answer of
-           the group has ended.
+           a few are long. They are given, so that no side has to look for the end of an answer on
+           the host. A request is still started only when a row is free. All tokens are greedy.
+           Every token of every answer and its score are compared.
+Baseline   static: `slots` requests start together, and their prompts are one call of the decoder.
+           The next group starts when the longest answer of the group has ended.
 Optimized  continuous: of static. The next request starts in a row as soon as this row's answer has
            ended. The loop is the same function, with one condition less (Orca, OSDI 2022).
            captured: of continuous. The step is a CUDA graph. A step always computes all rows, so
            one graph is enough. Prompts still run eagerly.
 Bound      Launches, which the host makes, for static and continuous. Both take the same time for a
-           step, and continuous makes fewer steps. captured is limited by DRAM: each step reads all
-           weights and all rows of the cache, whether they hold a request or not.
+           step. continuous makes fewer steps and more calls for prompts, since most requests start
+           alone. captured is limited by DRAM: each step reads all weights and all rows of the
+           cache, whether they hold a request or not. The prompts are limited by launches as before.
 Use when   Answers differ in length and nobody knows how long they will be. Continuous batching
            gains as much as the longest answer of a group exceeds the average one. It gains nothing
-           if all answers are equally long. A new request's prompt delays the next token of all
-           other rows (`chunked_prefill_test.py`).
+           if all answers are equally long. A graph of the step would help static as well. A new
+           request's prompt delays the next token of all other rows (`chunked_prefill_test.py`). A
+           server that looks for the end of answers also waits for the GPU in each step, with
+           either schedule.
 """
 
 import itertools
@@ -92,11 +96,12 @@ class Batch:
         self.scores = torch.zeros(slots, dtype=torch.bfloat16, device=device)
         self.found = []
 
-    def admit(self, prompt, row):
-        """Compute the prompt of a request in a row. Its last token's logits give a first token."""
-        logits = self.model.prefill(prompt[None], self.cache.rows(row, row + 1))
-        self.tokens[row : row + 1], self.scores[row : row + 1] = best(logits)
-        self.positions[row] = len(prompt)
+    def admit(self, prompts, row):
+        """Compute prompts in rows from `row` on. Their last logits give the first tokens."""
+        rows = slice(row, row + len(prompts))
+        logits = self.model.prefill(prompts, self.cache.rows(rows.start, rows.stop))
+        self.tokens[rows], self.scores[rows] = best(logits)
+        self.positions[rows] = prompts.shape[1]
 
     def advance(self):
         """Decode a token in all rows. A row without a request repeats its last position."""
@@ -109,46 +114,58 @@ class Batch:
         self.found.append((self.tokens.clone(), self.scores.clone()))
 
 
-def served(batch, prompts, lengths, starts, steps, advance):
-    """Serve all requests as the schedule says. Return the tokens of each and their scores."""
+def admissions(starts):
+    """Return for each step the calls for prompts before it: their first request, number and row.
+
+    Requests that start together in neighboring rows are one call.
+    """
     due = {}
     for request, (begin, row) in enumerate(starts):
-        due.setdefault(begin, []).append((request, row))
+        calls = due.setdefault(begin, [])
+        if calls and calls[-1][2] + calls[-1][1] == row and calls[-1][0] + calls[-1][1] == request:
+            calls[-1][1] += 1
+        else:
+            calls.append([request, 1, row])
+    return due
+
+
+def served(batch, prompts, lengths, advance, *, in_groups):
+    """Serve all requests. Return the tokens of each and their scores."""
+    starts, steps = schedule(lengths, len(batch.tokens), in_groups=in_groups)
+    due, first = admissions(starts), []
     batch.found.clear()
-    first = {}
     for step in range(steps + 1):
-        for request, row in due.get(step, ()):
-            batch.admit(prompts[request], row)
-            first[request] = batch.tokens[row].clone(), batch.scores[row].clone()
+        for request, count, row in due.get(step, ()):
+            batch.admit(prompts[request : request + count], row)
+            rows = slice(row, row + count)
+            first.append((batch.tokens[rows].clone(), batch.scores[rows].clone()))
         if step < steps:
             advance()
             batch.keep()
     tokens, scores = (torch.stack(all_steps) for all_steps in zip(*batch.found, strict=True))
+    first_tokens, first_scores = (torch.cat(all_calls) for all_calls in zip(*first, strict=True))
     answers = []
     for request, (begin, row) in enumerate(starts):
         end = begin + lengths[request] - 1
-        for whole, one in zip((tokens, scores), first[request], strict=True):
-            answers.append(torch.cat([one[None], whole[begin:end, row]]))
+        for whole, one in ((tokens, first_tokens), (scores, first_scores)):
+            answers.append(torch.cat([one[request : request + 1], whole[begin:end, row]]))
     return torch.cat(answers[::2]), torch.cat(answers[1::2])
 
 
 def static(model, prompts, lengths, slots):
     batch = Batch(model, slots)
-    starts, steps = schedule(lengths, slots, in_groups=True)
-    yield lambda: served(batch, prompts, lengths, starts, steps, batch.advance)
+    yield lambda: served(batch, prompts, lengths, batch.advance, in_groups=True)
 
 
 def continuous(model, prompts, lengths, slots):
     batch = Batch(model, slots)
-    starts, steps = schedule(lengths, slots, in_groups=False)
-    yield lambda: served(batch, prompts, lengths, starts, steps, batch.advance)
+    yield lambda: served(batch, prompts, lengths, batch.advance, in_groups=False)
 
 
 def captured(model, prompts, lengths, slots):
     batch = Batch(model, slots)
-    starts, steps = schedule(lengths, slots, in_groups=False)
     replay = capture(batch.advance)
-    yield lambda: served(batch, prompts, lengths, starts, steps, replay)
+    yield lambda: served(batch, prompts, lengths, replay, in_groups=False)
 
 
 def work(layers, width, slots, prompt, requests, mean):
@@ -167,16 +184,17 @@ def serving(in_groups, graph):
 
     def cost(layers, width, slots, prompt, requests, mean):
         config, lengths = size_of(layers, width, prompt, requests, mean)
-        _, steps = schedule(lengths, slots, in_groups=in_groups)
-        kernels, rows = kernels_of(config) + 7, slots * config.length
+        starts, steps = schedule(lengths, slots, in_groups=in_groups)
+        # The best token, and what keeps it and moves on: 5 kernels in the step and 2 behind it.
+        kernels, rows = kernels_of(config) + 5, slots * config.length
         kept = {"launches": 3, "graph_nodes": kernels} if graph else {"launches": kernels + 2}
-        admitted = forward_cost(
-            config, prompt, prompt, prompt**2 / 2, launches=kernels_of(config) + 6
-        )
-        answers = Cost(launches=2 + 2 * requests + 2)
-        return (
-            requests * admitted + steps * forward_cost(config, slots, rows, rows, **kept) + answers
-        )
+        total = steps * forward_cost(config, slots, rows, rows, **kept)
+        for calls in admissions(starts).values():
+            for _, count, _ in calls:
+                tokens, scores = count * prompt, count * prompt**2 / 2
+                launches = kernels_of(config) + 6
+                total += forward_cost(config, tokens, tokens, scores, launches=launches)
+        return total + Cost(launches=4 + 2 * requests + 2)
 
     return cost
 
@@ -187,10 +205,10 @@ def serving(in_groups, graph):
     state=state,
     inputs=inputs,
     reference=reference,
-    sizes=[{"layers": 4, "width": 2048, "slots": 8, "prompt": 64, "requests": 32, "mean": 24}],
+    sizes=[{"layers": 4, "width": 4096, "slots": 8, "prompt": 64, "requests": 32, "mean": 24}],
     check_sizes=[
-        {"layers": 2, "width": 128, "slots": 3, "prompt": 5, "requests": 8, "mean": 4},
-        {"layers": 1, "width": 64, "slots": 2, "prompt": 9, "requests": 5, "mean": 3},
+        {"layers": 2, "width": 128, "slots": 3, "prompt": 3, "requests": 5, "mean": 3},
+        {"layers": 1, "width": 64, "slots": 2, "prompt": 5, "requests": 4, "mean": 3},
     ],
     work=work,
     bound="launch",
@@ -225,16 +243,16 @@ class TestBadInput:
     def test_a_prompt_longer_than_the_cache_is_refused(self):
         model = planted("cpu", config_of(1, 64, 8))
         with pytest.raises(ValueError, match="do not fit in a cache of 8"):
-            Batch(model, 1).admit(torch.zeros(9, dtype=torch.int64), 0)
+            Batch(model, 1).admit(torch.zeros(1, 9, dtype=torch.int64), 0)
 
     def test_a_cancelled_request_leaves_nothing_behind_for_the_next_one_in_its_row(self):
         model = planted("cpu", config_of(1, 64, 16))
         prompts = torch.randint(model.config.vocabulary, (2, 4))
         fresh, used = Batch(model, 1), Batch(model, 1)
-        used.admit(prompts[0], 0)
+        used.admit(prompts[:1], 0)
         for _ in range(5):  # then its user hangs up
             used.advance()
         for batch in (fresh, used):
-            batch.admit(prompts[1], 0)
+            batch.admit(prompts[1:], 0)
             batch.advance()
         assert torch.equal(fresh.scores, used.scores)

@@ -14,8 +14,13 @@ from suites.decoder import Config, Decoder, cached_numbers, exact_logits, matrix
 HEAD, VOCABULARY = 64, 256
 RAISED = 24.0
 """What the planted successor's logit gains, before the norm divides it by about 2."""
-STEP_KERNELS, LAYER_KERNELS = 16, 28
-"""Kernels of a step on a GPU: those of the whole step, and those of each layer."""
+STEP_KERNELS, LAYER_KERNELS = 11, 28
+"""Kernels of a call on a GPU: those of the whole call, and those of each layer.
+
+A layer has 2 norms, 4 products, 14 kernels of the rotation, 2 that fill the cache, attention, a
+copy of its output, 2 sums and 2 of SwiGLU. The call has 3 embeddings, a norm, a product, and at
+most 6 for positions and a mask. A product that cuBLAS splits takes one more.
+"""
 
 
 def config_of(layers, width, length):
@@ -62,7 +67,7 @@ def best(logits):
 
 
 def forward_cost(config, tokens, keys, scores, **starts):
-    """Return the cost of one call of the decoder.
+    """Return the cost of one call of the decoder: its products, its attention, and all else.
 
     Args:
         config: its sizes.
@@ -72,13 +77,25 @@ def forward_cost(config, tokens, keys, scores, **starts):
         starts: launches, or nodes of a graph.
     """
     entry = 2 * cached_numbers(config)
-    products = matrix_weights(config) * tokens + 2 * config.layers * config.width * scores
-    return Cost(
-        read=2 * matrix_weights(config) + entry * keys,
-        write=entry * tokens,
-        ops={"bf16": 2 * products},
+    products = Cost(
+        read=2 * matrix_weights(config),
+        ops={"bf16": 2 * matrix_weights(config) * tokens},
         **starts,
     )
+    attention = Cost(
+        read=entry * keys,
+        write=entry * tokens,
+        ops={"bf16": 4 * config.layers * config.width * scores},
+    )
+    read, write = pointwise_numbers(config)
+    return products + attention + Cost(read=2 * read * tokens, write=2 * write * tokens)
+
+
+def pointwise_numbers(config):
+    """Return the numbers of a token that norms, rotations, sums and SwiGLU read and write."""
+    width, kv, hidden = config.width, config.kv_heads * config.head, config.hidden
+    read, write = 12 * width + 7 * kv + 3 * hidden, 9 * width + 4 * kv + 2 * hidden
+    return config.layers * read, config.layers * write
 
 
 def kernels_of(config):
