@@ -3,17 +3,19 @@
 // the head. A block takes 128 queries, 64 for each of two warpgroups, and 128 keys at a time, from
 // the last ones that the queries see to the first. So only the first tile needs a mask.
 //
-// wgmma_tiles: two warpgroups compute, and one of their threads keeps the ring filled. The scores
-//   of the next keys are asked for together with the outputs of these.
-// specialized: the same. A producer warpgroup fills the ring, without block-wide barriers.
+// wgmma_tiles: two warpgroups compute, and one of their threads keeps the ring filled. Scores,
+//   weights and outputs follow one another.
+// scores_ahead: wgmma_tiles, but the scores of the next keys are asked for together with the
+//   outputs of these.
+// specialized: scores_ahead, but a producer warpgroup fills the ring, without block-wide barriers.
 // pingpong: specialized, but the warpgroups take turns on the tensor cores. One computes weights
 //   while the products of the other run.
 // overlapped: pingpong, and a warpgroup computes weights while its own outputs are still summed.
 
 #include <cuda_bf16.h>
 
-#include "../tma.cuh"
 #include "../wgmma.cuh"
+#include "head_tiles.cuh"
 
 constexpr int WIDTH = 128, M = 128, N = 128, HALF = 64;  // HALF: queries of a warpgroup
 constexpr int WARPGROUP = 128, COMPUTE = 2, STAGES = 2;
@@ -121,6 +123,12 @@ struct Rows {
     }
   }
 
+  // Keeps the weights before a wait that follows. ptxas moved most exponentials of `overlapped`
+  // behind the wait for the outputs, so nothing overlapped. A sum of weights is never negative.
+  __device__ void finish() const {
+    if (total[0] + total[1] < 0) __nanosleep(1);
+  }
+
   __device__ void correct(float (&out)[64]) const {
 #pragma unroll
     for (int j = 0; j < 64; ++j) out[j] *= kept[j / 2 % 2];
@@ -185,14 +193,14 @@ struct Barriers {
   unsigned long long no_k[STAGES], no_v[STAGES];  // all warps have read them
 };
 
-template <bool producer, bool turns, bool overlap>
+template <bool ahead, bool producer, bool turns, bool overlap>
 __device__ void attend(const CUtensorMap& q, const CUtensorMap& k, const CUtensorMap& v,
                        __nv_bfloat16* out, int tokens, float scale, int causal) {
   __shared__ alignas(8) Barriers barriers;
   unsigned char *queries = aligned(memory), *keys = queries + TILE_BYTES;
   unsigned char* values = keys + STAGES * TILE_BYTES;
   // Later queries of a causal head see more keys. They start first, so that short blocks end last.
-  const int first = (gridDim.x - 1 - blockIdx.x) * M, head = blockIdx.y * tokens;
+  const int first = (gridDim.x - 1 - blockIdx.x) * M, head = blockIdx.y;
   const int steps = ((causal ? min(first + M, tokens) : tokens) + N - 1) / N;
   if (threadIdx.x == 0) {
     init_barrier(&barriers.q, 1);
@@ -205,11 +213,10 @@ __device__ void attend(const CUtensorMap& q, const CUtensorMap& k, const CUtenso
     fence_barriers();
   }
   __syncthreads();
-  // Tiles beyond the head's last row hold rows of the next head, whose scores are masked.
   auto load = [=](unsigned char* to, const CUtensorMap& map, int row, unsigned long long* barrier) {
     expect_bytes(barrier, TILE_BYTES);
-    load_tile(to, map, head + row, 0, barrier);
-    load_tile(to + SLAB_BYTES, map, head + row, SLAB, barrier);
+    load_head_tile(to, map, head, row, 0, barrier);
+    load_head_tile(to + SLAB_BYTES, map, head, row, SLAB, barrier);
   };
   auto load_keys = [&](int step) {
     if (step >= steps) return;
@@ -262,8 +269,32 @@ __device__ void attend(const CUtensorMap& q, const CUtensorMap& k, const CUtenso
   float scores[64], sums[64] = {};
   unsigned weights[32];
   Rows rows;
-  if (turns && mine == 1) give_turn(0);
   wait_phase(&barriers.q, 0);
+  if constexpr (!ahead) {
+    for (int step = 0; step < steps; ++step) {
+      const int stage = step % STAGES, parity = step / STAGES % 2;
+      wait_phase(&barriers.k[stage], parity);
+      wgmma_fence();
+      ask_scores(scores, my_queries, keys + stage * TILE_BYTES);
+      wgmma_wait<0>();
+      settle(scores);
+      release(step, -1);
+      if (step == 0) mask(scores, row, (steps - 1) * N, tokens, causal);
+      rows.soften(scores, scale);
+      rows.correct(sums);
+      round_weights(weights, scores);
+      wait_phase(&barriers.v[stage], parity);
+      settle(sums);
+      wgmma_fence();
+      ask_outputs(sums, weights, values + stage * TILE_BYTES);
+      wgmma_wait<0>();
+      settle(sums);
+      release(-1, step);
+    }
+    store(sums, rows, out + head * static_cast<size_t>(tokens) * WIDTH, row, tokens);
+    return;
+  }
+  if (turns && mine == 1) give_turn(0);
   wait_phase(&barriers.k[0], 0);
   if (turns) wait_turn(mine);
   wgmma_fence();
@@ -290,6 +321,7 @@ __device__ void attend(const CUtensorMap& q, const CUtensorMap& k, const CUtenso
       settle(scores);
       release(step, -1);
       rows.soften(scores, scale);
+      rows.finish();
       wgmma_wait<0>();
       settle(sums);
       release(-1, step - 1);
@@ -312,33 +344,40 @@ __device__ void attend(const CUtensorMap& q, const CUtensorMap& k, const CUtenso
   if (turns && mine == 0) give_turn(1);
   wgmma_wait<0>();
   settle(sums);
-  store(sums, rows, out + static_cast<size_t>(head) * WIDTH, row, tokens);
+  store(sums, rows, out + head * static_cast<size_t>(tokens) * WIDTH, row, tokens);
 }
 
 extern "C" __global__ void __launch_bounds__(COMPUTE* WARPGROUP, 1)
     wgmma_tiles(const __grid_constant__ CUtensorMap q, const __grid_constant__ CUtensorMap k,
                 const __grid_constant__ CUtensorMap v, __nv_bfloat16* out, int tokens, float scale,
                 int causal) {
-  attend<false, false, false>(q, k, v, out, tokens, scale, causal);
+  attend<false, false, false, false>(q, k, v, out, tokens, scale, causal);
+}
+
+extern "C" __global__ void __launch_bounds__(COMPUTE* WARPGROUP, 1)
+    scores_ahead(const __grid_constant__ CUtensorMap q, const __grid_constant__ CUtensorMap k,
+                 const __grid_constant__ CUtensorMap v, __nv_bfloat16* out, int tokens, float scale,
+                 int causal) {
+  attend<true, false, false, false>(q, k, v, out, tokens, scale, causal);
 }
 
 extern "C" __global__ void __launch_bounds__((COMPUTE + 1) * WARPGROUP, 1)
     specialized(const __grid_constant__ CUtensorMap q, const __grid_constant__ CUtensorMap k,
                 const __grid_constant__ CUtensorMap v, __nv_bfloat16* out, int tokens, float scale,
                 int causal) {
-  attend<true, false, false>(q, k, v, out, tokens, scale, causal);
+  attend<true, true, false, false>(q, k, v, out, tokens, scale, causal);
 }
 
 extern "C" __global__ void __launch_bounds__((COMPUTE + 1) * WARPGROUP, 1)
     pingpong(const __grid_constant__ CUtensorMap q, const __grid_constant__ CUtensorMap k,
              const __grid_constant__ CUtensorMap v, __nv_bfloat16* out, int tokens, float scale,
              int causal) {
-  attend<true, true, false>(q, k, v, out, tokens, scale, causal);
+  attend<true, true, true, false>(q, k, v, out, tokens, scale, causal);
 }
 
 extern "C" __global__ void __launch_bounds__((COMPUTE + 1) * WARPGROUP, 1)
     overlapped(const __grid_constant__ CUtensorMap q, const __grid_constant__ CUtensorMap k,
                const __grid_constant__ CUtensorMap v, __nv_bfloat16* out, int tokens, float scale,
                int causal) {
-  attend<true, true, true>(q, k, v, out, tokens, scale, causal);
+  attend<true, true, true, true>(q, k, v, out, tokens, scale, causal);
 }

@@ -10,13 +10,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         int causal) {
   __shared__ alignas(8) unsigned long long full[STAGES];
   unsigned char *queries = aligned(memory), *stages = queries + Q_BYTES;
-  const int steps = tiles_of_keys(tokens, causal), head = blockIdx.y * tokens;
+  const int steps = tiles_of_keys(tokens, causal), head = blockIdx.y;
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < STAGES; ++stage) init_barrier(&full[stage], 1);
     fence_barriers();
   }
   __syncthreads();
-  // Tiles beyond the head's last row hold rows of the next head, whose scores are masked.
   auto load = [&](int step) {
     if (threadIdx.x != 0 || step >= steps) return;
     unsigned char* stage = stages + step % STAGES * STAGE_BYTES;
@@ -24,10 +23,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     expect_bytes(barrier, step == 0 ? Q_BYTES + STAGE_BYTES : STAGE_BYTES);
     for (int slab = 0; slab < SLABS; ++slab) {
       if (step == 0) {
-        load_tile(queries + slab * Q_SLAB, q, head + first_query(), slab * SLAB, barrier);
+        load_head_tile(queries + slab * Q_SLAB, q, head, first_query(), slab * SLAB, barrier);
       }
-      load_tile(stage + slab * K_SLAB, k, head + step * N, slab * SLAB, barrier);
-      load_tile(stage + K_BYTES + slab * K_SLAB, v, head + step * N, slab * SLAB, barrier);
+      load_head_tile(stage + slab * K_SLAB, k, head, step * N, slab * SLAB, barrier);
+      load_head_tile(stage + K_BYTES + slab * K_SLAB, v, head, step * N, slab * SLAB, barrier);
     }
   };
   load(0);
@@ -39,5 +38,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
            my_row(), step * N, tokens, scale, causal);
     __syncthreads();  // nobody reads this stage, which is filled next
   }
-  store(rows, out + static_cast<size_t>(head) * WIDTH, my_row(), tokens);
+  store(rows, out + head * static_cast<size_t>(tokens) * WIDTH, my_row(), tokens);
 }

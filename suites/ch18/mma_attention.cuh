@@ -5,7 +5,7 @@
 
 #include <cuda_bf16.h>
 
-#include "../tma.cuh"
+#include "head_tiles.cuh"
 
 constexpr int WIDTH = 128, M = 128, N = 64, THREADS = 128, STAGES = 2;
 constexpr int SLAB = 64;                         // columns of a tile: 128 bytes, TMA's swizzle
