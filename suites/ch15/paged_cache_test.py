@@ -4,14 +4,16 @@ Problem    Decode `steps` given tokens of `requests` requests with a decoder in 
            (`suites/decoder.py`) and return all logits. The requests are of different lengths,
            spread evenly from `shortest` to `longest` tokens, in a mixed order. Their keys and
            values are in the cache when a call begins.
-Baseline   contiguous: every request has a row with room for the longest one. PyTorch's attention
-           reads all rows to their ends, and a mask removes what is behind the last token.
-Optimized  bounded: of contiguous. A Triton kernel attends to one request and group of heads. It
-           stops at the request's last token.
+Baseline   masked: every request has a row with room for the longest one. PyTorch's attention reads
+           all rows to their ends, and a mask removes what is behind the last token.
+Optimized  triton: of masked. A Triton kernel attends to one request and group of heads. It still
+           reads all rows to their ends, so it shows the effect of the kernel alone.
+           bounded: of triton_rows. The kernel stops at the request's last token.
            paged: of bounded. Keys and values are in pages of 64 tokens that all requests share
            (PagedAttention, arXiv:2309.06180). The same kernel finds a page's number in a table.
-Bound      DRAM. contiguous reads the room of all rows. The others read the tokens that exist. The
-           table adds a load before each page, and pages are large enough to hide it.
+Bound      DRAM. masked and triton_rows read the room of all rows. bounded and paged read the tokens
+           that exist. The table adds a load before each page. Pages are large, so that it is small
+           beside the loads of the page.
 Use when   Requests have different lengths. The gain in time comes from stopping at the last token,
            and a kernel over contiguous rows has it as well. What pages gain is memory: a request
            takes what it needs, 64 tokens at a time, so more requests fit on the GPU. Many requests
@@ -43,6 +45,7 @@ def row_attention_kernel(
     values,
     table,
     lengths,
+    ends,
     out,
     scale,
     pages,
@@ -57,11 +60,12 @@ def row_attention_kernel(
 ):
     """Attend from the queries of one request that share a head of keys.
 
-    Without a table, the page `k` of a request is `PAGE * HEAD` numbers behind page `k - 1`.
+    It reads up to a request's end, and counts the keys before its length. Without a table, the page
+    `k` of a request is `PAGE * HEAD` numbers behind page `k - 1`.
     """
     kv_head, request, kv_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     rows, lanes, tokens = tl.arange(0, ROWS), tl.arange(0, HEAD), tl.arange(0, PAGE)
-    length = tl.load(lengths + request)
+    length, end = tl.load(lengths + request), tl.load(ends + request)
     at = ((request * kv_heads + kv_head) * GROUPS + rows)[:, None] * HEAD + lanes[None, :]
     own = (rows < GROUPS)[:, None]
     query = tl.load(q + at, mask=own, other=0.0).to(PRODUCT)
@@ -69,16 +73,16 @@ def row_attention_kernel(
     most = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     mean = tl.zeros((ROWS, HEAD), tl.float32)
-    for start in tl.range(0, length, PAGE):
+    for start in tl.range(0, end, PAGE):
         if PAGED:
             page = tl.load(table + request * pages + start // PAGE).to(tl.int64)
             first = page * request_stride + kv_head * kv_stride
         else:
             first = request.to(tl.int64) * request_stride + kv_head * kv_stride + start * HEAD
-        there = start + tokens < length
+        there, counts = start + tokens < end, start + tokens < length
         k = tl.load(keys + first + within, mask=there[:, None], other=0.0).to(PRODUCT)
         v = tl.load(values + first + within, mask=there[:, None], other=0.0).to(PRODUCT)
-        scores = tl.where(there[None, :], tl.dot(query, k.T) * scale, float("-inf"))
+        scores = tl.where(counts[None, :], tl.dot(query, k.T) * scale, float("-inf"))
         larger = tl.maximum(most, tl.max(scores, axis=1))
         weights = tl.exp(scores - larger[:, None])
         kept = tl.exp(most - larger)
@@ -89,7 +93,7 @@ def row_attention_kernel(
     tl.store(out + at, result, mask=own)
 
 
-def row_attention(q, keys, values, lengths, table=None):
+def row_attention(q, keys, values, lengths, ends, table=None):
     """Return attention of one query per request and head, of shape (requests, heads, 1, head).
 
     Args:
@@ -97,6 +101,7 @@ def row_attention(q, keys, values, lengths, table=None):
         keys, values: of shape (requests, kv_heads, length, head), or (pages, kv_heads, PAGE, head)
             with a table.
         lengths: how many tokens each request has.
+        ends: how many tokens of each request are read, at least its length.
         table: the pages of each request, of shape (requests, pages).
     """
     q, out = q.contiguous(), torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -108,6 +113,7 @@ def row_attention(q, keys, values, lengths, table=None):
         values,
         lengths if table is None else table,
         lengths,
+        ends,
         out,
         head**-0.5,
         0 if table is None else table.shape[1],
@@ -125,15 +131,22 @@ def row_attention(q, keys, values, lengths, table=None):
     return out
 
 
-class BoundedCache(Cache):
-    """A cache whose `attention` stops at the last token of each row."""
+class KernelCache(Cache):
+    """A cache whose `attention` reads each row up to its end, or up to its last token.
+
+    Attributes:
+        bounded: whether to stop at the last token.
+        attention: what reads the rows, as `row_attention` does.
+    """
 
     def plan(self, positions, n, device):
         row = torch.arange(len(positions), device=device)[:, None]
-        return (row, positions), positions[:, 0] + 1, None
+        lengths = positions[:, 0] + 1
+        ends = lengths if self.bounded else torch.full_like(lengths, self.keys.shape[3])
+        return (row, positions), lengths, ends
 
     def attend(self, layer, q, plan):
-        return self.attention(q, self.keys[layer], self.values[layer], plan[1])
+        return self.attention(q, self.keys[layer], self.values[layer], *plan[1:])
 
 
 class PagedCache:
@@ -182,7 +195,7 @@ class PagedCache:
         self.values[layer].transpose(1, 2)[plan[0]] = v.transpose(1, 2)
 
     def attend(self, layer, q, plan):
-        return self.attention(q, self.keys[layer], self.values[layer], plan[1], self.table)
+        return self.attention(q, self.keys[layer], self.values[layer], plan[1], plan[1], self.table)
 
 
 def lengths_of(requests, shortest, longest):
@@ -245,14 +258,22 @@ def with_rows(kind, model, tokens):
     return cache
 
 
-def contiguous(model, tokens, lengths):
+def masked(model, tokens, lengths):
     yield from decoded(model, with_rows(Cache, model, tokens), tokens, lengths)
 
 
+def kernel_rows(model, tokens, *, stops):
+    cache = with_rows(KernelCache, model, tokens)
+    cache.attention, cache.bounded = row_attention, stops
+    return cache
+
+
+def triton_rows(model, tokens, lengths):
+    yield from decoded(model, kernel_rows(model, tokens, stops=False), tokens, lengths)
+
+
 def bounded(model, tokens, lengths):
-    cache = with_rows(BoundedCache, model, tokens)
-    cache.attention = row_attention
-    yield from decoded(model, cache, tokens, lengths)
+    yield from decoded(model, kernel_rows(model, tokens, stops=True), tokens, lengths)
 
 
 def pages_of(lengths, steps):
@@ -284,39 +305,26 @@ def work(layers, width, requests, shortest, longest, steps):
     )
 
 
-def steps_cost(read, layer_kernels, layers, width, requests, shortest, longest, steps):
-    """Return the cost of all steps.
-
-    Args:
-        read: takes the size and the lengths; returns the tokens of which a step reads the cache.
-        layer_kernels: how many kernels a layer has more than the decoder's own cache has.
-    """
+def steps_cost(keys, layers, width, requests, shortest, longest, steps):
+    """Return the cost of all steps, each of which reads so many keys of the cache."""
     config = size_of(layers, width, requests, shortest, longest, steps)
-    keys = read(config, lengths_of(requests, shortest, longest), steps)
-    kernels = kernels_of(config) + 1 + layer_kernels * layers
-    each = forward_cost(config, requests, keys, keys, launches=kernels)
-    return steps * each + Cost(write=512 * steps * requests, launches=1)
-
-
-def all_rooms(config, lengths, steps):
-    return len(lengths) * config.length
-
-
-def own_tokens(config, lengths, steps):
-    return sum(lengths) + len(lengths) * (steps + 1) / 2
+    each = forward_cost(config, requests, keys, keys, launches=kernels_of(config) + 1)
+    logits = steps * requests * config.vocabulary
+    return steps * each + Cost(read=2 * logits, write=2 * logits, launches=1)
 
 
 def rooms_cost(**size):
-    return steps_cost(all_rooms, 0, **size)
+    return steps_cost(size["requests"] * size_of(**size).length, **size)
 
 
 def tokens_cost(**size):
-    return steps_cost(own_tokens, 0, **size)
+    lengths = lengths_of(size["requests"], size["shortest"], size["longest"])
+    return steps_cost(sum(lengths) + len(lengths) * (size["steps"] + 1) / 2, **size)
 
 
 judged = functools.partial(
     compare,
-    baseline=contiguous,
+    baseline=masked,
     state=state,
     inputs=inputs,
     reference=reference,
@@ -339,8 +347,13 @@ judged = functools.partial(
 
 
 @judged(
-    optimized=[bounded, paged],
-    costs=dict.fromkeys([bounded, paged], tokens_cost) | {contiguous: rooms_cost},
+    optimized=[triton_rows, bounded, paged],
+    costs={
+        masked: rooms_cost,
+        triton_rows: rooms_cost,
+        bounded: tokens_cost,
+        paged: tokens_cost,
+    },
 )
 def test_paged_cache(pair):
     pair.assert_equivalent()
@@ -349,7 +362,7 @@ def test_paged_cache(pair):
 
 @judged(
     optimized=[Variant(paged, at_least="yardstick")],
-    costs={contiguous: rooms_cost, paged: tokens_cost},
+    costs={masked: rooms_cost, paged: tokens_cost},
 )
 def test_paged_cache_memory(pair):
     pair.assert_equivalent()
