@@ -10,10 +10,11 @@ Optimized  bf16: a CUDA C++ kernel. A warp computes four rows, and sums in fp32.
            int4: of int8. Half a byte per weight, and one fp32 scale per 128 weights of a row. The
            order of the weights in a word lets one mask convert two of them. What the conversion
            adds to each weight is taken off the sum instead, once for 32 weights.
-Bound      DRAM. int4 spends fewer instructions on a weight than int8, but reads half as many
-           bytes. So it is closest to the limit of instructions. `weight_only_test.py` in chapter 13
-           solves the same problem with tensor cores, whose products always have 16 rows. It takes
-           more instructions to bring a weight there.
+Bound      DRAM for bf16 and int8. int4 reads half the bytes of int8 and spends about as many
+           instructions on a weight, most of them on the conversion. So instructions and DRAM limit
+           it about equally. `weight_only_test.py` in chapter 13 solves the same problem with tensor
+           cores, whose products always have 16 rows. It takes more instructions to bring a weight
+           there.
 Use when   One sequence is decoded at a time. Every row of x adds multiplications on ordinary cores,
            so tensor cores win from a few rows on. Weights of 4 bits cost accuracy. This page has
            random weights and shows nothing about that (`outliers_test.py` in chapter 19).
@@ -100,8 +101,8 @@ def product_cost(weights, instructions=0):
 
     Args:
         weights: bytes of a weight and its share of the scales.
-        instructions: how many a weight takes, the multiply-add included. Each takes the slot of a
-            multiply-add of fp32, which counts as 2 operations.
+        instructions: how many a weight takes, counted in the loop of the machine code for sm90.
+            Each takes the slot of a multiply-add of fp32, which counts as 2 operations.
     """
 
     def cost(n, k):
@@ -135,9 +136,9 @@ FOUR_BITS = 0.5 + 4 / GROUP
     bound="dram",
     costs={
         library: product_cost(2),
-        bf16: product_cost(2, 2),
-        int8: product_cost(1, 4),
-        int4: product_cost(FOUR_BITS, 3),
+        bf16: product_cost(2, 104 / 32),
+        int8: product_cost(1, 300 / 64),
+        int4: product_cost(FOUR_BITS, 556 / 128),
     },
 )
 def test_gemv(pair):
