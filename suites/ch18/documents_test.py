@@ -31,6 +31,7 @@ from pytest_aisp import Cost, Variant, Work, compare
 
 WIDTH = 128  # numbers of a head
 TILE = 128  # queries and keys of a tile in FlexAttention
+SMS = 132  # of an H200, for costs
 
 
 def lengths_of(tokens, documents):
@@ -120,11 +121,13 @@ def visible_tiles(tokens, documents):
 
 def attending(heads, tokens, scores, extra=0):
     """Return the cost of one kernel that keeps its `scores` of each head on the chip."""
+    # Products and exponentials do not use SMs without a tile of queries.
+    idle = max(1, SMS / (heads * -(-tokens // TILE)))
     return Cost(
         read=6 * heads * tokens * WIDTH + extra,
         write=2 * heads * tokens * WIDTH,
-        sfu=heads * scores,
-        ops={"bf16": 4 * heads * scores * WIDTH},
+        sfu=heads * scores * idle,
+        ops={"bf16": 4 * heads * scores * WIDTH * idle},
         launches=1,
     )
 

@@ -123,8 +123,8 @@ def attended(q, k, v, taken, chunk_tokens):
     parts = [out] * 3 if whole else part_buffers(items, chunks, taken, WIDTH, q.device)
     attend_kernel[items, chunks](
         q, k, v, out, *parts, tokens, chunk_tokens, LOG2_E / WIDTH**0.5,
-        SHARE=heads // groups, TAKEN=taken, ROWS=max(ROWS, taken), WIDTH=WIDTH,
-        BLOCK=BLOCK, WHOLE=whole, PRODUCT=product_type(q), num_warps=4, num_stages=3,
+        SHARE=heads // groups, TAKEN=taken, ROWS=max(ROWS, triton.next_power_of_2(taken)),
+        WIDTH=WIDTH, BLOCK=BLOCK, WHOLE=whole, PRODUCT=product_type(q), num_warps=4, num_stages=3,
     )  # fmt: skip
     if not whole:
         join_parts(parts, out, items, chunks, taken, WIDTH)
@@ -157,11 +157,13 @@ def attending(batch, heads, groups, tokens, programs, taken):
     rounds = heads // groups // taken  # how often the cache passes the L2
     # An SM gets its share of the L2's rate, so SMs without a program leave theirs unused.
     idle = max(1, SMS / programs)
+    products = cache * rounds * max(ROWS, taken) * idle
     return Cost(
         read=cache + vectors,
         write=vectors,
         l2=cache * rounds * idle,
-        ops={"bf16": cache * rounds * max(ROWS, taken) * idle},
+        sfu=products / (4 * WIDTH),  # empty rows too
+        ops={"bf16": products},
         launches=1,
     )
 

@@ -214,6 +214,7 @@ def cache_bytes(batch, tokens):
 def absorbed_cost(batch, heads, tokens, chunk):
     scores, cache = batch * heads * tokens, cache_bytes(batch, tokens)
     query, mean = 2 * batch * heads * (LATENT + ROTARY), 2 * batch * heads * LATENT
+    latent = 2 * batch * tokens * LATENT
     to_scores = {"bf16": 2 * scores * (LATENT + ROTARY)}
     return (
         around(batch, heads)
@@ -222,18 +223,19 @@ def absorbed_cost(batch, heads, tokens, chunk):
         + Cost(read=2 * scores, write=4 * scores, launches=1)  # to fp32
         + Cost(read=4 * scores, write=4 * scores, sfu=scores, launches=1)
         + Cost(read=4 * scores, write=2 * scores, launches=1)  # to bf16
-        + Cost(read=2 * scores + cache, write=mean, ops={"bf16": 2 * scores * LATENT}, launches=1)
+        + Cost(read=2 * scores + latent, write=mean, ops={"bf16": 2 * scores * LATENT}, launches=1)
     )
 
 
 def in_one(batch, heads, tokens, parts, programs=SMS):
     scores, cache = batch * heads * tokens, cache_bytes(batch, tokens)
+    blocks = -(-heads // 64)  # of heads. Each reads the cache, and the second one from the L2
     # An SM gets its share of the L2's rate, so SMs without a program leave theirs unused.
     idle = max(1, SMS / programs)
     return Cost(
         read=cache + 2 * batch * heads * (LATENT + ROTARY),
         write=parts,
-        l2=cache * idle,
+        l2=cache * blocks * idle,
         sfu=scores * idle,
         ops={"bf16": 2 * scores * (2 * LATENT + ROTARY) * idle},
         launches=1,
@@ -260,7 +262,7 @@ def library_cost(batch, heads, tokens, chunk):
     reference=reference,
     sizes=[
         {"batch": 64, "heads": 16, "tokens": 4096, "chunk": 1024},
-        {"batch": 16, "heads": 128, "tokens": 4096, "chunk": 1024},
+        {"batch": 32, "heads": 128, "tokens": 4096, "chunk": 1024},
     ],
     check_sizes=[
         {"batch": 2, "heads": 2, "tokens": 35, "chunk": 32},
