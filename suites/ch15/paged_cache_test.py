@@ -6,8 +6,8 @@ Problem    Decode `steps` given tokens of `requests` requests with a decoder in 
            values are in the cache when a call begins.
 Baseline   masked: every request has a row with room for the longest one. PyTorch's attention reads
            all rows to their ends, and a mask removes what is behind the last token.
-Optimized  triton_rows: of masked. A Triton kernel attends to one request and group of heads. It still
-           reads all rows to their ends, so it shows the effect of the kernel alone.
+Optimized  triton_rows: of masked. A Triton kernel attends to one request and group of heads. It
+           still reads all rows to their ends, so it shows the effect of the kernel alone.
            bounded: of triton_rows. The kernel stops at the request's last token.
            paged: of bounded. Keys and values are in pages of 64 tokens that all requests share
            (PagedAttention, arXiv:2309.06180). The same kernel finds a page's number in a table.
@@ -15,8 +15,9 @@ Bound      DRAM. masked and triton_rows read the room of all rows. bounded and p
            that exist. The table adds one number to load for each page, which holds thousands.
 Use when   Requests have different lengths. Stopping at the last token saves time, and a kernel
            over contiguous rows can do that as well. Pages save memory: a request takes what it
-           needs, 64 tokens at a time, so more requests fit on the GPU. Many requests can share the pages of a common beginning (`prefix_cache_test.py`). If requests are
-           equally long, contiguous rows are simpler and as fast (`kv_cache_test.py` in chapter 13).
+           needs, 64 tokens at a time, so more requests fit on the GPU. Many requests can share the
+           pages of a common beginning (`prefix_cache_test.py`). If requests are equally long,
+           contiguous rows are simpler and as fast (`kv_cache_test.py` in chapter 13).
 """
 
 import functools
