@@ -12,8 +12,9 @@ Optimized  tiled: of biased, a Triton kernel that reads one byte per tile instea
            listed: of tiled, with a loop over the list of kept tiles.
            flex: of biased, compiled FlexAttention with a block mask. Its tiles have 128 queries
            and 128 keys by default. So it visits more tiles than listed, and masks parts of them.
-Bound      listed: tensor cores, for the kept tiles. biased and tiled: tensor cores, for all tiles.
-           biased also reads two bytes of its mask for every score.
+Bound      listed: the L2, because a program of 64 queries reads each kept tile of keys and values,
+           and the tensor cores need nearly as long. tiled: the same, for all tiles. biased: tensor
+           cores, for all tiles, and it reads two bytes of its mask for every score.
 Use when   A pattern is known before the call and leaves out most blocks. The saving follows the
            tiles, not the scores: a pattern that keeps one score in every tile saves nothing. Use
            flex if its tiles fit the pattern. A window is in `../ch13/sliding_window_test.py`.
@@ -191,11 +192,12 @@ def flex_tiles(heads, tokens, kept):
     return int(F.max_pool2d(tiles, ratio, ceil_mode=True).sum())
 
 
-def attending(heads, tokens, scores, extra):
+def attending(heads, tokens, scores, extra, queries=FLEX_TILE):
     elements = heads * tokens * WIDTH
     return Cost(
         read=6 * elements + extra,
         write=2 * elements,
+        l2=4 * scores * WIDTH / queries,  # each tile of queries reads keys and values
         sfu=scores,
         ops={"bf16": 4 * scores * WIDTH},
         launches=1,
@@ -209,12 +211,12 @@ def biased_cost(heads, tokens, kept):
 
 def tiled_cost(heads, tokens, kept):
     scores = heads * tokens**2
-    return attending(heads, tokens, scores, extra=scores / TILE**2)
+    return attending(heads, tokens, scores, scores / TILE**2, queries=TILE)
 
 
 def listed_cost(heads, tokens, kept):
     rows = heads * tokens // TILE
-    return attending(heads, tokens, rows * kept * TILE**2, extra=4 * rows * kept)
+    return attending(heads, tokens, rows * kept * TILE**2, 4 * rows * kept, queries=TILE)
 
 
 def flex_cost(heads, tokens, kept):

@@ -104,7 +104,7 @@ def online_cost(total, tokens, causal):
     return Cost(
         read=6 * elements,
         write=2 * elements,
-        shared=(MULTIPLIED + ADDED) * scores,
+        shared=(MULTIPLIED + ADDED - 4 * WIDTH / TILE) * scores,  # queries are written once
         sfu=scores,
         ops={"fp32": 4 * scores * WIDTH},
         launches=1,

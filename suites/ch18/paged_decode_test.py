@@ -174,8 +174,8 @@ def attended(q, k, v, table, lengths, page, chunk, *, paged):
     parts = part_buffers(batch * groups, chunks, share, WIDTH, q.device)
     attend_kernel[groups, batch, chunks](
         q, k, v, table, lengths, out, *parts, pages, LOG2_E / WIDTH**0.5,
-        PAGED=paged, SHARE=share, ROWS=max(ROWS, share), WIDTH=WIDTH, PAGE=page,
-        CHUNK=chunk, BLOCK=BLOCK, PRODUCT=product_type(q), num_warps=4, num_stages=3,
+        PAGED=paged, SHARE=share, ROWS=max(ROWS, triton.next_power_of_2(share)), WIDTH=WIDTH,
+        PAGE=page, CHUNK=chunk, BLOCK=BLOCK, PRODUCT=product_type(q), num_warps=4, num_stages=3,
     )  # fmt: skip
     join_parts(parts, out, batch * groups, chunks, share, WIDTH)
     return out
