@@ -12,7 +12,8 @@ Optimized  triton_rows: of masked. A Triton kernel attends to one request and gr
            paged: of bounded. Keys and values are in pages of 64 tokens that all requests share
            (PagedAttention, arXiv:2309.06180). The same kernel finds a page's number in a table.
 Bound      DRAM. masked and triton_rows read the room of all rows. bounded and paged read the tokens
-           that exist. The table adds one number to load for each page, which holds thousands.
+           that exist. The table adds one number to load for each page, which holds thousands. All
+           sides also read the weights and start many small kernels, so attention alone gains more.
 Use when   Requests have different lengths. Stopping at the last token saves time, and a kernel
            over contiguous rows can do that as well. Pages save memory: a request takes what it
            needs, 64 tokens at a time, so more requests fit on the GPU. Many requests can share the

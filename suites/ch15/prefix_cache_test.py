@@ -14,7 +14,7 @@ Optimized  copied: of recomputed. The prefix is computed in one row, and its key
            cached: of copied. The prefix is not computed. The keys and values of the earlier request
            are copied to all rows.
 Bound      Tensor cores for recomputed. The other sides compute few tokens. For them, the starts of
-           many small kernels and two passes over the weights take most of the time.
+           many small kernels and two passes over the weights take a large part of the time.
 Use when   Many requests begin with the same instructions, documents or turns of a conversation. The
            gain is in the time to the first token. It is smaller than the ratio of the tokens that
            are computed, because small batches use the GPU less well. A later token takes as long
