@@ -14,11 +14,11 @@ Optimized  chunked: of whole. The prompt is read in chunks, and the running requ
            decoder (Sarathi-Serve, OSDI 2024). All products take them as rows of one matrix, so
            weights are read once for both. Only attention treats them apart.
 Bound      Tensor cores for the prompt. DRAM for the steps of whole and chunked: a step of a few
-           rows reads all weights for little arithmetic. mixed adds these rows to products that
-           have hundreds of rows already, so they cost almost nothing. chunked alone does the work
-           of whole in more, smaller calls. Later chunks read the keys of earlier ones again, with a
-           mask, where whole has plain causal attention. All sides also pay for the starts of many
-           small kernels.
+           rows reads all weights, and the room of each row in the cache, for little arithmetic.
+           mixed adds these rows to products that have hundreds of rows already, so only their
+           attention still costs time. chunked alone does the work of whole in more, smaller calls.
+           Later chunks read the keys of earlier ones again, with a mask, where whole has plain
+           causal attention. All sides also pay for the starts of many small kernels.
 Use when   Long prompts arrive while others decode, and the time between tokens is promised to
            users. The longest wait is the time of one call with a chunk, so a smaller chunk shortens
            it. Keep the chunk long enough to fill the tensor cores, a few hundred tokens on a large
