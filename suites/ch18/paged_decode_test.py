@@ -10,7 +10,8 @@ Baseline   gathered: index the pool by the table, so every sequence gets a conti
            The mask is made before the timed part.
 Optimized  copied: gathered, but a Triton kernel attends to the copy. It has a program for each
            sequence, group, and `chunk` tokens. A second kernel joins their results.
-           paged: of copied, without the copy. The kernel looks up each page in the table.
+           paged: of copied, without the copy. The kernel looks up pages in the table, one step
+           before it needs them. So Triton prefetches as many keys and values as in copied.
            contiguous: paged on a contiguous cache, which is made before the timed part. It shows
            what the table costs. No server with pages has such a cache.
 Bound      paged: DRAM, which has to deliver the pages of the tokens once. The numbers of a token
@@ -64,12 +65,17 @@ def attend_kernel(
     weight = tl.zeros((ROWS,), tl.float32)
     total = tl.zeros((ROWS, WIDTH), tl.float32)
     end = tl.minimum(chunk * CHUNK + CHUNK, tl.load(lengths + sequence))
+    # Page numbers are loaded a step ahead, so keys and values are prefetched as from a copy.
+    token = chunk * CHUNK + tl.arange(0, BLOCK)
+    numbers = table + sequence * pages
+    if PAGED:
+        page = tl.load(numbers + token // PAGE, mask=token < end, other=0)
     for start in range(chunk * CHUNK, end, BLOCK):
         token = start + tl.arange(0, BLOCK)
         inside = token < end
         if PAGED:
-            page = tl.load(table + sequence * pages + token // PAGE, mask=inside, other=0)
             at = page.to(tl.int64) * PAGE + token % PAGE
+            page = tl.load(numbers + (token + BLOCK) // PAGE, mask=token + BLOCK < end, other=0)
         else:
             at = sequence.to(tl.int64) * pages * PAGE + token
         at = (at * groups + group)[:, None] * WIDTH + lane[None, :]
