@@ -11,8 +11,9 @@ Optimized  tiled: of eager. One kernel with an online softmax, so that the score
            descriptors: of tuned. The tensor memory accelerator (TMA) loads and stores tiles.
            flash: `SDPBackend.FLASH_ATTENTION`, which is FlashAttention-2.
            cudnn: `SDPBackend.CUDNN_ATTENTION`, which uses wgmma and TMA on Hopper.
-Bound      eager: DRAM, because each step reads and writes all scores. cudnn: tensor cores. The
-           kernels in Triton use wgmma on Hopper. The costs say that their exponentials come after
+Bound      eager: DRAM, because each step reads and writes all scores. tiled: the L2, from
+           which each program of 64 queries reads keys and values. cudnn: tensor cores. The kernels
+           in Triton use wgmma on Hopper. The costs say that their exponentials come after
            the products, because the warps of a program work in step. Warps that only load are not
            here: Triton 3.9 fails to compile this loop with `warp_specialize`, for Hopper and for
            Blackwell.

@@ -16,8 +16,9 @@ Optimized  looped: of padded, one call per sequence on a view of its tokens. Not
            the list of beginnings.
 Bound      Tensor cores, for all but the short sequences. padded computes the scores of the padding
            as well. looped leaves SMs idle when a sequence has fewer tiles of queries than there are
-           SMs, and each call ends before the next one begins. In packed, products and exponentials
-           take turns, so it does not reach the full rate (`cuda_attention_hopper_test.py`).
+           SMs, and each call ends before the next one begins. In packed, a program
+           has 64 queries, so the L2 needs longer for keys and values than the tensor cores for the
+           products. A program's exponentials come after its products.
 Use when   The lengths of a batch differ. The gain is the share of the padding in the scores, which
            grows with the square of the length. If all lengths are nearly equal, padding is simpler.
            Sorting requests by length lessens the padding, and needs enough requests to sort.
