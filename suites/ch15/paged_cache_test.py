@@ -339,7 +339,7 @@ judged = functools.partial(
         }
     ],
     check_sizes=[
-        {"layers": 1, "width": 128, "requests": 3, "shortest": 5, "longest": 90, "steps": 2},
+        {"layers": 1, "width": 256, "requests": 3, "shortest": 5, "longest": 90, "steps": 2},
     ],
     work=work,
     bound="dram",
