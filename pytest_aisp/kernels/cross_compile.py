@@ -211,15 +211,9 @@ class Assembly:
         Each other kernel of the page is a fault. If only sides of other cases raised errors, they
         are the likely cause. Each of these errors fails its own case, so here they are only noted.
         """
-        reached: set[Kernel] = set()
-        errors: dict[str, None] = {}
-        own = False
-        for pair, side, size, arch in self._every_run():
-            launches = capture_launches(pair, side, size, arch, assemble=False)
-            reached |= launches.kernels
-            if launches.error is not None:
-                errors[f"{side_name(side)}: {_ended(launches)}"] = None
-                own |= side in (self.pair.baseline, self.variant.side)
+        reached, failed = _launches_of_page(self.pairs)
+        errors = dict.fromkeys(failed.values())
+        own = any(id(side) in failed for side in (self.pair.baseline, self.variant.side))
         because = f" ({'; '.join(errors)})" if errors else ""
         for name, kernel in self._page_kernels():
             if kernel not in reached:
@@ -230,15 +224,6 @@ class Assembly:
                     self.notes.append(fault)
         return reached
 
-    def _every_run(self) -> Iterator[tuple[Pair, Side, Size, str]]:
-        for pair in self.pairs:
-            for variant in pair.variants:
-                for size in pair.sizes or pair.cpu_sizes:
-                    if variant.when is None or variant.when(**size):
-                        for arch in pair.archs(variant):
-                            yield pair, pair.baseline, size, arch
-                            yield pair, variant.side, size, arch
-
     def _page_kernels(self) -> Iterator[tuple[str, Kernel]]:
         sides = [s for p in self.pairs for s in (p.baseline, *(v.side for v in p.variants))]
         for module in sources.kernel_files(sides, self.root):
@@ -246,6 +231,43 @@ class Assembly:
                 yield f"{module.path.name}: {name}", getattr(module, name)
         for kernel in sources.triton_kernels(sides, self.root):
             yield kernel.__name__, kernel
+
+
+_launches: tuple[Sequence[Pair], tuple[set[Kernel], dict[int, str]]] | None = None
+"""What `_launches_of_page` found for the pairs of the latest page."""
+
+
+def _launches_of_page(pairs: Sequence[Pair]) -> tuple[set[Kernel], dict[int, str]]:
+    """Return the kernels that the sides of a page launch at real sizes, and the sides that failed.
+
+    All cases of a page need this, so the latest page is kept. A failed side is the key of a text.
+    """
+    global _launches
+    if _launches is None or list(map(id, _launches[0])) != list(map(id, pairs)):
+        reached: set[Kernel] = set()
+        failed: dict[int, str] = {}
+        for pair, side, size, arch in _every_run(pairs):
+            launches = capture_launches(pair, side, size, arch, assemble=False)
+            reached |= launches.kernels
+            if launches.error is not None:
+                failed[id(side)] = f"{side_name(side)}: {_ended(launches)}"
+        _launches = pairs, (reached, failed)
+    return _launches[1]
+
+
+def _every_run(pairs: Sequence[Pair]) -> Iterator[tuple[Pair, Side, Size, str]]:
+    """Yield each side at each size for each arch, once."""
+    seen = set()
+    for pair in pairs:
+        for variant in pair.variants:
+            for size in pair.sizes or pair.cpu_sizes:
+                if variant.when is None or variant.when(**size):
+                    for arch in pair.archs(variant):
+                        for side in (pair.baseline, variant.side):
+                            key = id(pair), id(side), size_words(size), arch
+                            if key not in seen:
+                                seen.add(key)
+                                yield pair, side, size, arch
 
 
 def _kernel_name(kernel: Kernel) -> str:
