@@ -10,37 +10,9 @@ import pytest
 from pytest_aisp.results import run_reader
 from pytest_aisp.results.messages import PageSource, Reply, TimeTask
 
-GIT = ["git", "-c", "user.name=t", "-c", "user.email=t@t", "-c", "commit.gpgsign=false"]
 SLOWER = {"added": 2e-5, "doubled": 1e-5, "doubled@old": 0.98e-5, "added@old": 2e-5}
 NOT_COMPARED = "*: not compared with its version at the commit:"
 HELPER = "def twice(x):\n    return 2 * x\n"
-
-
-@pytest.fixture
-def git(pytester):
-    """Run git in the session's folder; the first call makes a repository."""
-
-    def run(*args):
-        if not (pytester.path / ".git").exists():
-            subprocess.run([*GIT, "init", "-q", "-b", "main"], cwd=pytester.path, check=True)
-            (pytester.path / ".gitignore").write_text("kept\n__pycache__\n")
-        done = subprocess.run(
-            [*GIT, *args], cwd=pytester.path, check=True, capture_output=True, text=True
-        )
-        return done.stdout.strip()
-
-    return run
-
-
-@pytest.fixture
-def commit(git):
-    """Commit everything in the session's folder."""
-
-    def run():
-        git("add", "-A")
-        git("commit", "-qm", "a commit")
-
-    return run
 
 
 @pytest.fixture
@@ -87,7 +59,7 @@ def test_a_replay_judges_the_comparison_with_the_commit_too(committed, compare, 
     again = pytester.runpytest_subprocess("--aisp-replay=kept")
     assert again.ret == 1
     again.stdout.fnmatch_lines(
-        ["E  *doubled runs at 0.98*x of its version at the commit of the recorded run: *-> red"]
+        ["E  *doubled runs at 0.98*x of its version in the replayed run: *-> red"]
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
 import sys
 import textwrap
 import xml.etree.ElementTree as ElementTree
@@ -288,3 +289,33 @@ def _outcome(case: Any) -> Outcome:
     named = {p.attrib["name"]: p.attrib["value"] for p in case.iter("property")}
     failures = [f.text or "" for kind in ("failure", "error") for f in case.iter(kind)]
     return Outcome(named.get("aisp_verdict", ""), "\n".join(failures))
+
+
+GIT = ["git", "-c", "user.name=t", "-c", "user.email=t@t", "-c", "commit.gpgsign=false"]
+
+
+@pytest.fixture
+def git(pytester):
+    """Run git in the session's folder; the first call makes a repository."""
+
+    def run(*args):
+        if not (pytester.path / ".git").exists():
+            subprocess.run([*GIT, "init", "-q", "-b", "main"], cwd=pytester.path, check=True)
+            (pytester.path / ".gitignore").write_text("kept\n__pycache__\n")
+        done = subprocess.run(
+            [*GIT, *args], cwd=pytester.path, check=True, capture_output=True, text=True
+        )
+        return done.stdout.strip()
+
+    return run
+
+
+@pytest.fixture
+def commit(git):
+    """Commit everything in the session's folder."""
+
+    def run():
+        git("add", "-A")
+        git("commit", "-qm", "a commit")
+
+    return run

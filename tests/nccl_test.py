@@ -16,8 +16,9 @@ from pytest_aisp.distributed.nccl import Sweep
 from pytest_aisp.results.messages import CollectivesTask, Reply
 from pytest_aisp.results.task_results import TimeResult
 from pytest_aisp.results.verdict import Reading
-from pytest_aisp.session.measurement import StoredResult, Timing, with_limit
+from pytest_aisp.session.measurement import Timing, with_limit
 from pytest_aisp.session.run_context import Failed, RunContext
+from pytest_aisp.session.stored_result import StoredResult
 from pytest_aisp.timing import peaks
 from pytest_aisp.timing.collectives import OPS
 from pytest_aisp.util import gpu_lease

@@ -98,6 +98,11 @@ def git_blob(path: Path) -> str:
     return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
 
 
+def is_blob(path: Path, blob: str) -> bool:
+    """Return whether there is a file with this content."""
+    return path.is_file() and git_blob(path) == blob
+
+
 def reached_names(sides: Iterable[object], root: str) -> set[str]:
     """Return the names of the functions under `root` that `sides` use."""
     return {name.rpartition(":")[2] for (name, *_) in _reach(sides, root).sources} - {""}

@@ -30,11 +30,12 @@ from .judge import (
     judge_metric,
     judge_speedup,
 )
-from .measurement import StoredResult, Timing, read_timing
+from .measurement import Timing, read_timing
 from .placement import kernels_of, placement_of
 from .recording import add_sources_and_metrics, record, repeat_aa
 from .run_context import EndOfBody, Failed, MachineDisturbed, RunContext
 from .sandbox_and_profile import run_sandboxed
+from .stored_result import StoredResult
 from .terminal import accept_commands
 
 
@@ -134,7 +135,9 @@ class CaseRun:
         self.values = self.judgement.votes or self.values
         self.findings += self.judgement.findings
         self._stop_if_red(accept=True)
-        for role in self.client.changed_sides() if self.case.judged else ():
+        page, stored = self.location.page, self.stored
+        recorded = functools.partial(stored.recorded_tree, page, timing.sources)
+        for role in self.client.changed_sides(recorded) if self.case.judged else ():
             self.findings += judge_changed_side(self.client, self.stored, timing, role)
             self._stop_if_red()
         if settings.untrusted:

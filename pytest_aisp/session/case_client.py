@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NoReturn, TypeVar
 
 from msgspec.structs import replace
@@ -27,7 +27,7 @@ from ..results.row import size_text
 from ..results.task_results import ChangedResult, CompileResult, Facts, TimeResult
 from ..results.verdict import Reading
 from ..util.device import VERSIONS, Machine, cpu_machine
-from ..util.git import SnapshotError
+from ..util.git import GitError, GitSnapshot, SnapshotError
 from ..worker.client import START_SECONDS, Worker, WorkerProcess
 from .collect import CaseLocation
 from .placement import COMPILER, Placement
@@ -47,8 +47,9 @@ class CaseClient:
         path: the file of the case's stored result.
         rule: the rule by which its check compared the outputs; None before the check.
         timings: the full replies of all processes that timed the case.
-        against: the full replies of all processes that timed a changed side against its version at
-            a commit.
+        against: the full replies of all processes that timed a changed side against its old
+            version.
+        past: the tree with the old code that changed sides are compared with, or None.
         missing_votes: the reasons why votes are missing.
         neighbors: for each timing beside another process on the GPU, its share and a text.
         notes, remarks: further facts. Notes are shown only with ``-vv``, remarks always.
@@ -65,6 +66,7 @@ class CaseClient:
         self.rule: Mapping[str, float | None] | None = None
         self.timings: list[TimeResult] = []
         self.against: list[tuple[str, TimeResult]] = []
+        self.past = run.past
         self.missing_votes: list[str] = []
         self.neighbors: list[tuple[float, str]] = []
         self.notes: list[str] = []
@@ -197,27 +199,41 @@ class CaseClient:
             why = (reply.message.splitlines() or [reply.error])[0]
             self.notes.append(f"the resources of its kernels are unknown: {why}")
 
-    def changed_sides(self) -> list[str]:
-        """Return the sides that differ from their version at the commit of ``--aisp-against``."""
-        past = self.run.past
+    def changed_sides(self, recorded: Callable[[], GitSnapshot | None]) -> list[str]:
+        """Return the sides that differ from their version at the commit of ``--aisp-against``.
+
+        Without this option, return the sides that differ from their recorded version.
+
+        Args:
+            recorded: a function that returns the tree with the recorded code, or None if the code
+                has not changed.
+        """
+        settings = self.run.settings
         if self.run.replay is not None:
             changed = self.ask(self.task(ChangedTask, past=None), ChangedResult)
             return changed.roles()
-        if past is None:
+        against = settings.against is not None
+        then = "at the commit" if against else "when it was recorded"
+        try:
+            if not against and not settings.aa and settings.update is None:
+                self.past = recorded()
+        except GitError as error:
+            self.remarks.append(f"changed, but not compared with its version {then}: {error}")
+        if self.past is None:
             return []
-        if why := past.unreached(self.location.page):
-            self.remarks.append(f"not compared with its version at the commit: {why}")
+        if why := self.past.unreached(self.location.page):
+            self.remarks.append(f"not compared with its version {then}: {why}")
             return []
         source = self._past()
         if source is None:
             return []
         changed = self.ask(self.task(ChangedTask, past=source), ChangedResult)
         if changed.why:
-            self.remarks.append(f"not compared with its version at the commit: {changed.why}")
+            self.remarks.append(f"not compared with its version {then}: {changed.why}")
         return changed.roles()
 
     def time_against(self, role: str, replicate: int, worker: Worker | None = None) -> Reading:
-        """Time the side `role` against its version at the commit in one process."""
+        """Time the side `role` against its old version in one process."""
         past = self._past()
         result = self._time(worker, versus="old", side=role, past=past, replicate=replicate)
         self.against.append((role, result))
@@ -262,7 +278,7 @@ class CaseClient:
         return 1 if alone else self.case.gpus
 
     def _past(self) -> PageSource | None:
-        past = self.run.past
+        past = self.past
         try:
             page = past.page(self.location.page) if past is not None and past.moved else None
         except SnapshotError as error:

@@ -21,8 +21,11 @@ from ..results.row import bare, ratio
 from ..results.verdict import Decision, Finding, Gate, Reading
 from ..worker.client import Worker
 from .case_client import CaseClient, reading
-from .measurement import StoredResult, Timing
+from .measurement import Timing
 from .run_context import Failed, Unrecorded
+from .stored_result import StoredResult
+
+UNCHANGED = "the code is as it was recorded: only the environment or the machine can be the cause"
 
 
 @dataclass
@@ -172,6 +175,7 @@ def _missed_gates(
         )
         if gate.name in ("record", "improvement"):
             reasons += differences
+            reasons += [UNCHANGED] * stored.has_recorded_code
     return reasons
 
 
@@ -182,26 +186,26 @@ def _listed(decision: Decision) -> str:
 def judge_changed_side(
     client: CaseClient, stored: StoredResult, timing: Timing, role: str
 ) -> list[Finding]:
-    """Compare a changed side with its version at the commit. A loss confirmed by votes is red."""
-    case, past = client.case, client.run.past
+    """Compare a changed side with its old version. A loss confirmed by votes is red."""
+    case, past = client.case, client.past
     name = case.pair.baseline.__name__ if role == "baseline" else case.variant_name
+    where = past.label if past is not None else "in the replayed run"
     try:
         first = client.time_against(role, 0)
     except Failed as failure:
         why = failure.finding.reasons[0] if failure.finding else str(failure).splitlines()[0]
-        client.remarks.append(f"{name} is not compared with its version at the commit: {why}")
+        client.remarks.append(f"{name} is not compared with its version {where}: {why}")
         return []
     gate = verdict.code_gate(stored.spread(timing.clock), first)
     decision = _decide(client, first, [gate], lambda *vote: client.time_against(role, *vote))
     value = fmean(vote.value for vote in decision.votes or (first,))
-    commits = past.label if past is not None else "the commit of the recorded run"
     smallest = 1 - math.exp(-verdict.DETECTABLE_CODE * gate.spread)
     client.notes.append(
-        f"{name} against its version at {commits}: {ratio(value)}; detects {smallest:.1%}"
+        f"{name} against its version {where}: {ratio(value)}; detects {smallest:.1%}"
     )
     outcome = decision.outcomes["code"]
     reason = (
-        f"{name} runs at {ratio(value)} of its version at {commits}: margin {gate.red:.2%};"
+        f"{name} runs at {ratio(value)} of its version {where}: margin {gate.red:.2%};"
         f" votes of fresh processes: {_listed(decision)} -> {outcome}"
     )
     words = {"red": "regressed", "open": "inconclusive"}

@@ -1,10 +1,9 @@
-"""The measurements of a case: its timing, its stored result, and its row."""
+"""The measurements of a case: its timing and its row."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING
@@ -13,11 +12,9 @@ import msgspec
 
 from ..kernels.capture_launches import choice_notes
 from ..page.cost import cost_at
-from ..page.pair import Case, Work
-from ..page.sources import source_files, text_digest
-from ..results import models, stats, verdict
+from ..page.pair import Work
+from ..results import stats, verdict
 from ..results.baseline_remarks import cpu_note, unused_limit
-from ..results.export import path_below
 from ..results.messages import Json
 from ..results.notes import (
     graph_notes,
@@ -33,77 +30,11 @@ from ..timing import peaks
 from ..timing.cross_check import KernelProfile, kernel_notes
 from ..timing.predict import RateMissing, explains, predict
 from .case_client import CaseClient, reading
-from .run_context import Failed, RunContext
+from .run_context import Failed
+from .stored_result import StoredResult
 
 if TYPE_CHECKING:
     from .case import CaseRun
-
-
-@dataclass
-class StoredResult:
-    """The stored result of a case, together with the other stored results of its chapter.
-
-    Attributes:
-        path: the file with the chapter's results for this product.
-        key: the case's key in that file.
-    """
-
-    run: RunContext
-    path: Path
-    key: str
-    case: Case
-
-    @property
-    def result(self) -> models.Result | None:
-        """The case's stored result, or None."""
-        return self.run.stored(self.path).results.get(self.key)
-
-    @cached_property
-    def text_sources(self) -> dict[str, str]:
-        """Today's digests of text of both sides, if the stored result has such digests."""
-        mine, root = self.result, str(self.run.settings.root)
-        if mine is None or not mine.has_text_digests:
-            return {}
-        sides = self.case.pair.baseline, self.case.variant.side
-        return {r: text_digest(side, root) for r, side in zip(models.ROLES, sides, strict=True)}
-
-    def files(self, page: Path) -> dict[str, str]:
-        """Return the git blobs of the page and of the files that both sides use."""
-        sides = self.case.pair.baseline, self.case.variant.side
-        return source_files(sides, page, str(self.run.settings.root))
-
-    def spread(self, clock: str) -> float:
-        """Return the spread of one process's value: recorded, pooled, or a default."""
-        others = models.pooled(list(self.run.stored(self.path).results.values()), clock)
-        mine = self.result
-        own = mine.own_spread if mine is not None and mine.clock == clock else None
-        if own is not None and mine is not None:
-            return stats.pooled_spread(own, mine.processes, others)
-        return stats.rms(others) if len(others) >= 3 else verdict.DEFAULT_SPREAD[clock]
-
-    def session_spread(self, clock: str) -> float:
-        """Return the spread from session to session on this product and clock."""
-        return models.session_sd(self.run.stored(self.path).results.values(), clock)
-
-    def differences(
-        self,
-        mine: models.Result,
-        environment: Mapping[str, Json],
-        sources: Mapping[str, str],
-        clock: str,
-    ) -> list[str]:
-        """Return the differences outside the code that may explain a loss against `mine`."""
-        then = self.run.stored(self.path).environments.get(mine.environments[-1], {})
-        names = models.differences(then, environment, clock, several=self.case.gpus > 1)
-        reasons = [f"{n} was {then.get(n)} when stored, and is {environment.get(n)}" for n in names]
-        mine = mine.with_syntax(sources, self.text_sources)
-        if mine.sources["baseline"] != sources["baseline"]:
-            reasons.append("the baseline is not the one that was stored")
-        return reasons
-
-    def relative(self, path: Path | None = None) -> str:
-        """Return `path` relative to the root. By default, it is the file of stored results."""
-        return path_below(str(path or self.path), str(self.run.settings.root))
 
 
 @dataclass(frozen=True)

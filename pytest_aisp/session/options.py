@@ -64,7 +64,7 @@ def add_options(parser: pytest.Parser) -> None:
 
     flag("--aisp-check", "check results only, time nothing")
     optional_value("--aisp-compile", "ARCHS", "compile each page's kernels for these archs")
-    value("--aisp-against", "REF", "also judge each changed side against its version at REF")
+    value("--aisp-against", "REF", "judge changed sides against REF, not against the record")
     flag("--aisp-aa", "time each side against a copy of itself")
     value("--aisp-replay", "FOLDER", "judge the samples of a recorded run again")
     update = "--aisp-update-expectations"

@@ -112,6 +112,7 @@ class RunContext:
     shared: SharedWorkers = field(default_factory=SharedWorkers)
     _printing: list[WorkerProcess | RankSet] = field(default_factory=list)
     _stored: dict[Path, Stored] = field(default_factory=dict)
+    _trees: dict[str, GitSnapshot] = field(default_factory=dict)
     _peaks: dict[str, peaks_module.Peaks | None] = field(default_factory=dict)
     _caches: list[str] = field(default_factory=list)
     secret: int = field(default_factory=lambda: random.SystemRandom().randint(1, MAX_SEED))
@@ -309,6 +310,17 @@ class RunContext:
             self.wait_seconds += pause
             remaining, pause = remaining - pause, 2 * pause
 
+    def recorded_tree(self, files: Mapping[str, str], page: Path, label: str) -> GitSnapshot:
+        """Return the tree with the recorded `files`, which is unpacked once.
+
+        Raises:
+            GitError: the files cannot be read.
+        """
+        key = f"{sorted(files.items())} {page} {label}"
+        if key not in self._trees:
+            self._trees[key] = GitSnapshot.of_files(self.settings.root, files, page, label)
+        return self._trees[key]
+
     def check_time(self) -> None:
         """Raise `Interrupted` if the suite's time limit has passed."""
         limit = self.settings.suite_timeout
@@ -323,7 +335,7 @@ class RunContext:
         self._caches.clear()
 
     def close(self) -> None:
-        """End every worker process, and remove the checkout of the old commit."""
+        """End every worker process, and remove the checkouts of old code."""
         self.end_workers()
-        if self.past is not None:
-            self.past.folder.cleanup()
+        for tree in [*([self.past] if self.past is not None else []), *self._trees.values()]:
+            tree.folder.cleanup()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,10 +36,10 @@ def run_git(root: Path, *arguments: str, **variables: str) -> bytes:
     return done.stdout
 
 
-def try_git(root: Path, *arguments: str) -> str | None:
+def try_git(root: Path, *arguments: str, **variables: str) -> str | None:
     """Return what git prints in the folder `root`, or None if it fails."""
     try:
-        return run_git(root, *arguments).decode()
+        return run_git(root, *arguments, **variables).decode()
     except GitError:
         return None
 
@@ -49,11 +50,12 @@ class SnapshotError(GitError):
 
 @dataclass
 class GitSnapshot:
-    """The tree under `root` at a commit, unpacked in a separate folder.
+    """An old tree under `root`, unpacked in a separate folder.
 
     Attributes:
-        sha: the commit.
-        label: the commit range that a verdict names: ``1a2b3c4d..HEAD + uncommitted changes``.
+        sha: the commit, or a hash of the files that replace those of HEAD.
+        label: where the old code comes from, in words that follow "its version":
+            ``at 1a2b3c4d..HEAD + uncommitted changes``, ``in baselines/cpu/ch01.json``.
         folder: the temporary folder that contains the old tree. It is deleted with this object.
         tree: the path of the old tree. Links to targets outside the tree are left out.
         moved: whether any tracked file under `root` differs from the commit.
@@ -80,7 +82,7 @@ class GitSnapshot:
         sha = _commit(root, ref)
         changed = _git(root, "status", "--porcelain", "--untracked-files=no", "--", ".").strip()
         here = _git(root, "rev-parse", "--short=8", "HEAD").strip()
-        label = f"{sha[:8]}..{here}" + (" + uncommitted changes" if changed else "")
+        label = f"at {sha[:8]}..{here}" + (" + uncommitted changes" if changed else "")
         folder = tempfile.TemporaryDirectory(prefix="aisp-past-")
         tree = Path(os.path.realpath(folder.name)) / "tree"
         try:
@@ -90,6 +92,34 @@ class GitSnapshot:
         left_out = frozenset(_drop_links_out(tree))
         moved = bool(_git(root, "diff", "--name-only", "--relative", sha).strip())
         return cls(root, sha, label, folder, tree, moved, _renamed(root, sha), names, left_out)
+
+    @classmethod
+    def of_files(cls, root: Path, files: Mapping[str, str], page: Path, label: str) -> GitSnapshot:
+        """Return the tree under `root` at HEAD, with the recorded `files` in place of its own.
+
+        Blobs that this clone lacks are fetched from its remote, if that allows it.
+
+        Args:
+            files: git blobs by path relative to `root`.
+            page: today's page. If `files` has only one other path with its name, the page was
+                moved from there.
+
+        Raises:
+            SnapshotError: there is no repository, or it lacks a blob and could not fetch it.
+            NoGit: git cannot be run.
+        """
+        name = page.resolve().relative_to(root.resolve()).as_posix()
+        same = [path for path in files if Path(path).name == page.name]
+        if name not in files and len(same) != 1:
+            raise SnapshotError(f"the stored result does not name {name}")
+        _require_blobs(root, files.values())
+        sha = hashlib.sha1(repr(sorted(files.items())).encode(), usedforsecurity=False).hexdigest()
+        folder = tempfile.TemporaryDirectory(prefix="aisp-record-")
+        tree = Path(os.path.realpath(folder.name)) / "tree"
+        names = _check_out(root, "HEAD", tree, files)
+        left_out = frozenset(_drop_links_out(tree))
+        moved = {} if name in files else {name: same[0]}
+        return cls(root, sha, label, folder, tree, True, moved, names, left_out)
 
     def page(self, path: Path) -> Path | None:
         """Return the old tree's version of the file `path`, or None if the file is new.
@@ -131,8 +161,29 @@ class GitSnapshot:
         return None
 
 
-def _check_out(root: Path, sha: str, tree: Path) -> frozenset[str]:
+def _require_blobs(root: Path, blobs: Collection[str]) -> None:
+    """Fetch the blobs that this clone lacks. Raise a SnapshotError if it still lacks one."""
+
+    def lacking() -> list[str]:
+        return [blob for blob in blobs if try_git(root, "cat-file", "-e", blob) is None]
+
+    if not try_git(root, "rev-parse", "--git-dir"):
+        run_git(root, "--version")  # git itself may be missing
+        raise SnapshotError(f"{root} is in no git repository")
+    if missing := lacking():
+        fetch = ("fetch", "--quiet", "--no-tags", "--no-write-fetch-head", "origin")
+        try_git(root, *fetch, *missing, GIT_TERMINAL_PROMPT="0")
+    if lacking():
+        raise SnapshotError("this clone lacks the recorded code\n    git fetch --unshallow")
+
+
+def _check_out(
+    root: Path, sha: str, tree: Path, files: Mapping[str, str] | None = None
+) -> frozenset[str]:
     """Write the files of `root` at `sha` into `tree`, and return their names.
+
+    Args:
+        files: git blobs by path, which replace files of the commit.
 
     It checks the files out with a separate index. `git archive` would be wrong here, because
     `.gitattributes` can exclude files from archives.
@@ -141,6 +192,9 @@ def _check_out(root: Path, sha: str, tree: Path) -> frozenset[str]:
     top = Path(_git(root, "rev-parse", "--show-toplevel").removesuffix("\n"))
     prefix = _git(root, "rev-parse", "--show-prefix").removesuffix("\n")
     run_git(top, "-c", "core.sparseCheckout=false", "read-tree", f"{sha}:{prefix}", **index)
+    for path, blob in (files or {}).items():
+        entry = f"100644,{blob},{path}"
+        run_git(top, "update-index", "--add", "--replace", "--cacheinfo", entry, **index)
     run_git(top, "checkout-index", "--all", "--quiet", f"--prefix={tree}/", **index)
     return frozenset(os.fsdecode(run_git(top, "ls-files", "-z", **index)).split("\0")) - {""}
 

@@ -1,0 +1,216 @@
+"""A changed side is compared with its recorded version, which is built from git blobs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+
+import pytest
+
+from pytest_aisp.results import run_reader
+
+SECONDS = {"added": 2e-5, "doubled": 1e-5, "doubled@old": 0.99e-5, "added@old": 2e-5}
+RECORD = "--aisp-update-expectations", "--aisp-processes=5"
+OLD, NEW = "def doubled(x):\n    return 2 * x", "def doubled(x):\n    return x * 2"
+HELPER = "def twice(x):\n    return 2 * x\n"
+LOSS = "E  *doubled runs at 0.99*x of its version in baselines/simulated-gpu/ch99.json: *"
+STORED = "baselines/simulated-gpu/ch99.json"
+
+
+@pytest.fixture
+def recorded(page, gpu, commit, pytester):
+    """Record a page on a simulated GPU, and commit it. A changed `doubled` is 1 % slower."""
+
+    def write(*args, **parts):
+        gpu(**SECONDS)
+        path = page(*args, **parts)
+        for name, text in {"helper.py": HELPER, "tuning.json": '{"factor": 2}'}.items():
+            (path.parent / name).write_text(text)
+        commit()
+        assert pytester.runpytest_subprocess(*RECORD).ret == 0
+        commit()
+        return path
+
+    return write
+
+
+@pytest.fixture
+def run(pytester):
+    """Run pytest without options, and keep its artifacts."""
+    return lambda *options: pytester.runpytest_subprocess("--aisp-artifacts=kept", *options)
+
+
+def change(path, old=OLD, new=NEW):
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+def against(pytester):
+    [row] = run_reader.load(pytester.path / "kept").rows()
+    return row.against
+
+
+def assert_loss(result):
+    assert result.ret == 1
+    result.stdout.fnmatch_lines([LOSS, "*REGRESSED*"])
+
+
+def assert_not_compared(result, why):
+    assert result.ret == 0
+    line = f"*: changed, but not compared with its version when it was recorded: {why}"
+    result.stdout.fnmatch_lines([line])
+
+
+def test_a_loss_of_one_percent_is_red_without_any_option(recorded, run, pytester):
+    change(recorded())
+    assert_loss(run())
+    again = pytester.runpytest_subprocess("--aisp-replay=kept")
+    assert again.ret == 1
+    again.stdout.fnmatch_lines(["E  *doubled runs at 0.99*x of its version in the replayed run: *"])
+
+
+def test_many_small_losses_add_up(recorded, run, commit, gpu):
+    path = recorded()
+    for number in range(5):  # each is 0.2 %, which no comparison with the commit before sees
+        gpu(**{**SECONDS, "doubled": 0.99e-5 * 1.002 ** (number + 1)})
+        change(path, *((OLD, NEW) if number % 2 == 0 else (NEW, OLD)))
+        commit()
+        assert run("--aisp-against=HEAD").ret == 0
+    assert_loss(run())
+
+
+@pytest.mark.parametrize("added", ["", "# a comment\n"], ids=["unchanged", "a comment"])
+def test_unchanged_sides_are_not_timed_again(recorded, run, pytester, added):
+    path = recorded()
+    path.write_text(added + path.read_text())
+    assert run().ret == 0
+    assert against(pytester) == []
+
+
+def test_code_as_fast_as_before_is_green(recorded, run, gpu, pytester):
+    change(recorded())
+    gpu(**{**SECONDS, "doubled@old": 1e-5})
+    assert run().ret == 0
+    assert [one["side"] for one in against(pytester)] == ["optimized"]
+
+
+def test_a_file_that_the_page_reads_counts(recorded, run):
+    defs = "import json\nfrom pathlib import Path\n\nHERE = Path(__file__).parent\n"
+    read = "json.loads((HERE / 'tuning.json').read_text())['factor']"
+    path = recorded("FACTOR * x", defs=f"{defs}FACTOR = {read}\n")
+    change(path.with_name("tuning.json"), "2", "2.0")
+    assert_loss(run())
+
+
+def test_a_helper_that_was_deleted_since_is_restored(recorded, run, commit):
+    path = recorded("twice(x)", defs="from .helper import twice")
+    path.with_name("helper.py").unlink()
+    change(path, "from .helper import twice", HELPER)
+    commit()
+    assert_loss(run())
+
+
+def test_a_file_in_the_place_of_a_folder_is_restored(recorded, run, commit):
+    path = recorded("twice(x)", defs="from .helper import twice")
+    helper = path.with_name("helper.py")
+    helper.unlink()
+    helper.mkdir()
+    (helper / "note.txt").write_text("a folder")
+    change(path, "from .helper import twice", HELPER)
+    commit()
+    assert_loss(run())
+
+
+def test_a_page_that_was_moved_is_found(recorded, run, git, commit, pytester):
+    path = recorded()
+    pytester.mkdir("pages")
+    git("mv", "ch99", "pages/ch99")
+    change(pytester.path / "pages" / "ch99" / path.name)
+    commit()
+    assert_loss(run("-o", "aisp_pages=pages"))
+
+
+def test_a_recorded_page_that_cannot_be_imported_any_more_is_not_compared(
+    recorded, run, monkeypatch
+):
+    monkeypatch.setenv("LIBRARY_OF_THEN", "1")
+    path = recorded(defs="import os\n\nos.environ['LIBRARY_OF_THEN']\n")
+    monkeypatch.delenv("LIBRARY_OF_THEN")
+    change(path, "os.environ['LIBRARY_OF_THEN']", "")
+    result = run()
+    assert result.ret == 0
+    result.stdout.fnmatch_lines(
+        [
+            "*: not compared with its version when it was recorded: the old page cannot be"
+            " imported: KeyError: 'LIBRARY_OF_THEN'"
+        ]
+    )
+
+
+def test_a_loss_of_unchanged_code_is_of_the_environment(recorded, run, gpu, pytester):
+    recorded()
+    gpu(**{**SECONDS, "doubled": 1.5e-5})
+    result = run()
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(
+        ["E  *the code is as it was recorded: only the environment or the machine can be the cause"]
+    )
+
+
+def test_recording_again_compares_nothing(recorded, run, pytester):
+    change(recorded())
+    assert run("--aisp-update-expectations=all").ret == 0
+    assert against(pytester) == []
+
+
+def test_a_result_that_names_no_files_is_not_compared(recorded, run, pytester, monkeypatch):
+    path = recorded()
+    without_files(pytester.path / STORED)
+    assert run().ret == 0  # unchanged code needs none
+    change(path)
+    assert_not_compared(run(), "the stored result does not name its files; record it again")
+
+
+def without_files(path):
+    """Remove the blobs from stored results, as earlier versions wrote them."""
+    from pytest_aisp.results import store
+
+    data = json.loads(path.read_text())
+    for key, row in data["results"].items():
+        del row["files"], row["seal"]
+        plain = {k: v for k, v in row.items() if k != "speedup"}
+        row["seal"] = store._seal(key, store._row(store.Result.of(plain)))
+    path.write_text(json.dumps(data))
+
+
+def test_outside_of_a_repository_nothing_is_compared(recorded, run, pytester):
+    change(recorded())
+    shutil.rmtree(pytester.path / ".git")
+    assert_not_compared(run(), f"{pytester.path} is in no git repository")
+
+
+def clone_of(pytester, commit, git, tmp_path):
+    commit()
+    source, clone = f"file://{pytester.path}", tmp_path / "clone"
+    subprocess.run(["git", "clone", "-q", "--depth=1", source, str(clone)], check=True)
+    return clone
+
+
+def test_a_shallow_clone_fetches_what_it_lacks(recorded, pytester, commit, git, tmp_path):
+    change(recorded())
+    git("config", "uploadpack.allowAnySHA1InWant", "true")
+    clone = clone_of(pytester, commit, git, tmp_path)
+    assert_loss(pytester.runpytest_subprocess(f"--rootdir={clone}", str(clone)))
+
+
+def test_a_shallow_clone_without_its_remote_says_what_to_do(
+    recorded, pytester, commit, git, tmp_path
+):
+    change(recorded())
+    clone = clone_of(pytester, commit, git, tmp_path)
+    subprocess.run(["git", "remote", "remove", "origin"], cwd=clone, check=True)
+    result = pytester.runpytest_subprocess(f"--rootdir={clone}", str(clone))
+    assert_not_compared(result, "this clone lacks the recorded code")
+    result.stdout.fnmatch_lines(["*git fetch --unshallow*"])
