@@ -7,13 +7,13 @@ Baseline   decode: one token after another, as in generating. A step is a CUDA g
            the whole cache, and a mask hides what lies behind the token.
 Optimized  prefill: all tokens in one call, as for a prompt. The call is a CUDA graph too. Outputs,
            weights and cache are the same.
-Bound      A step of decode reads all weights for 2 operations each, so DRAM limits it. prefill
-           reads the weights once. Its operations grow with `tokens` until tensor cores are the
-           limit. That is the corner of the roofline: the operations that tensor cores do in the
-           time in which DRAM reads one weight, divided by 2, are the tokens at the corner.
+Bound      A step of decode reads each weight for 2 operations, so DRAM limits it. prefill reads
+           the weights once. Its operations grow with `tokens` until tensor cores are the limit.
+           That is the corner of the roofline. It lies at half the operations that tensor cores do
+           while DRAM delivers one weight, because each token does 2 operations with it.
 Use when   You decide how many tokens to compute together: up to the corner, more tokens in a call
-           cost nearly nothing. Prompts lie behind it, and one sequence that generates lies far
-           before it. So a server batches decodes (`batch_size_test.py`), adds tokens of a prompt to
+           cost nearly nothing. Prompts are longer than that, and a sequence that generates has one
+           token. So a server batches decodes (`batch_size_test.py`), adds tokens of a prompt to
            them, or checks several guessed tokens in one call.
 """
 
