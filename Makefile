@@ -20,7 +20,7 @@ bench: $(VENV)/.ready
 
 test: $(VENV)/.ready lint docs browser
 	$(PY) -m pytest -q -n 2 --aisp-check suites
-	$(PY) -m pytest -q -n 2 --aisp-compile suites
+	$(PY) -m pytest -q -n 2 --aisp-compile suites -m "sm90 or sm100 or sm103 or sm121"
 	$(PY) -m pytest -q -n 2 -p no:benchmark --durations=40 tests emulator
 
 lint: $(VENV)/.ready
