@@ -139,7 +139,7 @@ LAZY_OUTPUT = Item("An output that is computed only when it is read", exploits=_
 CACHED_ANSWER = Item(
     "An answer found again by address, by shape, or from the last call",
     exploits=_STALE + " scans_inputs memo",
-    tests="test_a_page_accepts_its_own_baseline_and_refuses_wrong_sides",
+    tests="test_a_page_refuses_wrong_sides",
 )
 VIEW_OF_INPUT = Item("An input returned as the output", exploits="view view_when_timed")
 FREED_MEMORY = Item(
@@ -201,7 +201,7 @@ BENCHMARK_CHEATS = (
         "A tolerance that accepts zeros",
         exploits="loose_tolerance constant zeros",
         tests="test_a_tolerance_that_accepts_a_control_is_refused"
-        " test_a_loose_output_cannot_hide_behind_a_strict_one test_a_page_accepts_its_own_baseline_and_refuses_wrong_sides",
+        " test_a_loose_output_cannot_hide_behind_a_strict_one test_a_page_refuses_wrong_sides",
     ),
     LOWER_PRECISION,
     Item(

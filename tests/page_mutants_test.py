@@ -106,7 +106,7 @@ def test_only_pages_that_need_a_gpu_are_left_out():
 
 
 @each_pair
-def test_a_page_accepts_its_own_baseline_and_refuses_wrong_sides(path, name):
+def test_a_page_refuses_wrong_sides(path, name):
     pair, rule = judged_on(path)[name]
     reference, honest = reference_of(pair, rule), plain(pair.baseline)
     assert check.check_sides(reference, [(honest, None), (honest, None)], rule).controls
