@@ -15,6 +15,9 @@ PY := $(VENV)/bin/python
 # The tests start pytest hundreds of times: keep compiled modules and rewritten assertions.
 unexport PYTHONDONTWRITEBYTECODE
 
+# Several processes on few cores, each with a thread for every core, mostly wait for one another.
+test: export OMP_NUM_THREADS = 1
+
 bench: $(VENV)/.ready
 	$(PY) -m pytest suites/ch01
 
