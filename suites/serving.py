@@ -1,4 +1,4 @@
-"""What the serving pages of this chapter share: a decoder with a planted language, and its costs.
+"""What pages about serving share: a decoder with a planted language, and its costs.
 
 Greedy tokens are compared exactly, so rounding must not change them. Random weights do not allow
 that: their two best tokens are often equal in bf16. So each token has a planted successor, which a

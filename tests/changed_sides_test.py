@@ -304,4 +304,4 @@ def test_a_file_that_is_not_python_any_more_is_still_compared(changed):
 def test_this_projects_pages_use_their_helpers():
     root = Path(__file__).parents[1]
     used = used_files(root / "suites/ch15/prefix_cache_test.py", str(root), ["."])
-    assert {"suites/decoder.py", "suites/ch15/serving.py"} <= set(used)
+    assert {"suites/decoder.py", "suites/serving.py"} <= set(used)

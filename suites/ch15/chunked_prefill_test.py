@@ -31,8 +31,7 @@ import torch
 
 from pytest_aisp import Variant, Work, compare
 from suites.decoder import Cache, exact_logits, matrix_weights
-
-from .serving import best, config_of, continued, forward_cost, kernels_of, planted
+from suites.serving import best, config_of, continued, forward_cost, kernels_of, planted
 
 
 def size_of(layers, width, running, context, chunk, chunks):

@@ -32,8 +32,7 @@ import torch
 
 from pytest_aisp import Cost, Work, capture, compare
 from suites.decoder import Cache, matrix_weights
-
-from .serving import best, config_of, continued, forward_cost, kernels_of, planted
+from suites.serving import best, config_of, continued, forward_cost, kernels_of, planted
 
 
 def lengths_of(requests, mean):

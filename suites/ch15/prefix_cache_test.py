@@ -27,8 +27,7 @@ import torch
 
 from pytest_aisp import Cost, Work, compare
 from suites.decoder import Cache, Decoder, cached_numbers, exact_logits, matrix_weights
-
-from .serving import config_of, forward_cost, kernels_of
+from suites.serving import config_of, forward_cost, kernels_of
 
 
 def size_of(layers, width, requests, prefix, suffix):

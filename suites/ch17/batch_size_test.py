@@ -20,15 +20,14 @@ Use when   A server has an objective for the time between tokens. The largest ba
 import torch
 
 from pytest_aisp import Sweep, Work, capture, compare
-from suites.decoder import Cache, exact_logits, matrix_weights
-
-from .decoding import call_cost, config_of, decoder_of, kernels_of
+from suites.decoder import Cache, Decoder, exact_logits, matrix_weights
+from suites.serving import config_of, forward_cost, kernels_of
 
 STEPS = 8
 
 
 def state(device, layers, width, length, rows):
-    return decoder_of(device, layers, width, length)
+    return Decoder(config_of(layers, width, length), device=device)
 
 
 def inputs(device, layers, width, length, rows):
@@ -71,7 +70,9 @@ def batched(model, tokens):
 def decoded_cost(layers, width, length, rows, together):
     config = config_of(layers, width, length)
     keys = together * length
-    step = call_cost(config, together, keys, keys, launches=4, graph_nodes=kernels_of(config) + 1)
+    step = forward_cost(
+        config, together, keys, keys, launches=4, graph_nodes=kernels_of(config) + 1
+    )
     return rows // together * STEPS * step
 
 

@@ -20,13 +20,12 @@ Use when   You decide how many tokens to compute together: up to the corner, mor
 import torch
 
 from pytest_aisp import Cost, Sweep, Work, capture, compare
-from suites.decoder import Cache, exact_logits, matrix_weights
-
-from .decoding import call_cost, config_of, decoder_of, kernels_of
+from suites.decoder import Cache, Decoder, exact_logits, matrix_weights
+from suites.serving import config_of, forward_cost, kernels_of
 
 
 def state(device, layers, width, tokens):
-    return decoder_of(device, layers, width, room_of(tokens))
+    return Decoder(config_of(layers, width, room_of(tokens)), device=device)
 
 
 def room_of(tokens):
@@ -70,14 +69,14 @@ def prefill(model, tokens):
 
 def decode_cost(layers, width, tokens):
     config, room = config_of(layers, width, room_of(tokens)), room_of(tokens)
-    step = call_cost(config, 1, room, room, launches=1, graph_nodes=kernels_of(config) + 4)
+    step = forward_cost(config, 1, room, room, launches=1, graph_nodes=kernels_of(config) + 4)
     return tokens * step + Cost(launches=2)
 
 
 def prefill_cost(layers, width, tokens):
     config = config_of(layers, width, room_of(tokens))
     nodes = kernels_of(config) - 4  # there is no mask
-    return call_cost(config, tokens, tokens, tokens**2 / 2, launches=1, graph_nodes=nodes)
+    return forward_cost(config, tokens, tokens, tokens**2 / 2, launches=1, graph_nodes=nodes)
 
 
 def work(layers, width, tokens):

@@ -25,8 +25,8 @@ import functools
 import torch
 
 from pytest_aisp import Variant, Work, capture, compare
-from suites.ch15.serving import config_of, continued, forward_cost, kernels_of, planted
 from suites.decoder import Cache, matrix_weights
+from suites.serving import config_of, continued, forward_cost, kernels_of, planted
 
 PROMPT = 8
 COMPILED_KERNELS = 13
