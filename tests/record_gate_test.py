@@ -22,8 +22,8 @@ STORED = "baselines/simulated-gpu/ch99.json"
 def recorded(page, gpu, commit, pytester):
     """Record a page on a simulated GPU, and commit it. A changed `doubled` is 1 % slower."""
 
-    def write(*args, **parts):
-        gpu(**SECONDS)
+    def write(*args, details=None, **parts):
+        gpu(**SECONDS, details=details)
         path = page(*args, **parts)
         for name, text in {"helper.py": HELPER, "tuning.json": '{"factor": 2}'}.items():
             (path.parent / name).write_text(text)
@@ -149,14 +149,44 @@ def test_a_recorded_page_that_cannot_be_imported_any_more_is_not_compared(
     )
 
 
-def test_a_loss_of_unchanged_code_is_of_the_environment(recorded, run, gpu, pytester):
+def test_a_loss_of_unchanged_code_in_the_same_environment_is_of_the_machine(recorded, run, gpu):
     recorded()
     gpu(**{**SECONDS, "doubled": 1.5e-5})
-    result = run()
-    assert result.ret == 1
-    result.stdout.fnmatch_lines(
-        ["E  *the code is as it was recorded: only the environment or the machine can be the cause"]
-    )
+    assert_cause(run(), 1, "E  *the code is as it was recorded", "E  *cause: machine")
+
+
+def test_a_loss_in_another_environment_is_of_the_environment(recorded, run, gpu):
+    recorded()
+    gpu(**{**SECONDS, "doubled": 1.5e-5}, environment={"driver": "580"})
+    lines = "stale: *driver was None when stored, and is 580", "stale: *: cause: environment"
+    assert_cause(run(), 0, *lines)
+
+
+def test_a_loss_with_another_choice_of_the_tuner_is_of_the_tuner(recorded, run, gpu):
+    recorded(details={"choices": {"kernel": ["BLOCK=128"]}})
+    gpu(**{**SECONDS, "doubled": 1.5e-5}, details={"choices": {"kernel": ["BLOCK=64"]}})
+    tuned = "E  *kernel is tuned differently than in the stored result: BLOCK=64, stored BLOCK=128"
+    assert_cause(run(), 1, tuned, "E  *cause: tuner")
+
+
+def test_a_loss_of_changed_code_is_of_the_code(recorded, run, gpu, pytester):
+    change(recorded())
+    gpu(**{**SECONDS, "doubled": 1.5e-5})
+    assert_cause(run(), 1, "E  *doubled runs at 0.66*", "E  *cause: code")
+    [row] = run_reader.load(pytester.path / "kept").rows()
+    assert row.cause == "code"
+    assert ("aisp_cause", "code") in row.properties()
+
+
+def test_a_loss_of_changed_code_that_is_as_fast_as_before_is_of_the_machine(recorded, run, gpu):
+    change(recorded())
+    gpu(**{**SECONDS, "doubled": 1.5e-5, "doubled@old": 1.5e-5})
+    assert_cause(run(), 1, "E  *cause: machine")
+
+
+def assert_cause(result, code, *lines):
+    assert result.ret == code
+    result.stdout.fnmatch_lines(list(lines))
 
 
 def test_recording_again_compares_nothing(recorded, run, pytester):

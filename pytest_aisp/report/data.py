@@ -39,7 +39,7 @@ MAX_PROCESSES = 8
 FIELDS: tuple[str, ...] = ("id", "page", "chapter", "function", "baseline", "variant", "size")
 FIELDS += ("gpus", "sweep", "product", "arch", "bound", "clock", "verdict", "not_timed", "speedup")
 FIELDS += ("seconds", "limit", "work", "claim", "stored", "spread", "detectable", "wall", "votes")
-FIELDS += ("goals", "reasons", "notes", "remarks", "profile", "processes", "samples_error")
+FIELDS += ("goals", "cause", "reasons", "notes", "remarks", "profile", "processes", "samples_error")
 FIELDS += ("history", "command", "diff", "code_left_out", "predicted", "unexplained", "timeline")
 FIELDS += ("counters",)
 """The fields of a case that the report's scripts get."""

@@ -176,7 +176,8 @@ def _grid(axis: Axis) -> str:
 def _row(index: int, case: ReportCase, axis: Axis) -> str:
     verdict, plot = case.verdict or "none", _plot(case, axis)
     if case.verdict in LOOK and case.reasons:  # the page of the case shows all reasons
-        plot += f'<div class="why">{escape(case.reasons[0])}</div>'
+        cause = f"{case.cause}: " if case.cause else ""
+        plot += f'<div class="why">{escape(cause + case.reasons[0])}</div>'
     cells = [
         f'<td class="verdict">{_glyph(verdict)}{verdict}</td>',
         f'<td class="case">{_name(case)}</td>',

@@ -74,6 +74,7 @@ def case(line: JournalLine, root: str) -> Case:
         stored=stored,
         goals={name: _goal(line, name) for name in line.goals},
         profile=_profile(line.profile),
+        cause=line.cause,
         reasons=line.reasons,
         notes=line.notes,
         remarks=line.remarks,
@@ -186,7 +187,7 @@ def _row(case: Case, page: str) -> tuple[str, ...]:
         f"{limit.share:.0%} {limit.name}" if limit else "",
         claim_text(claim.at_least, claim.versus) if claim else "",
         times_text(stored.speedup) if stored else "",
-        "; ".join(why),
+        "; ".join([f"{case.cause}: {why[0]}", *why[1:]] if case.cause and why else why),
     )
 
 

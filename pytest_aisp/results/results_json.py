@@ -21,7 +21,7 @@ SCHEMA = 1
 """The version number in `results.json`, in the manifest, and in each line of the journal."""
 NEWER_FIELDS = {
     "Manifest": {"no_canary", "timer"},
-    "Case": {"gpus", "predicted", "sweep", "unexplained"},
+    "Case": {"cause", "gpus", "predicted", "sweep", "unexplained"},
     "Claim": {"versus"},
     "Goal": {"noise", "stored", "margin", "slack"},
 }
@@ -299,6 +299,7 @@ class Case(Struct, kw_only=True):
         ),
     ]
     profile: ProfileFiles | None
+    cause: Annotated[str, about("What made it red, stale or inconclusive; empty if unknown.")]
     reasons: Annotated[
         list[str], about("What was missed, by how much, and where the limit came from.")
     ]

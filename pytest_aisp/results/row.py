@@ -77,6 +77,7 @@ class CaseRecord(Struct):
         product, arch: the machine.
         need: why the case could not be timed here, or empty.
         verdict: the verdict; empty before there is one.
+        cause: what made the case red, stale or inconclusive, or empty: see `verdict.Cause`.
         value, low, high: ln(speedup) with its 99 % interval; None if nothing was timed.
         clock: the clock whose times the verdict uses.
         seconds: seconds per call by side, with the baseline first.
@@ -119,6 +120,7 @@ class CaseRecord(Struct):
     arch: str = ""
     need: str = ""
     verdict: str = ""
+    cause: str = ""
     value: float | None = None
     low: float | None = None
     high: float | None = None
@@ -181,6 +183,7 @@ class CaseRecord(Struct):
         A claim is a speedup or a word. Each goal applies to both sides.
         """
         found: dict[str, float | str | None] = {"verdict": self.verdict, "clock": self.clock}
+        found["cause"] = self.cause
         found |= {"bound": self.bound, "product": self.product, "timer": self.timer}
         found |= {"share": self.share, "limit": self.limit}
         found |= {"speedup": self.speedup, "claim": self.claim}

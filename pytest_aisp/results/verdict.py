@@ -219,11 +219,36 @@ def verdict_of(decision: Decision, *, stored: bool, same_environment: bool) -> s
     return "pass" if stored else "new"
 
 
+Cause = Literal["", "code", "environment", "machine", "tuner", "noise"]
+"""What made a case red, stale or inconclusive, if the run has evidence of it."""
+
+
 class Finding(NamedTuple):
-    """The result of one stage of a case: the verdict of this stage alone, and the reasons."""
+    """The result of one stage of a case: the verdict of this stage alone, reasons, and cause."""
 
     verdict: str
     reasons: tuple[str, ...] = ()
+    cause: Cause = ""
+
+
+CODE_IS_AS_FAST = Finding("pass")
+"""The finding of a changed side that is as fast as its old version."""
+
+
+def case_cause(findings: Sequence[Finding], word: str) -> Cause:
+    """Return the cause of the findings that led to the verdict `word`.
+
+    If the code changed, but is as fast as it was, and nothing else explains the loss against the
+    stored result, the machine is the cause.
+    """
+    words = ("stale", word) if word == "regressed" else (word,)
+    decisive = [finding for finding in findings if finding.verdict in words]
+    causes = [finding.cause for finding in decisive if finding.cause]
+    if "code" in causes:
+        return "code"
+    if causes or word not in ("regressed", "stale"):
+        return causes[0] if causes else ""
+    return "machine" if any(finding is CODE_IS_AS_FAST for finding in findings) else ""
 
 
 def case_verdict(findings: Iterable[Finding], *, strict_environment: bool = False) -> str:

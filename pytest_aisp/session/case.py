@@ -18,7 +18,7 @@ from ..results import metric_limits, verdict
 from ..results.messages import CheckTask, CompileTask, Json
 from ..results.row import Profile, Recording
 from ..results.task_results import Amounts, CheckResult, CompileResult
-from ..results.verdict import Finding
+from ..results.verdict import Cause, Finding
 from .canary import offer_to_canary
 from .case_client import CaseClient
 from .collect import CaseLocation
@@ -134,12 +134,11 @@ class CaseRun:
         self.judgement = judge_speedup(self.client, self.stored, timing, self.claim)
         self.values = self.judgement.votes or self.values
         self.findings += self.judgement.findings
-        self._stop_if_red(accept=True)
         page, stored = self.location.page, self.stored
         recorded = functools.partial(stored.recorded_tree, page, timing.sources)
         for role in self.client.changed_sides(recorded) if self.case.judged else ():
             self.findings += judge_changed_side(self.client, self.stored, timing, role)
-            self._stop_if_red()
+        self._stop_if_red(accept=True)
         if settings.untrusted:
             run_sandboxed(self.client, timing)
         if settings.update is not None:
@@ -237,6 +236,11 @@ class CaseRun:
         strict = settings.strict_environment and settings.update is None
         return verdict.case_verdict(self.findings, strict_environment=strict)
 
+    @property
+    def cause(self) -> Cause:
+        """The cause of the verdict, if the run has evidence of it."""
+        return verdict.case_cause(self.findings, self.verdict)
+
     def _stop_if_red(self, *, accept: bool = False) -> None:
         """Raise `Failed` if the verdict so far is red, or if the ini file makes it fail the run.
 
@@ -249,7 +253,8 @@ class CaseRun:
         red |= word == "inconclusive" and settings.inconclusive == "fail"
         if not red:
             return
-        lines = [*self.reasons(), *self.client.commands()]
+        cause = [f"cause: {self.cause}"] * bool(self.cause)
+        lines = [*self.reasons(), *cause, *self.client.commands()]
         stored = not settings.aa and self.stored.result is not None
         if accept and word != "fail" and (stored or word == "new"):
             lines += accept_commands(self.location.typed, stored=stored)

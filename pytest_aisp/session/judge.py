@@ -18,14 +18,12 @@ from ..page.pair import Claim
 from ..results import metric_limits, models, verdict
 from ..results.messages import Json
 from ..results.row import bare, ratio
-from ..results.verdict import Decision, Finding, Gate, Reading
+from ..results.verdict import CODE_IS_AS_FAST, Decision, Finding, Gate, Reading
 from ..worker.client import Worker
 from .case_client import CaseClient, reading
 from .measurement import Timing
 from .run_context import Failed, Unrecorded
 from .stored_result import StoredResult
-
-UNCHANGED = "the code is as it was recorded: only the environment or the machine can be the cause"
 
 
 @dataclass
@@ -110,7 +108,9 @@ def judge_speedup(
     )
     reasons = list(client.missing_votes)
     reasons += _missed_gates(gates, decision, timing.reading.value, differences, stored)
-    findings.append(Finding(word, tuple(reasons)))
+    lost = decision.outcomes.get("record") == "red"
+    cause = stored.cause(differences) if lost else "noise" if word == "inconclusive" else ""
+    findings.append(Finding(word, tuple(reasons), cause))
     return Judgement(
         votes=votes,
         suspect=_direction(gates, timing.reading) if decision.suspect else 0,
@@ -175,7 +175,7 @@ def _missed_gates(
         )
         if gate.name in ("record", "improvement"):
             reasons += differences
-            reasons += [UNCHANGED] * stored.has_recorded_code
+            reasons += ["the code is as it was recorded"] * stored.has_recorded_code
     return reasons
 
 
@@ -204,12 +204,15 @@ def judge_changed_side(
         f"{name} against its version {where}: {ratio(value)}; detects {smallest:.1%}"
     )
     outcome = decision.outcomes["code"]
+    if outcome in ("clear", "green"):
+        return [CODE_IS_AS_FAST]
     reason = (
         f"{name} runs at {ratio(value)} of its version {where}: margin {gate.red:.2%};"
         f" votes of fresh processes: {_listed(decision)} -> {outcome}"
     )
-    words = {"red": "regressed", "open": "inconclusive"}
-    return [Finding(words[outcome], (reason,))] if outcome in words else []
+    if outcome == "red":
+        return [Finding("regressed", (reason,), "code")]
+    return [Finding("inconclusive", (reason,), "noise")]
 
 
 def judge_metric(
@@ -241,7 +244,7 @@ def judge_metric(
         now, then = metric.unit(amounts["optimized"]), metric.unit(before["optimized"])
         reason = f"{name}: {now} against {then} (stored in {stored.relative()}) -> red"
         word = "stale" if differences else "regressed"
-        judged.findings.append(Finding(word, (reason, *differences)))
+        judged.findings.append(Finding(word, (reason, *differences), stored.cause(differences)))
     else:
         judged.findings.append(Finding("new" if before is None else "pass"))
     return judged

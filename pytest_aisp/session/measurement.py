@@ -234,6 +234,7 @@ def build_row(run: CaseRun) -> Row:
         arch=client.machine.arch,
         need=run.placement.need,
         verdict=run.verdict,
+        cause=run.cause,
         claim=run.claim,
         versus=case.pair.versus or "",
         origins={"claim": run.claim_origin} if run.claim is not None else {},

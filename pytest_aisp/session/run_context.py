@@ -20,7 +20,7 @@ from ..results.messages import Json, PeaksTask
 from ..results.models import Stored
 from ..results.store import StoreError
 from ..results.task_results import PeaksResult
-from ..results.verdict import DISTURBED, Finding
+from ..results.verdict import DISTURBED, Cause, Finding
 from ..timing import peaks as peaks_module
 from ..util.device import Machine
 from ..util.git import GitSnapshot
@@ -41,6 +41,10 @@ RUN_WAITS = 5
 """A run waits for a disturbed machine at most this many times as long as a case."""
 
 
+CAUSES: Mapping[str, Cause] = {"wrong": "code", DISTURBED: "machine"}
+"""The causes of verdicts that a timing does not decide."""
+
+
 class Failed(Exception):
     """A case is red. The message has the reason and the remedy.
 
@@ -51,7 +55,8 @@ class Failed(Exception):
     def __init__(self, message: str, verdict: str | None = "fail") -> None:
         super().__init__(message)
         reason = message.partition("\n")[0]
-        self.finding = None if verdict is None else Finding(verdict, (reason,))
+        cause = CAUSES.get(verdict or "", "")
+        self.finding = None if verdict is None else Finding(verdict, (reason,), cause)
 
 
 class Unrecorded(Failed):

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from ..kernels.capture_launches import TUNED_DIFFERENTLY
 from ..page.imports import import_folders, used_files
 from ..page.pair import Case
 from ..page.sources import git_blob, is_blob, source_files, text_digest
 from ..results import models, stats, verdict
 from ..results.export import path_below
 from ..results.messages import Json
+from ..results.verdict import Cause
 from ..util.git import GitSnapshot, SnapshotError
 from .run_context import RunContext
+
+OTHER_BASELINE = "the baseline is not the one that was stored"
 
 
 @dataclass
@@ -102,8 +106,18 @@ class StoredResult:
         reasons = [f"{n} was {then.get(n)} when stored, and is {environment.get(n)}" for n in names]
         mine = mine.with_syntax(sources, self.text_sources)
         if mine.sources["baseline"] != sources["baseline"]:
-            reasons.append("the baseline is not the one that was stored")
+            reasons.append(OTHER_BASELINE)
         return reasons
+
+    def cause(self, differences: Sequence[str]) -> Cause:
+        """Return the cause of a loss against this result, as far as `differences` show it."""
+        if any(TUNED_DIFFERENTLY in text for text in differences):
+            return "tuner"
+        if any(text != OTHER_BASELINE for text in differences):
+            return "environment"
+        if differences:
+            return "code"
+        return "machine" if self.has_recorded_code else ""
 
     def relative(self, path: Path | None = None) -> str:
         """Return `path` relative to the root. By default, it is the file of stored results."""

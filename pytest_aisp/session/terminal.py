@@ -149,7 +149,8 @@ def _closing(recorder: Recorder, rows: Sequence[Row]) -> list[str]:
     lines += _unused(sorted(recorder.unused))
     for row in rows:
         if row.verdict in ("inconclusive", "stale", DISTURBED):
-            lines += [f"{row.verdict}: {row.key}: {reason}" for reason in row.reasons]
+            causes = [f"cause: {row.cause}"] * bool(row.cause)
+            lines += [f"{row.verdict}: {row.key}: {text}" for text in (*row.reasons, *causes)]
     lines += [_no_canary(worker, keys) for worker, keys in recorder.without_canary]
     lines += [f"canary: {canary}" for canary in recorder.canaries if not canary.wrong]
     invalid = recorder.why_invalid()

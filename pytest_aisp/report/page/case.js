@@ -130,8 +130,9 @@ const noHistory = (one) => h("section", null, h("h2", null, "History"), h("p", {
 function showCase(i) {
   const one = data.cases[i], host = byId("case"), samples = samplesSection(one), lanes = timelineSection(one), draws = [];
   const close = h("figure"), past = h("figure", null, h("figcaption", null, "Value and 99 % interval by run; ring: this run"));
-  const red = (one.reasons || []).length
-    ? h("ul", { class: `reasons v-${verdictOf(one)}` }, one.reasons.map((l) => h("li", null, String(l)))) : null;
+  const why = [...(one.reasons || []), ...(one.cause ? [`cause: ${one.cause}`] : [])];
+  const red = why.length
+    ? h("ul", { class: `reasons v-${verdictOf(one)}` }, why.map((l) => h("li", null, String(l)))) : null;
   if (one.speedup) draws.push(() => intervalPlot(close, one));
   if (samples && samples.draw) draws.push(samples.draw);
   if (lanes) draws.push(lanes.draw);
