@@ -258,3 +258,53 @@ def test_completion_is_empty_if_pytest_cannot_collect(completions, monkeypatch):
 
     monkeypatch.setattr(catalog, "collect", refused)
     assert completions("aisp suite run --targets ch") == []
+
+
+@pytest.fixture
+def repository(pytester, monkeypatch, commit):
+    """A committed catalog of two pages: `gemm` imports a helper, and `scan` nothing."""
+    pages = fake_catalog(pytester.path, [case("ch10:gemm"), case("ch07:scan")])
+    monkeypatch.setattr(catalog, "collect", lambda *targets, tell: pages)
+    files = {
+        PAGE: "from .helper import twice\n",
+        "suites/ch10/helper.py": "def twice(x):\n    return 2 * x\n",
+        "suites/ch07/scan_test.py": "SIZE = 1\n",
+    }
+    for name, text in files.items():
+        path = pytester.path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    commit()
+    return pytester.path
+
+
+def changed_pages(capsys, ref="HEAD"):
+    assert app.main(["suite", "changed", ref]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_suite_changed_names_pages_whose_files_have_changed(repository, capsys, git):
+    assert changed_pages(capsys) == []
+    helper = repository / "suites/ch10/helper.py"
+    helper.write_text(f"# a comment\n{helper.read_text()}")
+    assert changed_pages(capsys) == []
+    helper.write_text("def twice(x):\n    return x * 2\n")
+    assert changed_pages(capsys) == [PAGE]
+    git("checkout", "-q", "--", ".")
+    (repository / "suites/ch07/scan_test.py").write_text("SIZE = 2\n")
+    assert changed_pages(capsys) == ["suites/ch07/scan_test.py"]
+
+
+def test_suite_changed_names_new_pages_and_not_renamed_ones(repository, capsys, git):
+    git("rm", "-q", "--cached", PAGE)
+    git("commit", "-qm", "without the page")
+    assert changed_pages(capsys) == [PAGE]
+    git("mv", "suites/ch07/scan_test.py", "suites/ch07/old_test.py")
+    git("commit", "-qm", "another name")
+    git("mv", "suites/ch07/old_test.py", "suites/ch07/scan_test.py")
+    assert changed_pages(capsys) == [PAGE]
+
+
+def test_suite_changed_refuses_an_unknown_commit(repository, capsys):
+    assert app.main(["suite", "changed", "nowhere"]) == 2
+    assert "nowhere: there is no such commit in this clone" in capsys.readouterr().err

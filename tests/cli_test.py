@@ -64,6 +64,7 @@ def test_reference_lists_every_command_and_option():
 SPELLINGS = {
     "suite list": "bench list-targets",
     "suite show": "show",
+    "suite changed": "changed",
     "suite run": "bench run",
     "suite verify": "verify",
     "suite replay": "replay",

@@ -25,6 +25,7 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Command]]] = {
         {
             "list": suite.list_pages,
             "show": suite.show,
+            "changed": suite.changed,
             "run": suite.run,
             "verify": suite.verify,
             "replay": suite.replay,

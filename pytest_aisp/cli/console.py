@@ -31,7 +31,8 @@ DEFAULT_BASELINES = Path("baselines")
 
 def finish(result: CliResult) -> NoReturn:
     """Print a result and exit with its code."""
-    print_line("\n".join(result.lines))
+    if result.lines:
+        print_line("\n".join(result.lines))
     raise typer.Exit(result.code)
 
 

@@ -1,4 +1,4 @@
-"""`aisp suite list | run | verify | replay`: find pages and run pytest on them."""
+"""`aisp suite list | changed | run | verify | replay`: find pages and run pytest on them."""
 
 from __future__ import annotations
 
@@ -87,6 +87,15 @@ def show(
     except CliError as error:
         lines += ["", *str(error).splitlines()]
     finish(CliResult([*lines, *source_view.page_diffs(shown)]))
+
+
+def changed(
+    ref: Annotated[str, typer.Argument(metavar="REF", help="a commit, such as origin/main")],
+) -> None:
+    """Print the pages that may give other results than at the commit REF, a line each."""
+    from ..tools import catalog
+
+    finish(catalog.changed_result(_read_catalog(None), ref))
 
 
 def run(

@@ -20,8 +20,10 @@ from subprocess import Popen
 import msgspec
 
 from ..page.gpu_specs import ARCHS
+from ..page.imports import import_folders, normalized_file, used_files
 from ..results.messages import Json
 from ..util.cli_result import CliError, CliResult, columns
+from ..util.git import GitError, GitSnapshot
 from ..worker.client import ReplayError, ReplayWorker
 
 COLLECTOR = "pytest_aisp.session.collect"
@@ -297,3 +299,37 @@ def replay_command(
     if not arguments:
         raise CliError(f"{folder} has no case of these targets\n    aisp suite replay {folder}")
     return [f"--aisp-replay={folder}", *more, *arguments]
+
+
+def changed_result(pages: Catalog, ref: str) -> CliResult:
+    """Return the pages that may give other results than at the commit `ref`.
+
+    A page has changed if a file that it may use has (`page.imports`), beyond comments and
+    formatting, or if it is new. No page is imported. Paths are relative to the working directory.
+
+    Raises:
+        CliError: there is no such commit, or no repository.
+    """
+    try:
+        old = GitSnapshot.at(pages.root, ref)
+    except GitError as error:
+        raise CliError(str(error).replace("--aisp-against=", "")) from None
+    with old.folder:
+        changed = [page.path for page in pages.pages if _has_changed(pages.root, page.path, old)]
+    return CliResult([os.path.relpath(pages.root / path) for path in dict.fromkeys(changed)])
+
+
+def _has_changed(root: Path, path: str, old: GitSnapshot) -> bool:
+    then = old.page(root / path)
+    if then is None:
+        return True
+    folders = import_folders(str(root))
+    here = used_files(root / path, str(root), folders)
+    there = used_files(then, str(old.tree), folders)
+    here_and_page = {**here, path: root / path}
+    there_and_page = {n: p for n, p in there.items() if p != then.resolve()} | {path: then}
+    return _contents(here_and_page) != _contents(there_and_page)
+
+
+def _contents(files: dict[str, Path]) -> dict[str, str]:
+    return {name: normalized_file(path) for name, path in files.items()}
