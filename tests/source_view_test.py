@@ -68,8 +68,15 @@ def test_local_name_of_a_side_is_not_a_use_of_the_page(page):
     assert page(text).side("side") == "def side(x):\n    wide = x\n    return wide"
 
 
-def test_imported_side_has_no_code(page):
+def test_side_of_a_library_has_no_code(page):
     assert page("from elsewhere import side\n").side("side") == ""
+
+
+def test_side_from_a_module_beside_the_page_has_its_code(page, tmp_path):
+    (tmp_path / "sides.py").write_text("TWO = 2\n\n\ndef doubled(x):\n    return TWO * x\n")
+    found = page("from .sides import doubled as side, missing\nfrom .gone import other\n")
+    assert found.side("side") == "TWO = 2\n\n\ndef doubled(x):\n    return TWO * x"
+    assert found.side("missing") == found.side("other") == ""
 
 
 def test_page_without_its_kernel_file_is_read(page, tmp_path):

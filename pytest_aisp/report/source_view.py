@@ -1,7 +1,7 @@
 """Extract the code of a page's sides from files: functions, constants and kernels.
 
 The code is never run. A side is shown with all top-level definitions of the page that it uses, and
-with the kernels that it uses from kernel files. Imported code is not shown.
+with the kernels that it uses from kernel files. Other imported code is shown only if it is a side.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class Page:
         doc: the docstring, or "".
         defined: the top-level statements, keyed by the names that they bind.
         modules: the kernel files of the `cuda_module` variables, keyed by variable.
+        imported: the file and the name there of each name that a relative import binds.
     """
 
     path: Path
@@ -38,6 +39,7 @@ class Page:
     doc: str
     defined: dict[str, ast.stmt]
     modules: dict[str, str]
+    imported: dict[str, tuple[Path, str]]
 
     @classmethod
     def read(cls, path: Path) -> Page:
@@ -51,7 +53,14 @@ class Page:
         tree = ast.parse(text)
         defined = {name: node for node in tree.body for name in _bound_names(node)}
         modules = {name: file for name, node in defined.items() if (file := _kernel_file(node))}
-        return cls(path, text, ast.get_docstring(tree) or "", defined, modules)
+        imported = {
+            alias.asname or alias.name: (path.parents[node.level - 1] / file, alias.name)
+            for node in tree.body
+            if isinstance(node, ast.ImportFrom) and node.level and node.module
+            for file in [Path(*node.module.split(".")).with_suffix(".py")]
+            for alias in node.names
+        }
+        return cls(path, text, ast.get_docstring(tree) or "", defined, modules, imported)
 
     @property
     def title(self) -> str:
@@ -60,6 +69,9 @@ class Page:
 
     def side(self, name: str) -> str:
         """Return the code of a side, followed by its kernels, or "" if the page lacks the side."""
+        if name not in self.defined and name in self.imported:
+            file, there = self.imported[name]
+            return Page.read(file).side(there) if file.is_file() else ""
         nodes = self._reached(name)
         source = self.text.splitlines()
         parts = ["\n".join(source[_first_line(n) - 1 : n.end_lineno]) for n in nodes]
