@@ -286,13 +286,10 @@ def choice_notes(choices: Choices) -> list[str]:
     return [f"tuned {kernel}: {' | '.join(configs)}" for kernel, configs in choices.items()]
 
 
-TUNED_DIFFERENTLY = "is tuned differently than"
-
-
 def differing_choices(stored: Choices, now: Choices) -> list[str]:
     """Return a line for each kernel whose choices now include one that is not stored."""
     return [
-        f"{kernel} {TUNED_DIFFERENTLY} in the stored result: {' | '.join(configs)},"
+        f"{kernel} is tuned differently than in the stored result: {' | '.join(configs)},"
         f" stored {' | '.join(stored[kernel])}"
         for kernel, configs in now.items()
         if kernel in stored and not set(configs) <= set(stored[kernel])

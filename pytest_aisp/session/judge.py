@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from ..kernels.capture_launches import differing_choices
 from ..page.pair import Claim
 from ..results import metric_limits, models, verdict
 from ..results.messages import Json
@@ -23,7 +22,7 @@ from ..worker.client import Worker
 from .case_client import CaseClient, reading
 from .measurement import Timing
 from .run_context import Failed, Unrecorded
-from .stored_result import StoredResult
+from .stored_result import Differences, StoredResult
 
 
 @dataclass
@@ -45,7 +44,7 @@ class Judgement:
     detectable: float | None
     stored: float | None
     stored_in: str
-    differences: list[str]
+    differences: Differences
     findings: list[Finding]
 
 
@@ -81,8 +80,7 @@ def judge_speedup(
     replaces = settings.update == "all"  # then only the claim has a gate
     gates = list(verdict.same_gates(spread)) if settings.aa else _claim_gates(claim, timing)
     findings: list[Finding] = []
-    differences: list[str] = []
-    same_environment = True
+    differences = Differences()
     record: float | None = None
     if mine is not None and has_record and mine.clock == clock:
         record = mine.value
@@ -90,12 +88,11 @@ def judge_speedup(
         findings.append(Finding("stale", (_other_clock(stored, mine, timing),)))
     if mine is not None and record is not None and not replaces:
         gates += verdict.record_gates(record, verdict.record_margin(spread, session, clock))
-        differences = stored.differences(mine, timing.environment, timing.sources, clock)
-        same_environment = not differences
-        choices = timing.details.get("choices", {})
-        differences += differing_choices(mine.choices, choices)
+        differences = stored.differences(
+            mine, timing.environment, timing.sources, clock, timing.details.get("choices")
+        )
     if not stored.case.judged and not settings.aa:
-        gates, differences, same_environment = [], [], True
+        gates, differences = [], Differences()
     decision = _decide(client, timing.reading, gates, client.vote)
     votes = [vote.value for vote in decision.votes]
     if votes:
@@ -104,7 +101,7 @@ def judge_speedup(
             f"measured {1 + len(votes)} times; the first gave {ratio(timing.reading.value)}"
         )
     word = verdict.verdict_of(
-        decision, stored=has_record or settings.aa, same_environment=same_environment
+        decision, stored=has_record or settings.aa, same_environment=differences.same_environment
     )
     reasons = list(client.missing_votes)
     reasons += _missed_gates(gates, decision, timing.reading.value, differences, stored)
@@ -151,7 +148,7 @@ def _missed_gates(
     gates: list[Gate],
     decision: Decision,
     first: float,
-    differences: list[str],
+    differences: Differences,
     stored: StoredResult,
 ) -> list[str]:
     """Return a reason for each missed gate: the value, the limit, and the limit's origin."""
@@ -174,7 +171,7 @@ def _missed_gates(
             f" margin {gate.red:.1%}; votes of fresh processes: {_listed(decision)} -> {outcome}"
         )
         if gate.name in ("record", "improvement"):
-            reasons += differences
+            reasons += differences.lines()
             reasons += ["the code is as it was recorded"] * stored.has_recorded_code
     return reasons
 
@@ -237,14 +234,13 @@ def judge_metric(
         reason = f"{text} ({metric.assertion} on the page) -> red"
         judged.findings.append(Finding("fail", (reason,)))
     elif mine and before and settings.update != "all" and metric.worse(before, amounts, sessions):
-        differences = list(speedup.differences) if speedup is not None else []
-        differences = differences or stored.differences(
-            mine, environment, sources, mine.clock or ""
-        )
+        found = speedup.differences if speedup is not None else Differences()
+        if not found.lines():
+            found = stored.differences(mine, environment, sources, mine.clock or "")
         now, then = metric.unit(amounts["optimized"]), metric.unit(before["optimized"])
         reason = f"{name}: {now} against {then} (stored in {stored.relative()}) -> red"
-        word = "stale" if differences else "regressed"
-        judged.findings.append(Finding(word, (reason, *differences), stored.cause(differences)))
+        word = "stale" if found.lines() else "regressed"
+        judged.findings.append(Finding(word, (reason, *found.lines()), stored.cause(found)))
     else:
         judged.findings.append(Finding("new" if before is None else "pass"))
     return judged

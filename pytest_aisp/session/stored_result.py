@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from ..kernels.capture_launches import TUNED_DIFFERENTLY
+from ..kernels.capture_launches import Choices, differing_choices
 from ..page.imports import import_folders, used_files
 from ..page.pair import Case
 from ..page.sources import git_blob, is_blob, source_files, text_digest
@@ -18,7 +18,30 @@ from ..results.verdict import Cause
 from ..util.git import GitSnapshot, SnapshotError
 from .run_context import RunContext
 
-OTHER_BASELINE = "the baseline is not the one that was stored"
+
+@dataclass(frozen=True)
+class Differences:
+    """What may explain a loss against a stored result, apart from the optimized side's code.
+
+    Attributes:
+        environment: a text for each fact of the environment that differs.
+        other_baseline: whether the baseline is not the one that was stored.
+        tuned: a text for each kernel that is tuned differently.
+    """
+
+    environment: Sequence[str] = ()
+    other_baseline: bool = False
+    tuned: Sequence[str] = ()
+
+    @property
+    def same_environment(self) -> bool:
+        """Whether environment and baseline are those of the stored result."""
+        return not self.environment and not self.other_baseline
+
+    def lines(self) -> list[str]:
+        """Return all differences as texts."""
+        baseline = ["the baseline is not the one that was stored"] * self.other_baseline
+        return [*self.environment, *baseline, *self.tuned]
 
 
 @dataclass
@@ -99,23 +122,27 @@ class StoredResult:
         environment: Mapping[str, Json],
         sources: Mapping[str, str],
         clock: str,
-    ) -> list[str]:
-        """Return the differences outside the code that may explain a loss against `mine`."""
+        choices: Choices | None = None,
+    ) -> Differences:
+        """Return the differences from `mine` that may explain a loss, apart from changed code.
+
+        Args:
+            choices: today's choices of tuned kernels, if they are known.
+        """
         then = self.run.stored(self.path).environments.get(mine.environments[-1], {})
         names = models.differences(then, environment, clock, several=self.case.gpus > 1)
-        reasons = [f"{n} was {then.get(n)} when stored, and is {environment.get(n)}" for n in names]
-        mine = mine.with_syntax(sources, self.text_sources)
-        if mine.sources["baseline"] != sources["baseline"]:
-            reasons.append(OTHER_BASELINE)
-        return reasons
+        facts = [f"{n} was {then.get(n)} when stored, and is {environment.get(n)}" for n in names]
+        known = mine.with_syntax(sources, self.text_sources).sources
+        tuned = differing_choices(mine.choices, choices or {})
+        return Differences(facts, known["baseline"] != sources["baseline"], tuned)
 
-    def cause(self, differences: Sequence[str]) -> Cause:
-        """Return the cause of a loss against this result, as far as `differences` show it."""
-        if any(TUNED_DIFFERENTLY in text for text in differences):
+    def cause(self, found: Differences) -> Cause:
+        """Return the cause of a loss against this result, as far as the differences show it."""
+        if found.tuned:
             return "tuner"
-        if any(text != OTHER_BASELINE for text in differences):
+        if found.environment:
             return "environment"
-        if differences:
+        if found.other_baseline:
             return "code"
         return "machine" if self.has_recorded_code else ""
 
