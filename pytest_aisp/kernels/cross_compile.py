@@ -7,8 +7,9 @@ side must contain it. Every kernel of the page must be launched by one of the pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from ..page import sources
 from ..page.gpu_specs import INSTRUCTIONS, LIMITS, REGISTER_UNIT, RESERVED_SHARED
@@ -212,8 +213,8 @@ class Assembly:
         are the likely cause. Each of these errors fails its own case, so here they are only noted.
         """
         reached, failed = _launches_of_page(self.pairs)
-        errors = dict.fromkeys(failed.values())
-        own = any(id(side) in failed for side in (self.pair.baseline, self.variant.side))
+        errors = dict.fromkeys(message for _, message in failed)
+        own = any(side in (self.pair.baseline, self.variant.side) for side, _ in failed)
         because = f" ({'; '.join(errors)})" if errors else ""
         for name, kernel in self._page_kernels():
             if kernel not in reached:
@@ -233,41 +234,45 @@ class Assembly:
             yield kernel.__name__, kernel
 
 
-_launches: tuple[Sequence[Pair], tuple[set[Kernel], dict[int, str]]] | None = None
-"""What `_launches_of_page` found for the pairs of the latest page."""
+PageLaunches: TypeAlias = tuple[set[Kernel], list[tuple[Side, str]]]
+"""The kernels that a page launches, and each side that raised an error, with its message."""
+_latest: tuple[Sequence[Pair], PageLaunches] | None = None
 
 
-def _launches_of_page(pairs: Sequence[Pair]) -> tuple[set[Kernel], dict[int, str]]:
-    """Return the kernels that the sides of a page launch at real sizes, and the sides that failed.
+def _launches_of_page(pairs: Sequence[Pair]) -> PageLaunches:
+    """Return what the sides of a page launch at real sizes.
 
-    All cases of a page need this, so the latest page is kept. A failed side is the key of a text.
+    All cases of a page need this, so the result of the latest page is kept.
     """
-    global _launches
-    if _launches is None or list(map(id, _launches[0])) != list(map(id, pairs)):
+    global _latest
+    if _latest is None or not _same(_latest[0], pairs):
         reached: set[Kernel] = set()
-        failed: dict[int, str] = {}
+        failed: list[tuple[Side, str]] = []
         for pair, side, size, arch in _every_run(pairs):
             launches = capture_launches(pair, side, size, arch, assemble=False)
             reached |= launches.kernels
             if launches.error is not None:
-                failed[id(side)] = f"{side_name(side)}: {_ended(launches)}"
-        _launches = pairs, (reached, failed)
-    return _launches[1]
+                failed.append((side, f"{side_name(side)}: {_ended(launches)}"))
+        _latest = pairs, (reached, failed)
+    return _latest[1]
 
 
-def _every_run(pairs: Sequence[Pair]) -> Iterator[tuple[Pair, Side, Size, str]]:
-    """Yield each side at each size for each arch, once."""
-    seen = set()
-    for pair in pairs:
-        for variant in pair.variants:
-            for size in pair.sizes or pair.cpu_sizes:
-                if variant.when is None or variant.when(**size):
-                    for arch in pair.archs(variant):
-                        for side in (pair.baseline, variant.side):
-                            key = id(pair), id(side), size_words(size), arch
-                            if key not in seen:
-                                seen.add(key)
-                                yield pair, side, size, arch
+def _same(some: Sequence[Pair], others: Sequence[Pair]) -> bool:
+    return list(map(id, some)) == list(map(id, others))
+
+
+def _every_run(pairs: Sequence[Pair]) -> Iterable[tuple[Pair, Side, Size, str]]:
+    """Return each side at each size for each arch, once."""
+    runs = (
+        (pair, side, size, arch)
+        for pair in pairs
+        for variant in pair.variants
+        for size in pair.sizes or pair.cpu_sizes
+        if variant.when is None or variant.when(**size)
+        for arch in pair.archs(variant)
+        for side in (pair.baseline, variant.side)
+    )
+    return {(id(run[0]), id(run[1]), size_words(run[2]), run[3]): run for run in runs}.values()
 
 
 def _kernel_name(kernel: Kernel) -> str:
