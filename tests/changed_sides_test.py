@@ -61,6 +61,11 @@ def tripled(x):
 def test_doubling(pair):
     pair.assert_equivalent()
     pair.assert_speedup()
+
+
+class TestPlain:
+    def test_plain(self):
+        assert 1 == 1
 """
 TWICE = "def twice(x):\n    return 2 * x\n"
 CLASS = """
@@ -159,6 +164,14 @@ KINDS = {
         {"imports": "from chapter import parts", "body": "return parts.TABLE['f'](x)"},
         {"chapter/parts/__init__.py": TWICE + "TABLE = {'f': twice}"},
     ),
+    "another name of a helper": (
+        {
+            "imports": "from .helper import once as helped",
+            "defs": "TABLE = {'f': helped}",
+            "body": "return TABLE['f'](x)",
+        },
+        {HELPER: "def twice(x):\n    return x + x + 0\n\n\ndef once(x):\n    return x + x\n"},
+    ),
     "a star import": (
         {"imports": "from .helper import *", "body": "return TABLE['f'](x)"},
         {HELPER: TWICE + "TABLE = {'f': twice}"},
@@ -197,6 +210,7 @@ EDITS = [
     ("FACTOR = 2", "FACTOR = 4 // 2"),
     ("return 2\n", "return 4 // 2\n"),
     ("2 * f(x)", "f(x) * 2"),
+    ("import once as", "import twice as"),
 ]
 NUMBERS = itertools.count()
 
@@ -276,8 +290,9 @@ def test_a_comment_behind_a_side_is_no_change(changed, kind):
         ("x.double() + x.double()", "2 * x.double()"),
         ("4 * n, write", "8 * n, write"),
         ('"n": 64', '"n": 128'),
+        ("assert 1 == 1", "assert 2 == 2"),
     ],
-    ids=["another side", "inputs", "reference", "work", "sizes"],
+    ids=["another side", "inputs", "reference", "work", "sizes", "a plain test"],
 )
 def test_code_that_is_no_part_of_the_sides_is_no_change(changed, old, new):
     assert changed({"body": "return x * 2"}, {}, lambda text: text.replace(old, new)) == []

@@ -55,25 +55,18 @@ def used_files(page: Path, root: str, folders: Iterable[str]) -> dict[str, Path]
     return dict(sorted(found.items()))
 
 
+def contents(page: Path, root: str, folders: Iterable[str]) -> dict[str, str]:
+    """Return the normalized files that a page may use, except for the page, by relative path."""
+    files = used_files(page, root, folders)
+    return {name: normalized_file(file) for name, file in files.items() if file != page.resolve()}
+
+
 def normalized_file(path: Path) -> str:
     """Return the content of a file without comments, docstrings and formatting."""
     text = path.read_bytes().decode(errors="surrogateescape")
     if path.suffix in CUDA_SUFFIXES:
         return str(normalize.cuda([text]))
     return (normalize.module(text) if path.suffix == ".py" else None) or text
-
-
-def normalized_rest(path: Path, without: Collection[str]) -> str:
-    """Return a normalized page without its tests and the top-level functions named in `without`."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    kept = [node for node in tree.body if not _is_left_out(node, without)]
-    return normalize.module(ast.unparse(ast.Module(kept, []))) or ""
-
-
-def _is_left_out(node: ast.stmt, without: Collection[str]) -> bool:
-    if not isinstance(node, ast.FunctionDef):
-        return isinstance(node, (ast.Import, ast.ImportFrom))  # the imported files are compared
-    return node.name in without or node.name.startswith("test_")
 
 
 @functools.lru_cache(maxsize=256)

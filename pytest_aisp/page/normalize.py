@@ -10,7 +10,7 @@ import ast
 import functools
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from types import CodeType
 
 IGNORED = ("kind", "type_comment")
@@ -37,6 +37,26 @@ def module(text: str, *, docstrings: bool = False) -> str | None:
     """Return a normalized module, or None if `text` is not Python."""
     tree = _parsed(text)
     return None if tree is None else _python(tree, docstrings)
+
+
+def rest(text: str, names: Collection[str]) -> str | None:
+    """Return a normalized page without its tests and without the top-level functions in `names`.
+
+    If `text` is not Python, return None.
+    """
+    tree = _parsed(text)
+    if tree is None:
+        return None
+    kept = [node for node in tree.body if not _is_left_out(node, names)]
+    return _python(ast.Module(kept, []), docstrings=False)
+
+
+def _is_left_out(node: ast.stmt, names: Collection[str]) -> bool:
+    if isinstance(node, ast.ClassDef):
+        return node.name.startswith("Test")
+    return isinstance(node, ast.FunctionDef) and (
+        node.name in names or node.name.startswith("test_")
+    )
 
 
 def _definition(text: str, key: Definition, docstrings: bool) -> str | None:

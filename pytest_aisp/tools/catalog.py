@@ -20,7 +20,7 @@ from subprocess import Popen
 import msgspec
 
 from ..page.gpu_specs import ARCHS
-from ..page.imports import import_folders, normalized_file, used_files
+from ..page.imports import contents, import_folders, normalized_file
 from ..results.messages import Json
 from ..util.cli_result import CliError, CliResult, columns
 from ..util.git import GitError, GitSnapshot
@@ -320,16 +320,8 @@ def changed_result(pages: Catalog, ref: str) -> CliResult:
 
 
 def _has_changed(root: Path, path: str, old: GitSnapshot) -> bool:
-    then = old.page(root / path)
-    if then is None:
+    here, then = root / path, old.page(root / path)
+    if then is None or normalized_file(here) != normalized_file(then):
         return True
     folders = import_folders(str(root))
-    here = used_files(root / path, str(root), folders)
-    there = used_files(then, str(old.tree), folders)
-    here_and_page = {**here, path: root / path}
-    there_and_page = {n: p for n, p in there.items() if p != then.resolve()} | {path: then}
-    return _contents(here_and_page) != _contents(there_and_page)
-
-
-def _contents(files: dict[str, Path]) -> dict[str, str]:
-    return {name: normalized_file(path) for name, path in files.items()}
+    return contents(here, str(root), folders) != contents(then, str(old.tree), folders)

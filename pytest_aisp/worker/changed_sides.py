@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..page.imports import import_folders, normalized_file, normalized_rest, used_files
+from ..page import normalize
+from ..page.imports import contents, import_folders
 from ..page.pair import Pair, Side
 from ..page.sources import digest, imported_late, reached_names
 from ..results.task_results import ChangedResult
@@ -34,11 +35,9 @@ def changed_sides(context: TaskContext) -> ChangedResult:
     if old is None:
         return result
     both = list(context.both_sides(pair, old))
-    elsewhere = _differs_elsewhere(
-        context,
-        _names(pair, [now for _, now, _ in both], context.task.root),
-        _names(old, [then for _, _, then in both], past.root),
-    )
+    names_now = _names(pair, [now for _, now, _ in both], task.root)
+    names_then = _names(old, [then for _, _, then in both], past.root)
+    elsewhere = _differs_elsewhere(context, names_now, names_then)
     for role, now, then in both:
         late = [n for n in imported_late(then, past.root) if leads_to(n, task.root)]
         if late:
@@ -61,10 +60,9 @@ def _differs_elsewhere(context: TaskContext, now: set[str], then: set[str]) -> b
     folders = import_folders(task.root)
     rests, others = [], []
     for place, names in ((task, now), (past, then)):
-        page = Path(place.page).resolve()
-        used = used_files(page, place.root, folders)
-        rests.append(normalized_rest(page, names))
-        others.append({n: normalized_file(path) for n, path in used.items() if path != page})
+        page = Path(place.page)
+        rests.append(normalize.rest(page.read_text(encoding="utf-8"), names))
+        others.append(contents(page, place.root, folders))
     return rests[0] != rests[1] or others[0] != others[1]
 
 
