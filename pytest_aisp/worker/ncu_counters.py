@@ -17,8 +17,11 @@ OPTIONS = ("--csv", "--page=raw", "--print-units=base")
 """With these, ``ncu --import`` prints a row of names, a row of units, and a row per kernel."""
 TIME = "gpu__time_duration.sum"
 OCCUPANCY = ["sm__warps_active.avg.pct_of_peak_sustained_active"]
-ISSUED = ["sm__inst_issued.avg.pct_of_peak_sustained_active"]
-ISSUED += ("smsp__issue_active.avg.pct_of_peak_sustained_active", "smsp__issue_active.avg.pct")
+ISSUED = [
+    "sm__inst_issued.avg.pct_of_peak_sustained_active",
+    "smsp__issue_active.avg.pct_of_peak_sustained_active",
+    "smsp__issue_active.avg.pct",
+]
 """The names that versions of ncu use, the preferred one first."""
 STALL = re.compile(r"smsp__average_warps_issue_stalled_(\w+?)_per_issue_active\.ratio")
 SELECTED = "selected"
