@@ -34,8 +34,7 @@ import triton.language as tl
 from torch.nn import functional as F
 
 from pytest_aisp import Cost, Work, compare
-
-from .rounding import to_even
+from suites.rounding import to_even
 
 CHOSEN = 2
 POPULAR = 4.0

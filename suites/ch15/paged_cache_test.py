@@ -30,9 +30,8 @@ import triton.language as tl
 
 from pytest_aisp import Cost, Variant, Work, compare
 from suites.decoder import Cache, Decoder, cached_numbers, exact_logits, matrix_weights
+from suites.rounding import to_even
 from suites.serving import config_of, forward_cost, kernels_of
-
-from .rounding import to_even
 
 PAGE = 64  # tokens
 ROWS = 16  # of the smallest product of tensor cores: the queries of a group, and rows of zeros

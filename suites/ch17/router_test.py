@@ -14,9 +14,11 @@ Optimized  of_chosen: of of_all. `topk` first, then a softmax over the 4 chosen 
            4 times, and removes it each time. The shares stay in registers in between.
            In the test of requests, of_chosen is looped with the same two calls for the whole
            matrix.
-Bound      Few tokens: the host, which launches a few kernels, or some for each request in looped.
-           Many tokens: DRAM for fused. `topk` of torch starts a block of threads for each row. The
-           block finds the fourth largest score digit by digit, with barriers in between.
+Bound      With few tokens, the host limits all sides: it launches a few kernels, and in looped some
+           for each request.
+           With many tokens, DRAM limits fused. The other sides call `topk` of torch, which starts a
+           block of threads for each row. The block finds the fourth largest score digit by digit,
+           with barriers in between.
 Use when   Choose first and normalize what is left: it is less work for the same shares. Vectorize
            any decision that is made per request and does not depend on the decision before it.
            Write a kernel if the router is a visible part of a layer: with large experts it is not.

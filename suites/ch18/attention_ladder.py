@@ -22,6 +22,13 @@ CHECKED = [
     {"total": 70, "tokens": 70, "causal": True},
     {"total": 131, "tokens": 131, "causal": False},
 ]
+# Shape and type of queries that the kernels refuse, and words of the error.
+REFUSED = [
+    ((1, 2, 0, WIDTH), torch.bfloat16, "at least one token"),
+    ((1, 2, 8, 64), torch.bfloat16, "heads of 128"),
+    ((2, 2, 8, WIDTH), torch.bfloat16, "one shape"),
+    ((1, 2, 8, WIDTH), torch.float32, "needs one type"),
+]
 
 
 def queries_keys_values(device, total, tokens, causal):

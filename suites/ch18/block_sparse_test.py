@@ -30,8 +30,8 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from pytest_aisp import Cost, Variant, Work, compare
+from suites.rounding import to_even
 
-from .rounding import to_even
 from .split_kv import LOG2_E, product_operand, product_type, refuse
 
 WIDTH = 128  # numbers of a head

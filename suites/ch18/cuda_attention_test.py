@@ -5,8 +5,8 @@ Problem    Forward attention in bf16, heads of 128, with and without a causal ma
            as in trained models.
 Baseline   naive: three kernels write all scores, turn them into weights, and multiply them by the
            values. The arithmetic is fp32 in tiles of 64 x 64. Tiles above the diagonal are skipped.
-Optimized  online: of naive. The same tiles in one kernel. A running maximum and sum per row correct
-           the outputs so far, so no score leaves the chip.
+Optimized  online: of naive. The same tiles in one kernel. It keeps the maximum and the sum of each
+           row so far, and corrects the outputs with them. So no score leaves the chip.
            mma_sync: of online. Three changes: the tensor cores multiply bf16, so weights are
            rounded to bf16. A block takes 128 queries, not 64. The next keys and values are copied
            meanwhile. This is FlashAttention-2.
@@ -16,8 +16,8 @@ Bound      naive and online: shared memory and fp32 multiply-adds. naive also wr
            scores, which is the smaller part. mma_sync and flash: `mma.sync`, which does not reach
            the rate of wgmma on Hopper (`../ch10/gemm_test.py`), and then the exponentials. cudnn:
            tensor cores.
-Use when   Call `scaled_dot_product_attention`. Keeping the scores on the chip saves memory at once,
-           but it saves little time as long as the products are slow. The rungs for Hopper are in
+Use when   Call `scaled_dot_product_attention`. Keeping the scores on the chip always saves
+           memory. It saves little time while the products are slow. The rungs for Hopper are in
            `cuda_attention_hopper_test.py`.
 """
 
@@ -28,6 +28,7 @@ from pytest_aisp import Cost, Sweep, Variant, compare, cuda_module
 
 from .attention_ladder import (
     CHECKED,
+    REFUSED,
     WIDTH,
     cudnn,
     flash,
@@ -144,15 +145,7 @@ class TestRefused:
     """The kernels refuse what they do not take, before the launch."""
 
     @pytest.mark.parametrize("side", [naive, online, mma_sync])
-    @pytest.mark.parametrize(
-        ("shape", "dtype", "words"),
-        [
-            ((1, 2, 0, WIDTH), torch.bfloat16, "at least one token"),
-            ((1, 2, 8, 64), torch.bfloat16, "heads of 128"),
-            ((2, 2, 8, WIDTH), torch.bfloat16, "one shape"),
-            ((1, 2, 8, WIDTH), torch.float32, "needs one type"),
-        ],
-    )
+    @pytest.mark.parametrize(("shape", "dtype", "words"), REFUSED)
     def test_tensors(self, side, shape, dtype, words):
         q = torch.ones(shape, dtype=dtype)
         with pytest.raises(ValueError, match=words):

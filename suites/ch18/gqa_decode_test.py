@@ -29,8 +29,8 @@ import triton.language as tl
 from torch.nn import functional as F
 
 from pytest_aisp import Cost, Variant, Work, compare
+from suites.rounding import to_even
 
-from .rounding import to_even
 from .split_kv import (
     LOG2_E,
     join_parts,

@@ -29,8 +29,8 @@ import triton
 import triton.language as tl
 
 from pytest_aisp import Cost, Variant, Work, compare
+from suites.rounding import to_even
 
-from .rounding import to_even
 from .split_kv import refuse
 
 HEADS, GROUPS, WIDTH = 32, 8, 128

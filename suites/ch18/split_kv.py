@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .rounding import to_even
+from suites.rounding import to_even
 
 LOG2_E = 1.4426950408889634
 

@@ -31,8 +31,8 @@ import triton.language as tl
 from torch.nn import functional as F
 
 from pytest_aisp import Cost, Variant, Work, compare
+from suites.rounding import to_even
 
-from .rounding import to_even
 from .split_kv import LOG2_E, product_operand, product_type, refuse
 
 WIDTH = 128  # numbers of a head

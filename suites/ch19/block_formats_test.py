@@ -34,8 +34,7 @@ import triton
 import triton.language as tl
 
 from pytest_aisp import Conditions, Cost, Variant, Work, compare
-
-from .rounding import to_even
+from suites.rounding import to_even
 
 MX, NV = 32, 16  # elements of a block
 E4M3, E2M1 = 448.0, 6.0  # the largest numbers

@@ -31,8 +31,7 @@ import triton.language as tl
 from torch.nn import functional as F
 
 from pytest_aisp import Conditions, Cost, Variant, Work, compare
-
-from .rounding import to_even
+from suites.rounding import to_even
 
 LARGEST = 448.0  # of e4m3
 SIDE = 128  # of a block that shares a scale

@@ -33,8 +33,7 @@ import triton.language as tl
 from torch.nn import functional as F
 
 from pytest_aisp import Cost, Variant, Work, compare
-
-from .rounding import to_even
+from suites.rounding import to_even
 
 GROUPS, GROUP, DIM = 8, 8, 128  # heads that share keys, and numbers of a head
 ROWS = 16  # of the smallest product of tensor cores

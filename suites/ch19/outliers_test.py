@@ -37,8 +37,7 @@ import triton.language as tl
 from torch.nn import functional as F
 
 from pytest_aisp import Cost, Variant, Work, compare
-
-from .rounding import to_even
+from suites.rounding import to_even
 
 LARGEST, EVERY, LARGER, FACTOR = 127, 64, 48.0, 8.0
 SMOOTHED, ROTATED, APART = 1, 2, 3

@@ -33,8 +33,7 @@ import triton.language as tl
 from torch.nn import functional as F
 
 from pytest_aisp import Cost, Variant, Work, compare
-
-from .rounding import to_even
+from suites.rounding import to_even
 
 CONFIGS = [
     triton.Config({"M": m, "N": n, "K": k}, num_warps=m // 16, num_stages=stages)

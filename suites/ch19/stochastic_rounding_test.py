@@ -7,8 +7,8 @@ Problem    test_stochastic_rounding is a step of gradient descent for n weights 
 Baseline   fp32_copy: an fp32 copy of the weights learns, and is rounded to bf16. One Triton kernel.
            in_fp32: all 32 steps in fp32.
 Optimized  stochastic: of fp32_copy. There is no copy. The new weight rounds up or down at random.
-           The closer it is to the upper number, the likelier it rounds up. Philox draws the bits in
-           the kernel, from the step's number and a seed that is an input.
+           It rounds up more often the closer it is to the upper number. The kernel draws the random
+           bits with Philox, from the step's number and a seed that is an input.
            many_stochastic: of in_fp32. Each step rounds stochastically.
 Bound      DRAM. fp32_copy moves 12 bytes per weight, stochastic 6. In the code for sm90, stochastic
            has 28 instructions per weight and fp32_copy has 16. They run while the bytes move. One
@@ -30,8 +30,7 @@ import triton
 import triton.language as tl
 
 from pytest_aisp import Cost, Variant, Work, compare
-
-from .rounding import to_even
+from suites.rounding import to_even
 
 RATE = 2.0**-10  # of learning
 BLOCK = 1024
