@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
 import importlib
+import weakref
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -183,6 +186,21 @@ def recorded(monkeypatch):
 def test_a_captured_graph_keeps_its_nodes_and_is_instantiated(recorded):
     cuda_graph.capture_graph(lambda: recorded.append("run"))
     assert recorded == ["run", "keep=True", "begin", "run", "end", "instantiate"]
+
+
+def test_a_captured_step_stays_alive(recorded, monkeypatch):
+    """Otherwise the tensors that only the step refers to would be freed under the graph."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "graph", lambda *args, **options: contextlib.nullcontext())
+    monkeypatch.setattr(cuda_graph, "_stream", lambda device: torch.cuda.current_stream())
+    monkeypatch.setattr(RecordingGraph, "replay", lambda self: None, raising=False)
+    cache = torch.ones(3)
+    freed = []
+    weakref.finalize(cache, lambda: freed.append("cache"))
+    replay = cuda_graph.capture(functools.partial(torch.sum, cache))
+    del cache
+    gc.collect()
+    assert float(replay()) == 3 and not freed
 
 
 def test_scarce_memory_is_released_before_a_capture(recorded, monkeypatch):

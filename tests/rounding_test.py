@@ -173,6 +173,7 @@ def test_a_reference_that_refuses_perturbed_inputs_is_bound_by_its_values():
 
 
 def test_a_slow_reference_is_perturbed_once(monkeypatch):
+    monkeypatch.setattr(numerics, "LONG", -1.0)
     monkeypatch.setattr(numerics, "SLOW", -1.0)
     calls = []
 

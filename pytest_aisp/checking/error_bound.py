@@ -59,11 +59,13 @@ class ErrorBound:
 
     Attributes:
         remarks: what a reader should know about the bound.
-        slow: True if the reference takes so long that it is perturbed only once.
+        first_draws: number of perturbed runs before any side is close to the bound.
+        slow: True if the reference takes so long that few more runs are made later.
     """
 
     reference: Reference
     remarks: list[str] = field(default_factory=list)
+    first_draws: int = numerics.DRAWS
     slow: bool = False
     _errors: dict[tuple[Turns, Precision | None], Errors] = field(default_factory=dict)
     _refined: set[tuple[Turns, Precision | None]] = field(default_factory=set)
@@ -75,7 +77,7 @@ class ErrorBound:
         key = (run.turns[:count], precision)
         if key not in self._errors:
             self._start(run, precision)
-            self._perturb(run, precision, 1 if self.slow else numerics.DRAWS)
+            self._perturb(run, precision, self.first_draws)
         errors = self._errors[key]
         both = zip(run.expected[count], errors.totals, strict=True)
         return [self._sigma(one, total, errors, precision, count) for one, total in both]

@@ -27,8 +27,9 @@ LEAST_SIGMA = {8: 1e-300, 4: 1e-45}
 """Least allowed standard deviation, by bytes of its type. float32 has no smaller number."""
 DRAWS, MORE_DRAWS = 3, 12
 """Number of perturbed runs of the reference, and of further runs before a side is refused."""
-SLOW = 10.0
-"""If one traced run of the reference takes longer (in seconds), it is perturbed only once."""
+LONG, SLOW = 0.5, 10.0
+"""Seconds of one traced run of the reference above which it is perturbed only once at first, and
+above which it is perturbed only `DRAWS` more times, not `MORE_DRAWS`, before a side is refused."""
 STEP = 2.0**-10
 """Relative perturbation of the inputs of a reference that cannot be traced."""
 TRACED = 1e-3

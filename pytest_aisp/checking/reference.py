@@ -198,6 +198,8 @@ class Reference:
         except Exception as error:  # the reference itself ran before, so tracing is the reason
             structure.untraced = f"{type(error).__name__} is raised when it is traced"
         seconds = time.monotonic() - start
+        if seconds > numerics.LONG:
+            self.bound.first_draws = 1
         if seconds > numerics.SLOW:
             self.bound.slow = True
             self.bound.remark(

@@ -205,8 +205,9 @@ def capture(step: Callable[[], T], *, pool: _POOL_HANDLE | None = None) -> Calla
     """Capture `step` in a CUDA graph and return a callable that replays it.
 
     `step` first runs three times on a side stream, so that everything it creates lazily exists.
-    The callable returns `step`'s outputs, which every replay overwrites. Without a GPU it is
-    `step` itself, so that a page's results can be checked on any machine.
+    The callable returns `step`'s outputs, which every replay overwrites. It keeps `step` alive, and
+    with it the tensors that the graph reads and writes. Without a GPU it is `step` itself, so that
+    a page's results can be checked on any machine.
 
     Args:
         pool: memory that several graphs share (`torch.cuda.graph_pool_handle()`). Replay such
@@ -228,11 +229,12 @@ def capture(step: Callable[[], T], *, pool: _POOL_HANDLE | None = None) -> Calla
     with torch.cuda.graph(graph, pool=pool, stream=stream):
         outputs = step()
 
-    def replay() -> T:
-        graph.replay()
-        return outputs
+    return functools.partial(_replay, graph, outputs, step)
 
-    return replay
+
+def _replay(graph: torch.cuda.CUDAGraph, outputs: T, step: Callable[[], T]) -> T:
+    graph.replay()
+    return outputs
 
 
 @functools.cache
