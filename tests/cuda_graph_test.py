@@ -200,7 +200,8 @@ def test_a_captured_step_stays_alive(recorded, monkeypatch):
     replay = cuda_graph.capture(functools.partial(torch.sum, cache))
     del cache
     gc.collect()
-    assert float(replay()) == 3 and not freed
+    assert float(replay()) == 3
+    assert not freed
 
 
 def test_scarce_memory_is_released_before_a_capture(recorded, monkeypatch):
