@@ -172,6 +172,8 @@ def recorded(monkeypatch):
         "current_device": lambda: 0,
         "graph_pool_handle": lambda: (0, 7),
         "mem_get_info": lambda: (100, 140),
+        "memory_reserved": lambda: 30,
+        "memory_allocated": lambda: 10,
         "empty_cache": lambda: RecordingGraph.calls.append("cache emptied"),
         "get_sync_debug_mode": lambda: 0,
         "set_sync_debug_mode": lambda mode: None,
@@ -204,8 +206,10 @@ def test_a_captured_step_stays_alive(recorded, monkeypatch):
     assert not freed
 
 
-def test_scarce_memory_is_released_before_a_capture(recorded, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (30, 140))
+@pytest.mark.parametrize(("free", "reserved"), [(30, 30), (60, 80)])
+def test_scarce_memory_is_released_before_a_capture(recorded, monkeypatch, free, reserved):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 140))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: reserved)
     cuda_graph.capture_graph(lambda: None)
     assert recorded == ["keep=True", "cache emptied", "begin", "end", "instantiate"]
 

@@ -28,7 +28,9 @@ T = TypeVar("T")
 WARMUP = 3
 """Number of calls before a callable is captured."""
 SCARCE = 1 / 4
-"""The allocator's cache is emptied before a capture if less than this share of memory is free."""
+"""The allocator's cache is emptied before a capture if less than this share of memory is free. It is
+also emptied if the cache is larger than what is free: a capture needs about what the calls before
+it left in the cache."""
 abandoned: list[_POOL_HANDLE] = []
 """Memory pools of failed captures.
 
@@ -146,7 +148,8 @@ def capture_graph(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
     pool = torch.cuda.graph_pool_handle()
     torch.cuda.synchronize()
     free, total = torch.cuda.mem_get_info()
-    if free < SCARCE * total:
+    cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    if free < max(SCARCE * total, cached):
         torch.cuda.empty_cache()  # cached memory cannot be returned during a capture
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream), no_gc():
