@@ -28,9 +28,8 @@ T = TypeVar("T")
 WARMUP = 3
 """Number of calls before a callable is captured."""
 SCARCE = 1 / 4
-"""The allocator's cache is emptied before a capture if less than this share of memory is free. It is
-also emptied if the cache is larger than what is free: a capture needs about what the calls before
-it left in the cache."""
+"""The allocator's cache is emptied before a capture if less than this share of memory is free, or
+less than the cache holds: a capture needs about what the calls before it left in the cache."""
 abandoned: list[_POOL_HANDLE] = []
 """Memory pools of failed captures.
 
