@@ -23,7 +23,7 @@ from pytest_aisp.worker.loader import load_page, pair_of
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "suites").rglob("*_test.py"))
-ARCH_OF = {"nvidia-h200": "sm90"}
+ARCH_OF = {"nvidia-h100-80gb-hbm3": "sm90", "nvidia-h200": "sm90"}
 GOALS = ("pair.assert_memory(", "pair.assert_goodput(")
 HEADINGS = ["Problem", "Baseline", "Optimized", "Bound", "Use when"]
 FIGURE = re.compile(r"(\d+(?:\.(\d+))?) ?(x|times|us|ms|%|TB/s|GB/s|TFLOP/s)(?![\w/])")
