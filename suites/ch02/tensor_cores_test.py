@@ -115,9 +115,9 @@ costs = {
 @compare(
     baseline=fp32,
     optimized=[
-        Variant(tf32, precision="tf32"),
-        Variant(bf16, precision="bf16"),
-        Variant(fp16, precision="fp16"),
+        Variant(tf32, precision="tf32", at_least={"sm90": 6.9}),
+        Variant(bf16, precision="bf16", at_least={"sm90": 7.7}),
+        Variant(fp16, precision="fp16", at_least={"sm90": 7.7}),
     ],
     sizes=[{"m": 4096, "n": 4096, "k": 4096}],
     # the limit of all sides is the fastest arithmetic that any of them uses

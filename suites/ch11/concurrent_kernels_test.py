@@ -113,8 +113,8 @@ def at_once(jobs, count, n, launches):
 @compare(
     baseline=in_turn,
     optimized=[
-        four_streams,
-        a_stream_each,
+        Variant(four_streams, at_least={"sm90": 3.3}),
+        Variant(a_stream_each, at_least={"sm90": 9.8}),
         Variant(one_launch, at_least={"sm90": 10}),
     ],
     inputs=inputs,

@@ -108,7 +108,7 @@ def chain_cost(layers, n):
     baseline=launches,
     optimized=[
         Variant(waits_first, needs="griddepcontrol", at_least={"sm90": 1.05}),
-        Variant(loads_first, needs="griddepcontrol"),
+        Variant(loads_first, needs="griddepcontrol", at_least={"sm90": 1.3}),
         Variant(library, at_least="yardstick"),
     ],
     inputs=inputs,

@@ -110,7 +110,7 @@ def on_width(width):
     optimized=[
         Variant(two_streams, at_least="yardstick"),
         Variant(four_streams, at_least="yardstick"),
-        batched,
+        Variant(batched, at_least={"sm90": 1.1}),
     ],
     inputs=inputs,
     reference=reference,

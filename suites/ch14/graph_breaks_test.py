@@ -122,8 +122,8 @@ def blocks(layers, rows, width, **starts):
     baseline=broken,
     optimized=[
         Variant(cond, at_least="yardstick"),
-        where,
-        whole,
+        Variant(where, at_least={"sm90": 1.1}),
+        Variant(whole, at_least={"sm90": 2.8}),
         Variant(eager, at_least="yardstick"),
     ],
     inputs=inputs,

@@ -100,8 +100,8 @@ def network(layers, rows, width, **starts):
     baseline=eager,
     optimized=[
         compiled,
-        reduce_overhead,
-        captured,
+        Variant(reduce_overhead, at_least={"sm90": 2.4}),
+        Variant(captured, at_least={"sm90": 5.3}),
         Variant(eager_captured, at_least="yardstick"),
     ],
     state=state,

@@ -33,7 +33,7 @@ import triton
 import triton.language as tl
 from torch.nn import functional as F
 
-from pytest_aisp import Cost, Work, compare
+from pytest_aisp import Cost, Variant, Work, compare
 from suites.rounding import to_even
 
 CHOSEN = 2
@@ -295,7 +295,10 @@ judged = functools.partial(
 
 @judged(
     baseline=masked,
-    optimized=[sorted_slices, grouped],
+    optimized=[
+        Variant(sorted_slices, at_least={"sm90": 1.6}),
+        Variant(grouped, at_least={"sm90": 13}),
+    ],
     bound="launch",
     costs={masked: masked_cost, sorted_slices: sorted_cost, grouped: grouped_cost},
 )

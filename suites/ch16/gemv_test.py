@@ -123,8 +123,8 @@ FOUR_BITS = 0.5 + 4 / GROUP
     baseline=library,
     optimized=[
         Variant(bf16, at_least="yardstick"),
-        Variant(int8, precision="int8"),
-        Variant(int4, precision="w4a16"),
+        Variant(int8, precision="int8", at_least={"sm90": 1.6}),
+        Variant(int4, precision="w4a16", at_least={"sm90": 2.4}),
     ],
     state=state,
     inputs=inputs,

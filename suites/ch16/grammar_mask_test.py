@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pytest_aisp import Cost, Work, compare
+from pytest_aisp import Cost, Variant, Work, compare
 
 WORD, BLOCK = 32, 1024
 
@@ -115,7 +115,7 @@ def fused_cost(rows, vocabulary):
 
 @compare(
     baseline=bools,
-    optimized=[bits, fused],
+    optimized=[Variant(bits, at_least={"sm90": 1.5}), Variant(fused, at_least={"sm90": 3.8})],
     inputs=inputs,
     reference=reference,
     sizes=[{"rows": 64, "vocabulary": 128256}],

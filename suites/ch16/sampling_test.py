@@ -24,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pytest_aisp import Cost, Work, compare
+from pytest_aisp import Cost, Variant, Work, compare
 
 TEMPERATURE, KEPT = 0.8, 50
 GAP = 0.01
@@ -170,7 +170,10 @@ def top_k_cost(rows, vocabulary, kernels):
 
 @compare(
     baseline=sort_all,
-    optimized=[top_k_first, fused],
+    optimized=[
+        Variant(top_k_first, at_least={"sm90": 6.1}),
+        Variant(fused, at_least={"sm90": 7.0}),
+    ],
     inputs=inputs,
     reference=reference,
     sizes=[{"rows": 64, "vocabulary": 128256}],

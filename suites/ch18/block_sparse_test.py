@@ -228,7 +228,7 @@ def flex_cost(heads, tokens, kept):
     baseline=biased,
     optimized=[
         Variant(tiled, at_least="yardstick"),  # separates the kernel from the list
-        listed,
+        Variant(listed, at_least={"sm90": 4.6}),
         Variant(flex, gpu_only="FlexAttention's Triton kernel", at_least="yardstick"),
     ],
     inputs=inputs,

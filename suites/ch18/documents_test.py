@@ -151,7 +151,10 @@ def flex_cost(heads, tokens, documents):
 
 @compare(
     baseline=biased,
-    optimized=[looped, Variant(flex, gpu_only="FlexAttention's Triton kernel")],
+    optimized=[
+        Variant(looped, at_least={"sm90": 4.1}),
+        Variant(flex, gpu_only="FlexAttention's Triton kernel", at_least={"sm90": 8.7}),
+    ],
     inputs=inputs,
     reference=reference,
     sizes=[

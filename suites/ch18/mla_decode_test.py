@@ -256,7 +256,11 @@ def library_cost(batch, heads, tokens, chunk):
 
 @compare(
     baseline=expanded,
-    optimized=[absorbed, fused, Variant(library, at_least="yardstick")],
+    optimized=[
+        Variant(absorbed, at_least={"sm90": 2.9}),
+        Variant(fused, at_least={"sm90": 5.8}),
+        Variant(library, at_least="yardstick"),
+    ],
     state=state,
     inputs=inputs,
     reference=reference,

@@ -261,7 +261,7 @@ def size(page):
     baseline=gathered,
     optimized=[
         Variant(copied, at_least="yardstick"),  # separates the kernel from the copy
-        paged,
+        Variant(paged, at_least={"sm90": 3.1}),
         Variant(contiguous, at_least="yardstick"),
     ],
     state=state,

@@ -253,7 +253,7 @@ CHECK_SIZES = [{"rows": 5, "k": 96}, {"rows": 33, "k": 2080}]
 
 @compare(
     baseline=eager,
-    optimized=[compiled, fused],
+    optimized=[Variant(compiled, at_least={"sm90": 18}), Variant(fused, at_least={"sm90": 18})],
     inputs=inputs,
     reference=reference,
     sizes=SIZES,
