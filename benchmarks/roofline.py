@@ -18,11 +18,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from pytest_aisp.distributed import plot
-from pytest_aisp.distributed.plot import GRAY, GRID, INK
 from pytest_aisp.results import run_reader
 from pytest_aisp.results.row import duration, ratio
 from pytest_aisp.timing.peaks import Peaks, load
+from pytest_aisp.util import svg
+from pytest_aisp.util.svg import GRAY, GRID, INK
 
 WIDTH, HEIGHT = 1120, 600
 LEFT, RIGHT, TOP, BOTTOM = 96, 970, 76, 540
@@ -86,7 +86,7 @@ class Window:
 
     def at(self, intensity: float, rate: float) -> tuple[float, float]:
         """Return the pixel of a point."""
-        across, up = plot.log_fraction(intensity, *self.x), plot.log_fraction(rate, *self.y)
+        across, up = svg.log_fraction(intensity, *self.x), svg.log_fraction(rate, *self.y)
         return LEFT + across * (RIGHT - LEFT), BOTTOM - up * (BOTTOM - TOP)
 
 
@@ -120,7 +120,7 @@ def draw(cases: Sequence[Column], peaks: Peaks, left_out: int) -> str:
         *_roofs(window, copy, roofs),
         *_points(window, cases),
         *listed,
-        plot.text(36, height - 12, _footer(left_out), size=11, fill=GRAY),
+        svg.text(36, height - 12, _footer(left_out), size=11, fill=GRAY),
         "</svg>",
     ]
     return "\n".join(parts) + "\n"
@@ -128,16 +128,16 @@ def draw(cases: Sequence[Column], peaks: Peaks, left_out: int) -> str:
 
 def _title(peaks: Peaks) -> Iterator[str]:
     facts = peaks.facts
-    yield plot.text(
+    yield svg.text(
         LEFT, 32, f"Roofline of {facts.get('name', peaks.product)}", size=20, weight="bold"
     )
     known = [f"{key} {facts[key]}" for key in ("torch", "driver", "cuda") if key in facts]
     known += [facts["date"]] if "date" in facts else []
     text = "roofs as measured" + (f" ({', '.join(known)})" if known else "")
-    yield plot.text(LEFT, 54, text, size=12, fill=GRAY)
+    yield svg.text(LEFT, 54, text, size=12, fill=GRAY)
     for x, radius, fill, label in ((790, 6, "#ffffff", "baseline"), (882, 3.8, INK, "optimized")):
-        yield plot.circle(x, 28, radius, INK, fill)
-        yield plot.text(x + 12, 32, label, size=12)
+        yield svg.circle(x, 28, radius, INK, fill)
+        yield svg.text(x + 12, 32, label, size=12)
 
 
 def _footer(left_out: int) -> str:
@@ -149,20 +149,20 @@ def _footer(left_out: int) -> str:
 
 
 def _grid(window: Window) -> Iterator[str]:
-    for value in plot.decades(*window.x):
+    for value in svg.decades(*window.x):
         x, _ = window.at(value, window.y[0])
-        yield plot.line(x, TOP, x, BOTTOM, GRID)
-        yield plot.text(x, BOTTOM + 18, f"{value:g}", anchor="middle", size=12)
-    for value in plot.decades(*window.y):
+        yield svg.line(x, TOP, x, BOTTOM, GRID)
+        yield svg.text(x, BOTTOM + 18, f"{value:g}", anchor="middle", size=12)
+    for value in svg.decades(*window.y):
         _, y = window.at(window.x[0], value)
-        yield plot.line(LEFT, y, RIGHT, y, GRID)
-        yield plot.text(LEFT - 8, y + 4, plot.si(value), anchor="end", size=12)
+        yield svg.line(LEFT, y, RIGHT, y, GRID)
+        yield svg.text(LEFT - 8, y + 4, svg.si(value), anchor="end", size=12)
     yield f'<rect x="{LEFT}" y="{TOP}" width="{RIGHT - LEFT}" height="{BOTTOM - TOP}" '
     yield f'fill="none" stroke="{GRAY}"/>'
-    yield plot.text(
+    yield svg.text(
         (LEFT + RIGHT) / 2, BOTTOM + 40, "arithmetic intensity, FLOP/byte", anchor="middle"
     )
-    yield plot.text(24, (TOP + BOTTOM) / 2, "FLOP/s", anchor="middle", turn=-90)
+    yield svg.text(24, (TOP + BOTTOM) / 2, "FLOP/s", anchor="middle", turn=-90)
 
 
 def _roofs(window: Window, copy: float, roofs: Sequence[tuple[str, float]]) -> Iterator[str]:
@@ -170,17 +170,17 @@ def _roofs(window: Window, copy: float, roofs: Sequence[tuple[str, float]]) -> I
     start = max(window.x[0], window.y[0] / copy)
     (x1, y1), (x2, y2) = window.at(start, start * copy), window.at(highest / copy, highest)
     turn = math.degrees(math.atan2(y2 - y1, x2 - x1))
-    yield plot.line(x1, y1, x2, y2, INK, width=2)
+    yield svg.line(x1, y1, x2, y2, INK, width=2)
     style: dict[str, Any] = {"size": 12, "weight": "bold"}
-    yield plot.text(
-        x2, y2, f"DRAM copy {plot.si(copy)}B/s", turn=turn, by=(-14, -7), anchor="end", **style
+    yield svg.text(
+        x2, y2, f"DRAM copy {svg.si(copy)}B/s", turn=turn, by=(-14, -7), anchor="end", **style
     )
     lines = [window.at(rate / copy, rate) for _, rate in roofs]
     labels = _spread([-y for _, y in lines], LINE)
     for (kind, rate), (x, y), label in zip(roofs, lines, labels, strict=True):
         color = COLORS.get(kind, GRAY)
-        yield plot.line(x, y, RIGHT, y, color, width=2)
-        yield plot.text(RIGHT + 8, 4 - label, f"{kind} {plot.si(rate)}FLOP/s", fill=color, **style)
+        yield svg.line(x, y, RIGHT, y, color, width=2)
+        yield svg.text(RIGHT + 8, 4 - label, f"{kind} {svg.si(rate)}FLOP/s", fill=color, **style)
 
 
 def _points(window: Window, cases: Sequence[Column]) -> Iterator[str]:
@@ -188,18 +188,18 @@ def _points(window: Window, cases: Sequence[Column]) -> Iterator[str]:
     heights = [[window.at(c.intensity, rate)[1] for rate in c.rates] for c in cases]
     taken = [(x, y, 7.0, 7.0) for x, ys in zip(across, heights, strict=True) for y in ys]
     for case, x, ys in zip(cases, across, heights, strict=True):
-        yield plot.line(x, min(ys), x, max(ys), case.color)
-        yield plot.circle(x, ys[0], 6, case.color, "#ffffff")
-        yield from (plot.circle(x, y, 3.8, case.color, case.color) for y in ys[1:])
+        yield svg.line(x, min(ys), x, max(ys), case.color)
+        yield svg.circle(x, ys[0], 6, case.color, "#ffffff")
+        yield from (svg.circle(x, y, 3.8, case.color, case.color) for y in ys[1:])
     for number, (case, x, ys) in enumerate(zip(cases, across, heights, strict=True), 1):
         half = 4.0 * len(str(number)) + 1
         u, v, far = _free((x, min(ys)), half, taken)
         taken.append((u, v, half, 7.0))
         if far:
-            yield plot.line(x, min(ys), u, v, case.color, width=0.7)
+            yield svg.line(x, min(ys), u, v, case.color, width=0.7)
         style: dict[str, Any] = {"anchor": "middle", "size": 12, "weight": "bold"}
         for stroke in ("#ffffff", ""):  # white under the digits, where they cross a line
-            yield plot.text(u, v + 4, str(number), fill=case.color, stroke=stroke, **style)
+            yield svg.text(u, v + 4, str(number), fill=case.color, stroke=stroke, **style)
 
 
 def _spread(places: Sequence[float], apart: float) -> list[float]:
