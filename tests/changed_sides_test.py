@@ -310,6 +310,22 @@ def test_files_of_libraries_and_outside_the_root_are_not_used(tmp_path):
     assert list(used_files(page, str(page.parent), ["."])) == ["page_test.py"]
 
 
+def test_headers_of_kernel_files_are_used(tmp_path):
+    files = {
+        "ch01/page_test.py": "K = cuda_module('k.cu', include_path=[ROOT / 'common'])\n",
+        "ch01/k.cu": '#include "near.cuh"\n#include <cstdint>\n  # include <shared/far.cuh>\n',
+        "ch01/near.cuh": '#include "../farther.h"\n',
+        "farther.h": "",
+        "common/shared/far.cuh": "",
+        "common/shared/other.cuh": "",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    used = used_files(tmp_path / "ch01/page_test.py", str(tmp_path), ["."])
+    assert list(used) == sorted(files.keys() - {"common/shared/other.cuh"})
+
+
 def test_a_file_that_is_not_python_any_more_is_still_compared(changed):
     files = {HELPER: "x = (\n"}
     parts = {"body": "return x * 2", "defs": "TEXT = Path(__file__).parent / 'helper.py'"}

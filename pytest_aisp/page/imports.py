@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import sys
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from .sources import libraries
 
 CUDA_SUFFIXES = (".cu", ".cuh", ".h", ".hpp")
 DYNAMIC_IMPORTS = ("import_module", "__import__")
+_INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', re.MULTILINE)
 LONGEST_NAME = 200
 """Longer text constants are not taken for names of files."""
 
@@ -37,12 +39,13 @@ def used_files(page: Path, root: str, folders: Iterable[str]) -> dict[str, Path]
         folders: the folders from which Python imports, relative to `root`.
 
     These are all modules that the page imports, directly or indirectly, also when a function is
-    called, and all files whose names are text constants of one of these modules. Names that the
-    code puts together are not found.
+    called, all files whose names are text constants of one of these modules, and the headers that
+    its CUDA files include. Names that the code puts together are not found.
     """
     under = Path(root).resolve()
     bases = [under / folder for folder in folders]
     found: dict[str, Path] = {}
+    header_folders = [under]
     todo = [page.resolve()]
     while todo:
         file = todo.pop()
@@ -51,7 +54,11 @@ def used_files(page: Path, root: str, folders: Iterable[str]) -> dict[str, Path]
             continue
         found[name] = file
         if file.suffix == ".py":
-            todo += [path.resolve() for path in _named(file, under, bases) if path.is_file()]
+            named = list(_named(file, under, bases))
+            todo += [path.resolve() for path in named if path.is_file()]
+            header_folders += [path for path in named if path.is_dir()]  # may be an include path
+        elif file.suffix in CUDA_SUFFIXES:
+            todo += _included(file, header_folders)
     return dict(sorted(found.items()))
 
 
@@ -106,6 +113,13 @@ def _named(file: Path, root: Path, bases: Collection[Path]) -> Iterator[Path]:
             yield from _modules(base, name)
     for text in constants:
         yield from (folder / text for folder in (file.parent, root))
+
+
+def _included(file: Path, folders: Iterable[Path]) -> Iterator[Path]:
+    """Yield the headers next to a CUDA file or in `folders` that it includes."""
+    for name in _INCLUDE.findall(file.read_text(encoding="utf-8", errors="replace")):
+        paths = ((folder / name).resolve() for folder in (file.parent, *folders))
+        yield from (path for path in paths if path.is_file())
 
 
 def _modules(base: Path, name: str) -> Iterator[Path]:
