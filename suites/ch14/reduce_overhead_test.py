@@ -11,9 +11,16 @@ Optimized  compiled: of eager. `torch.compile` with its default mode. All but th
            captured: of compiled. The same graph by hand, from `torch.cuda.graph`. It reads x where
            it is, and its result is not cloned, so there are no copies. It also checks no guards.
            eager_captured: of captured, without the compiler.
-Bound      The host limits eager and compiled. The GPU limits the graphs: small kernels run one
-           after another. The costs count the weights as reads from the L2. They leave out the
-           host's time to check guards and to compare addresses, which has no rate.
+Bound      The host limits eager, compiled and reduce_overhead. The GPU limits the captured sides:
+           small kernels run one after another. The costs count the weights as reads from the L2.
+           They leave out the host's time to check guards and to compare addresses, which has no
+           rate, so they take the GPU for the limit of reduce_overhead too.
+Seen       On an H100, captured takes three times as long as the starts of its kernels. A product of
+           8 rows has only a few tiles, and each of them walks the whole inner dimension, so it
+           probably takes longer than its start. reduce_overhead replays the same kernels and takes
+           several times as long as captured, so its guards, its copies and its checks of addresses
+           cost more than the kernels. The time of eager differs by half from one row to the next,
+           so these ratios are rough.
 Use when   The GPU waits for the host. Start with `mode="reduce-overhead"`: it captures again when
            a shape or a parameter's address changes, and leaves out what cannot be captured.
            Capture by hand if the shapes are fixed and every microsecond counts. Neither helps if
