@@ -15,6 +15,11 @@ Bound      DRAM for bf16 and int8. int4 reads half the bytes of int8 and spends 
            it about equally. `weight_only_test.py` in chapter 13 solves the same problem with tensor
            cores, whose products always have 16 rows. It takes more instructions to bring a weight
            there.
+Seen       On an H100, int4 takes longer than either its bytes or its instructions, and less than
+           both in a row. A warp loads its weights and then converts them, so the two overlap only
+           across warps. The kernel has 80 registers, so an SM holds three of its blocks. 896 blocks
+           are not a whole number of rounds for 132 SMs, and in the last one many SMs have less to
+           overlap. How much each of these takes was not measured.
 Use when   One sequence is decoded at a time. Every row of x adds multiplications on ordinary cores,
            so tensor cores win from a few rows on. Weights of 4 bits cost accuracy. This page has
            random weights and shows nothing about that (`outliers_test.py` in chapter 19).
