@@ -10,7 +10,12 @@ Bound      DRAM. A step reads all weights once, for one sequence or for many. It
            whole cache of each of its sequences, because a captured step has fixed shapes: a mask
            hides the positions behind the present one. So the time between two tokens is that of the
            weights plus that of `rows` caches. The cost of a token is that of one cache plus a share
-           of the weights, so it hardly falls once the caches take longer than the weights.
+           of the weights, so it hardly falls once the caches take longer than the weights. With few
+           sequences and two layers, the starts of a step's many small kernels take even longer.
+Seen       Only 1 and 4 sequences are recorded, on an H100. Both sides take more than half as long
+           again as predicted, so their ratio is as predicted. The costs count each small kernel as
+           its start. It probably takes somewhat longer, because it waits for its first bytes and
+           has work for only a few SMs. `prefill_decode_test.py` shows the same.
 Use when   A server has an objective for the time between tokens. The largest batch that meets it is
            the cheapest, and the curve shows where larger batches stop paying. No batch meets an
            objective below the time of a step with one sequence: that takes smaller weights, a

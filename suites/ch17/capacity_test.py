@@ -13,8 +13,16 @@ Optimized  grouped: of padded. The kept tokens lie one after another, sorted by 
            empty row. The same tokens are dropped.
            The page is a curve over `factor`. The most popular expert gets 1.6 times the mean, so
            tokens are dropped up to a factor of 1.5.
-Bound      Tensor cores. padded multiplies `factor` times as many rows as there are tokens. grouped
-           multiplies those that are kept: all of them if no expert is full.
+Bound      Tensor cores at a large factor. padded multiplies `factor` times as many rows as there
+           are tokens. grouped multiplies those that are kept: all of them if no expert is full. At
+           a small factor, the sort, the copies and the gate together take about as long as the
+           products, and DRAM limits them.
+Seen       On an H100, both sides take longer than predicted at every factor. The curve of padded
+           divides the difference. The part that does not grow with `factor`, a sort and five
+           copies of tokens, takes more than twice as long as predicted. A sort of so few numbers is a chain
+           of short kernels, and a copy by index probably misses the copy rate. The part that grows,
+           the products and the gate, takes about a quarter longer. Neither was timed alone.
+           grouped gains nothing at a factor of 1, where padded has few empty rows.
 Use when   Experts are on one GPU: with grouped products a large factor costs little, so there is
            no reason to drop tokens, which costs quality. Buffers of a fixed size are useful if
            other GPUs write into them. Then the factor is a choice: near 1, few rows are empty and

@@ -10,7 +10,12 @@ Optimized  prefill: all tokens in one call, as for a prompt. The call is a CUDA 
 Bound      A step of decode reads each weight for 2 operations, so DRAM limits it. prefill reads
            the weights once. Its operations grow with `tokens` until tensor cores are the limit.
            That is the corner of the roofline. It lies at half the operations that tensor cores do
-           while DRAM delivers one weight, because each token does 2 operations with it.
+           while DRAM delivers one weight, because each token does 2 operations with it. The starts
+           of the many small kernels come on top, and with two layers they take longer than reading
+           the weights.
+Seen       Only 4 tokens are recorded, on an H100. Both sides take more than half as long again as
+           predicted. The costs count each small kernel as its start. It probably takes somewhat
+           longer, because it waits for its first bytes and has work for only a few SMs.
 Use when   You decide how many tokens to compute together: up to the corner, more tokens in a call
            cost nearly nothing. Prompts are longer than that, and a sequence that generates has one
            token. So a server batches decodes (`batch_size_test.py`), adds tokens of a prompt to
