@@ -12,7 +12,13 @@ Optimized  looped: of biased, one causal call per document, on a view of its tok
 Bound      flex: tensor cores, for the tiles that have at least one visible score. Tiles that the
            function hides in part take extra instructions. biased computes all tiles and also reads
            two bytes of the mask for every score and head. looped computes about as few tiles as
-           flex, in small calls that do not fill the GPU.
+           flex, in small calls that do not fill the GPU. A call takes at least as long as its last
+           tile of queries, which sees the whole document.
+Seen       On an H100, all sides take longer than predicted. Which kernel PyTorch chose for biased
+           and looped was not recorded. flex has programs of different lengths, and its partly
+           hidden tiles take extra instructions. How much either costs was not measured. A call of
+           looped has few tiles if documents are short, so its start and its end probably take
+           longer than its products.
 Use when   Training packs short documents into long sequences. One block mask serves all layers of
            a step, and its cost has to be paid for each new batch. `varlen_test.py` has the same
            problem without a causal mask, with kernels that take a list of beginnings. Long
@@ -119,15 +125,19 @@ def visible_tiles(tokens, documents):
     return len(tiles)
 
 
-def attending(heads, tokens, scores, extra=0):
-    """Return the cost of one kernel that keeps its `scores` of each head on the chip."""
-    # Products and exponentials do not use SMs without a tile of queries.
+def attending(heads, tokens, scores, extra=0, longest=0):
+    """Return the cost of one kernel that keeps its `scores` of each head on the chip.
+
+    An SM computes a tile of queries, of which none has more scores than `longest`.
+    """
+    # Products and exponentials do not use SMs without a tile, nor those that wait for the longest.
     idle = max(1, SMS / (heads * -(-tokens // TILE)))
+    counted = max(heads * scores * idle, SMS * longest)
     return Cost(
         read=6 * heads * tokens * WIDTH + extra,
         write=2 * heads * tokens * WIDTH,
-        sfu=heads * scores * idle,
-        ops={"bf16": 4 * heads * scores * WIDTH * idle},
+        sfu=counted,
+        ops={"bf16": 4 * counted * WIDTH},
         launches=1,
     )
 
@@ -141,7 +151,8 @@ def looped_cost(heads, tokens, documents):
     moved = 2 * heads * tokens * WIDTH
     cost = Cost(read=moved, write=moved, launches=1)  # cat
     for length in lengths_of(tokens, documents):
-        cost += attending(heads, length, length * (length + 1) / 2)
+        last = TILE * length  # its queries see all keys
+        cost += attending(heads, length, length * (length + 1) / 2, longest=last)
     return cost
 
 

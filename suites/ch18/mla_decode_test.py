@@ -16,8 +16,14 @@ Optimized  absorbed: of expanded, the weights move to the other side of the prod
            library: of absorbed, with `scaled_dot_product_attention` for the same steps. The heads
            are the queries of one head. PyTorch chooses the kernel.
 Bound      With 16 heads, fused: DRAM, which has to deliver the latent cache once. With 128 heads,
-           each byte takes 8 times as many operations, and the tensor cores need longer than the
-           bytes. expanded: DRAM, for 320 numbers per head instead of 576 for all heads.
+           each byte takes 8 times as many operations, and the tensor cores need about as long as
+           the bytes. expanded: DRAM, for 320 numbers per head instead of 576 for all heads.
+           library: the L2. Only the memory-efficient kernel of PyTorch takes heads this wide. Its
+           sums do not fit into registers, so it writes and reads them once per 128 tokens.
+Seen       On an H100, fused with 128 heads takes more than twice as long as predicted. Its sums
+           fill so many registers that an SM has only one program. Probably copies, products and
+           exponentials then wait for one another. absorbed with 128 heads and library also take
+           longer, and that is not explained.
 Use when   Absorb in decode, always. Expand in prefill: there the keys are used by many queries, and
            a product of 192 + 128 numbers per score is cheaper than one of 576 + 512. The memory
            matters as much as the time: a latent cache holds many times the tokens.
@@ -227,17 +233,15 @@ def absorbed_cost(batch, heads, tokens, chunk):
     )
 
 
-def in_one(batch, heads, tokens, parts, programs=SMS):
+def in_one(batch, heads, tokens, parts):
     scores, cache = batch * heads * tokens, cache_bytes(batch, tokens)
     blocks = -(-heads // 64)  # of heads. Each reads the cache, and the second one from the L2
-    # An SM gets its share of the L2's rate, so SMs without a program leave theirs unused.
-    idle = max(1, SMS / programs)
     return Cost(
         read=cache + 2 * batch * heads * (LATENT + ROTARY),
         write=parts,
-        l2=cache * blocks * idle,
-        sfu=scores * idle,
-        ops={"bf16": 2 * scores * (2 * LATENT + ROTARY) * idle},
+        l2=cache * blocks,
+        sfu=scores,
+        ops={"bf16": 2 * scores * (2 * LATENT + ROTARY)},
         launches=1,
     )
 
@@ -249,9 +253,26 @@ def fused_cost(batch, heads, tokens, chunk):
 
 
 def library_cost(batch, heads, tokens, chunk):
-    mean = 2 * batch * heads * LATENT
-    blocks = -(-heads // 64)  # of queries, in tiles of 64
-    return around(batch, heads) + in_one(batch, heads, tokens, mean, batch * blocks)
+    """Return the cost of PyTorch's `fmha_cutlassF_bf16_aligned_32x128_gmem_sm80`.
+
+    A block takes 32 queries, and 128 tokens at a time. It multiplies with `mma.sync`, at 63 % of
+    the tensor cores' rate on Hopper (arXiv 2501.12084).
+    """
+    rows = -(-heads // 32) * 32
+    programs = batch * rows // 32
+    # An SM gets its share of each rate, so SMs without a program leave theirs unused.
+    idle = max(1, SMS / programs)
+    tiles = 2 * (LATENT + ROTARY) + 2 * LATENT  # bytes of a token: its key, and then its value
+    sums = 2 * 4 * 32 * LATENT / 128  # read and written, per token
+    attend = Cost(
+        read=cache_bytes(batch, tokens) + 2 * batch * heads * (LATENT + ROTARY),
+        write=2 * batch * heads * LATENT,
+        l2=programs * tokens * (tiles + sums) * idle,
+        sfu=batch * rows * tokens * idle,
+        ops={"bf16": 2 * batch * rows * tokens * (2 * LATENT + ROTARY) * idle / 0.63},
+        launches=1,
+    )
+    return around(batch, heads) + attend
 
 
 @compare(

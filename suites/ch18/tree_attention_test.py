@@ -15,7 +15,12 @@ Optimized  masked: of per_branch, write all nodes at once, and call once with a 
            tokens. A second kernel joins their results. The kernel reads a word of 32 bits for each
            node instead of a mask for each score.
 Bound      fused: DRAM, which has to deliver the context once. per_branch reads it once for each
-           branch. With 2 sequences, masked has 16 programs, so most SMs have nothing to do.
+           branch, but its tensor cores need longer than that: FlashAttention-2 computes a tile of
+           128 queries for each head, which has 4. With 2 sequences, masked has 16 programs, so most
+           SMs have nothing to do.
+Seen       On an H100, masked with 16 sequences takes almost twice as long as predicted. Which
+           kernel PyTorch chose was not recorded. If it does not split the context, an SM has at
+           most one program, which probably keeps too few bytes in flight.
 Use when   A draft has several candidates for a token, and the context is much longer than the tree.
            Whether the tree pays off also depends on how many drafted tokens are accepted, which
            this page does not measure.
@@ -254,8 +259,13 @@ def per_branch_cost(batch, branches, context, chunk):
     vectors = heads_bytes(batch, DEPTH)
     select = Cost(read=vectors, write=vectors, launches=1)
     # Keys and values are selected before they are written. Each query head has a tile of its own,
-    # and reads the cache. The first head of a group reads it from DRAM.
-    attend = attending(batch, context, DEPTH, rows=64 * SHARE, rounds=SHARE)
+    # and reads the cache. The first head of a group reads it from DRAM. `causal_lower_right` calls
+    # FlashAttention-2. Its tiles have 128 queries, or 64 if it splits the context to fill the GPU.
+    # Its `mma.sync` reaches 63 % of the tensor cores' rate on Hopper (arXiv 2501.12084).
+    # Exponentials come after the products.
+    tile = 128 if batch * HEADS >= 0.8 * 2 * SMS else 64
+    attend = attending(batch, context, DEPTH, rows=tile * SHARE / 0.63, rounds=SHARE)
+    attend += Cost(sfu=tile * batch * HEADS * (context + DEPTH))
     return branches * (2 * written(batch, DEPTH) + 2 * select + attend)
 
 
