@@ -10,7 +10,7 @@ from doctor_test import Nvml
 
 from pytest_aisp.timing import neighbors
 from pytest_aisp.timing.neighbors import Slices
-from pytest_aisp.tools import doctor, machine_load
+from pytest_aisp.tools import doctor, host_findings
 from pytest_aisp.util.cpu_load import CpuReading
 
 QUIET = CpuReading(0.0, 0.0, 1.0, 10.0, 0.0)
@@ -18,15 +18,15 @@ QUIET = CpuReading(0.0, 0.0, 1.0, 10.0, 0.0)
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch):
-    monkeypatch.setattr(machine_load.time, "sleep", lambda seconds: None)
-    monkeypatch.setattr(machine_load, "load_text", lambda: "; load 5.1 on 2 cores")
+    monkeypatch.setattr(host_findings.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(host_findings, "load_text", lambda: "; load 5.1 on 2 cores")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
 def cpu(own, busy, stolen=0.0):
     """Return the findings after two seconds on two cores."""
     after = CpuReading(2.0, 0.0, 1.0 + own, busy and 10.0 + busy, stolen)
-    return [(f.name, f.state, f.text) for f in machine_load.cpu_findings(QUIET, after, 2)]
+    return [(f.name, f.state, f.text) for f in host_findings.cpu_findings(QUIET, after, 2)]
 
 
 FREE = ("steal", "fine", "the host takes 0% of the CPU time")
@@ -68,7 +68,7 @@ def gpu(monkeypatch):
         monkeypatch.setattr(torch.cuda, "device", lambda index: torch.no_grad())
         rates = None if percent is None else SimpleNamespace(gpu=percent)
         nvml = Nvml(nvmlDeviceGetUtilizationRates=rates)
-        found = list(machine_load.load_findings(nvml, (0, 1)))
+        found = list(host_findings.load_findings(nvml, (0, 1)))
         return [(f.name, f.state, f.text) for f in found if f.name.startswith("GPU")]
 
     return findings
@@ -95,7 +95,7 @@ def test_what_cannot_be_measured_is_unread(gpu, monkeypatch):
     assert slow[1:] == ("unread", "the CPU is too busy to queue kernels without a pause")
     assert gpu(0, reader=False)[1][1:] == ("unread", "this machine compiles no CUDA C++")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    found = machine_load.time_slices("GPU 0", 0)
+    found = host_findings.time_slices("GPU 0", 0)
     assert (found.state, found.text) == ("unread", "torch cannot use this GPU")
 
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import msgspec
 
@@ -17,35 +17,13 @@ from ..util.device import read_text
 from ..util.device_state import THROTTLED
 from ..util.gpu_lease import is_worker
 from ..worker import nvidia_tools
+from .host_findings import Finding, State, host_findings, load_findings, process_findings
 
-State: TypeAlias = Literal["fine", "note", "harms", "unread"]
 LABELS: dict[State, str] = {"fine": "fine", "note": "note", "harms": "HARMS", "unread": "?"}
-"""The labels by state.
-
-`note` may cost time or affect other users, `harms` makes times wrong or noisy, and `unread` could
-not be read.
-"""
-
-
-class Finding(msgspec.Struct, frozen=True):
-    """The result of one check.
-
-    Attributes:
-        text: the state that the check found.
-        change: the instructions that fix it, with the command last.
-    """
-
-    name: str
-    state: State
-    text: str = msgspec.field(name="said")
-    change: str = ""
 
 
 def examine() -> list[Finding]:
     """Run all checks on this machine and return their findings."""
-    from .host_findings import host_findings, process_findings
-    from .machine_load import load_findings
-
     root, cores, nvml = Path("/"), device.cores_here(), device.load_nvml()
     found = [*gpu_findings(nvml, root, cores), *host_findings(root, cores)]
     found += process_findings(root, cores, os.environ)
