@@ -31,8 +31,8 @@ Seen       On an H100, pingpong and overlapped gain nothing over specialized, so
            causal mask, mma_sync, flash and cudnn also lose because blocks differ in length.
            Probably the last blocks leave SMs idle.
 Use when   Call `scaled_dot_product_attention`, which chooses cuDNN on Hopper. Write such a kernel
-           only for attention that no library has, and stop at specialized: a producer warpgroup is
-           what gains.
+           only for attention that no library has, and stop at specialized: its producer warpgroup
+           is the last rung that gains.
 """
 
 from dataclasses import replace
