@@ -16,10 +16,17 @@ Bound      DRAM for MXFP8. One pass reads 2 bytes per element and writes about 1
            element on sm90. On an H200, they take about as long as the reads and writes.
            Instructions for NVFP4: fused_fp4 runs 35 per element, because it compares with seven
            midpoints, which is exact, and a division would not be. On an H200, they take almost
-           twice as long as the reads and writes. So fused_fp4 claims no speedup.
+           twice as long as the reads and writes. compiled_fp4 compares as often. It also stores
+           each code in a byte, and a second kernel packs two of them.
+Seen       On an H100, compiled_fp4 takes more than twice as long as predicted, and most of the gain
+           of fused_fp4 comes from there. The code of compiled_fp4 for a GPU was not examined. It
+           probably runs more instructions per element than its cost, which takes the number of
+           fused_fp4. eager takes longer than its passes. Its kernels were not timed one by one.
+           Probably those that find the largest of 32 elements and multiply by a factor per block
+           are slower than a copy.
 Use when   You quantize in the call, as for activations. Then one pass is the difference between a
-           gain and a loss of the whole product. Compare fused with compiled, because eager is only
-           the definition, and compiling it costs one line.
+           gain and a loss of the whole product. For MXFP8, compile the definition, which costs one
+           line and is as fast as fused. For NVFP4, write the kernel.
            The page accepts no error: codes and scales must be those of the definition, bit for bit.
            The formats themselves lose accuracy. MXFP8 rounds an element by up to 2^-4 of it. Its
            largest elements lose up to 2^-3, because the scale is a power of two and what is above
@@ -239,8 +246,13 @@ def mxfp8_cost(rows, k):
 
 
 def nvfp4_cost(rows, k):
-    # At best: `torch.compile` may make a kernel for the scales and one for the codes.
     return one_pass(rows, k, 0.5, NV, INSTRUCTIONS_FP4)
+
+
+def compiled_fp4_cost(rows, k):
+    # Inductor stores each code in a byte, and packs them in a second kernel.
+    packing = Cost(read=rows * k, write=0.5 * rows * k, launches=1)
+    return one_pass(rows, k, 1, NV, INSTRUCTIONS_FP4) + packing
 
 
 def work(rows, k, code, block):
@@ -270,14 +282,14 @@ def test_block_formats(pair):
 
 @compare(
     baseline=compiled_fp4,
-    optimized=[Variant(fused_fp4, at_least="yardstick")],
+    optimized=[Variant(fused_fp4, at_least={"sm90": 2.6})],
     inputs=inputs,
     reference=reference_fp4,
     sizes=SIZES,
     check_sizes=CHECK_SIZES,
     work=lambda rows, k: work(rows, k, 0.5, NV),
     bound="issue",
-    costs={compiled_fp4: nvfp4_cost, fused_fp4: nvfp4_cost},
+    costs={compiled_fp4: compiled_fp4_cost, fused_fp4: nvfp4_cost},
     conditions=Conditions(needs="fp8"),
 )
 def test_block_formats_of_four_bits(pair):
