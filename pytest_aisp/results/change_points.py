@@ -1,0 +1,308 @@
+"""Change points of a series of ln(speedup): where its level changed between two runs.
+
+Candidates come from binary segmentation of the values, whose errors are known. Then the weakest
+candidate is removed until all that remain are significant. The noise is estimated anew after each
+removal. So slow waves (autocorrelation) are noise and not a staircase of changes. No value counts
+more than `CLIP` standard deviations, so that single spikes change nothing.
+docs/explanation/history.md has the error rates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import NormalDist, median
+from typing import NamedTuple
+
+from .stats import ASSUMED, INTERVAL
+
+FLOOR = 0.01
+"""A change that is certainly smaller than this, 1 %, is not reported."""
+LEAST, LEAST_BETWEEN = 2, 3
+"""The least number of points on each side of a change: at an end of the series, and between two
+changes. Two spikes in a row are frequent enough in the middle to look like two changes."""
+CLIP = 3.6
+"""The most standard deviations by which one value counts."""
+CANDIDATE = 3.5
+"""The distance of two levels, in standard errors of white noise, that makes a candidate."""
+FOUND = 4.8
+"""The distance that makes a change. It is large because every position is tried."""
+KNOWN = 0.001
+"""The probability of a false change at all the positions together at which something changed."""
+MOVED = 12.0
+"""How much better another position must fit, in chi-square, if something changed at this one."""
+SHORTEST = 8
+"""The shortest part of a stretch that is searched separately."""
+SHORT = 1e9
+"""What a change with too few points on a side lacks. So it is removed before all others."""
+
+
+@dataclass(frozen=True)
+class ChangePoint:
+    """A change of the level.
+
+    Attributes:
+        at: index of the first value at the new level.
+        size: the new level minus the old one, in ln(speedup).
+        error: standard error of `size`.
+    """
+
+    at: int
+    size: float
+    error: float
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The 99 % interval of `size`."""
+        return self.size - INTERVAL * self.error, self.size + INTERVAL * self.error
+
+
+class _Stretch(NamedTuple):
+    """The values of a stretch that has one level.
+
+    Attributes:
+        length, weight: the number of values, and the sum of their weights.
+        level: the mean of the clipped values.
+        squares, products: the sums of the squared distances to the level, and of the products of
+            successive distances. Distances are in scales.
+    """
+
+    length: int
+    weight: float
+    level: float
+    squares: float
+    products: float
+
+
+class _Noise(NamedTuple):
+    """The noise around the levels.
+
+    Attributes:
+        scale: standard deviation, relative to the scales of the values.
+        phi: correlation of a value with the next one, from 0 to 0.95.
+    """
+
+    scale: float
+    phi: float
+
+    def error(self, left: _Stretch, right: _Stretch) -> float:
+        """Return the standard error of the difference of two levels."""
+        variances = (_inflation(each.length, self.phi) / each.weight for each in (left, right))
+        return self.scale * math.sqrt(math.fsum(variances))
+
+
+def change_points(
+    values: Sequence[float],
+    errors: Sequence[float],
+    *,
+    session: float = 0.0,
+    known: Collection[int] = (),
+) -> list[ChangePoint]:
+    """Return the changes of the level, the oldest first.
+
+    Args:
+        values: ln(speedup) of each run, the oldest first.
+        errors: the standard error of each value, above 0.
+        session: the standard deviation that is expected from session to session. It counts as much
+            as four runs.
+        known: the positions of runs before which something changed, such as the driver. A change
+            there needs less evidence.
+    """
+    end = len(values)
+    if end < 2 * LEAST:
+        return []
+    series = _Series(values, _scales(values, errors, session))
+    known = {at for at in known if 0 < at < end}
+    splits = sorted(known)
+    for start, stop in _stretches(splits, end):
+        splits += series.candidates(start, stop)
+    kept = series.moved(series.pruned(sorted(splits), known), known)
+    return [series.change(at, kept) for at in kept]
+
+
+def _scales(values: Sequence[float], errors: Sequence[float], session: float) -> list[float]:
+    """Return the standard deviation of each value: its error, and the scatter between runs.
+
+    The scatter comes from the differences of successive values, which changes of the level and
+    spikes hardly affect.
+    """
+    steps = [abs(b - a) for a, b in pairwise(values)]
+    seen = median(steps) / NormalDist().inv_cdf(0.75) / math.sqrt(2)
+    excess = max(0.0, seen**2 - median(e * e for e in errors))
+    count = len(values)
+    between = (ASSUMED * session**2 + count * excess) / (ASSUMED + count)
+    return [math.sqrt(error**2 + between) for error in errors]
+
+
+def _stretches(splits: Sequence[int], end: int) -> Iterator[tuple[int, int]]:
+    return zip([0, *splits], [*splits, end], strict=True)
+
+
+@dataclass(frozen=True)
+class _Series:
+    """The values with their standard deviations. `_seen` holds stretches by start and end."""
+
+    values: Sequence[float]
+    scales: Sequence[float]
+    _seen: dict[tuple[int, int], _Stretch] = field(default_factory=dict)
+    _gaps: dict[tuple[int, int, int], float] = field(default_factory=dict)
+
+    def candidates(self, start: int, stop: int) -> list[int]:
+        """Return where the level of the stretch may change, by binary segmentation.
+
+        Besides the whole stretch, parts of it are searched too. Otherwise two opposite changes
+        could hide each other (seeded binary segmentation).
+        """
+        clipped = self._clipped(start, stop)
+        best, where = CANDIDATE, None
+        for low, high in _parts(stop - start):
+            first, last = self._least(start + low), self._least(start + high)
+            distance, at = _best_split(clipped[low:high], first, last)
+            if distance > best:
+                best, where = distance, start + low + at
+        if where is None:
+            return []
+        return [*self.candidates(start, where), where, *self.candidates(where, stop)]
+
+    def pruned(self, splits: Sequence[int], known: Collection[int]) -> list[int]:
+        """Remove the weakest of `splits` until all that remain are significant."""
+        kept = list(splits)
+        limit = max(NormalDist().inv_cdf(1 - KNOWN / 2 / max(len(known), 1)), CANDIDATE)
+        while kept:
+            noise = self._noise(kept)
+            strengths = [
+                self._strength(at, *around, noise) / (limit if at in known else FOUND)
+                for at, around in zip(kept, self._around(kept), strict=True)
+            ]
+            weakest = min(strengths)
+            if weakest >= 1:
+                break
+            del kept[strengths.index(weakest)]
+        return kept
+
+    def moved(self, splits: Sequence[int], known: Collection[int]) -> list[int]:
+        """Move each of `splits` to where its two levels fit best.
+
+        A change where something is known to have changed stays, unless it fits much worse.
+        """
+        noise, kept = self._noise(splits), list(splits)
+        unit = noise.scale**2 * (1 + noise.phi) / (1 - noise.phi)
+        for index, at in enumerate(splits):
+            start, stop = self._around(kept)[index]
+            clipped = self._clipped(start, stop)
+            best, where = _best_split(clipped, self._least(start), self._least(stop))
+            here, _ = _best_split(clipped, at - start, stop - at)
+            if (best**2 - here**2) / unit > (MOVED if at in known else 0.0):
+                kept[index] = start + where
+        return kept
+
+    def change(self, at: int, splits: Sequence[int]) -> ChangePoint:
+        """Return the change at `at`, which is one of `splits`."""
+        start, stop = self._around(splits)[splits.index(at)]
+        left, right = self._stretch(start, at), self._stretch(at, stop)
+        return ChangePoint(at, right.level - left.level, self._noise(splits).error(left, right))
+
+    def _around(self, splits: Sequence[int]) -> list[tuple[int, int]]:
+        """Return the ends of the two stretches beside each split."""
+        return list(zip([0, *splits[:-1]], [*splits[1:], len(self.values)], strict=True))
+
+    def _least(self, end: int) -> int:
+        """Return the least number of points of a stretch with this end."""
+        return LEAST if end in (0, len(self.values)) else LEAST_BETWEEN
+
+    def _clipped(self, start: int, stop: int) -> list[tuple[float, float]]:
+        """Return the weight of each value, and the product of the weight and the clipped value.
+
+        The values are relative to the median of the stretch.
+        """
+        values, scales = self.values[start:stop], self.scales[start:stop]
+        centre, found = median(values), []
+        for value, scale in zip(values, scales, strict=True):
+            weight, most = scale**-2, CLIP * scale
+            found.append((weight, weight * min(max(value - centre, -most), most)))
+        return found
+
+    def _strength(self, at: int, start: int, stop: int, noise: _Noise) -> float:
+        """Return the distance of the levels at `at`, in standard errors.
+
+        It is 0 if the change is too small to be reported, and negative if a side is too short.
+        """
+        key = start, at, stop
+        if key not in self._gaps:
+            clipped = self._clipped(start, stop)
+            self._gaps[key] = abs(_mean(clipped[at - start :]) - _mean(clipped[: at - start]))
+        left, right = self._stretch(start, at), self._stretch(at, stop)
+        error = noise.error(left, right)
+        if left.length < self._least(start) or right.length < self._least(stop):
+            return self._gaps[key] / error - SHORT
+        certain = abs(right.level - left.level) + INTERVAL * error
+        return self._gaps[key] / error if certain >= FLOOR else 0.0
+
+    def _noise(self, splits: Sequence[int]) -> _Noise:
+        """Estimate the noise from the distances to the levels between `splits`."""
+        count = len(self.values)
+        stretches = [self._stretch(*ends) for ends in _stretches(splits, count)]
+        squares = math.fsum(each.squares for each in stretches)
+        phi = math.fsum(each.products for each in stretches) / squares if squares else 0.0
+        # Levels follow slow waves, so the estimate is too low, the more so the more levels.
+        phi = min(max(phi + (1 + 3 * phi) * len(stretches) / count, 0.0), 0.95)
+        free = max(count - sum(_inflation(each.length, phi) for each in stretches), 0.0)
+        return _Noise(math.sqrt(max(1.0, (ASSUMED + squares) / (ASSUMED + free))), phi)
+
+    def _stretch(self, start: int, stop: int) -> _Stretch:
+        key = start, stop
+        if key not in self._seen:
+            clipped = self._clipped(start, stop)
+            level, weight = _mean(clipped), math.fsum(w for w, _ in clipped)
+            rest = [(v / w - level) * math.sqrt(w) for w, v in clipped]
+            self._seen[key] = _Stretch(
+                length=stop - start,
+                weight=weight,
+                level=median(self.values[start:stop]) + level,
+                squares=math.fsum(r * r for r in rest),
+                products=math.fsum(a * b for a, b in pairwise(rest)),
+            )
+        return self._seen[key]
+
+
+def _parts(count: int) -> Iterator[tuple[int, int]]:
+    """Yield the whole stretch, and half-overlapping parts of a half, a quarter, ... of it."""
+    length = count
+    while True:
+        starts = [*range(0, count - length, max(1, length // 2)), count - length]
+        yield from ((start, start + length) for start in starts)
+        length = -(-length // 2)
+        if length < SHORTEST:
+            return
+
+
+def _best_split(clipped: Sequence[tuple[float, float]], first: int, last: int) -> tuple[float, int]:
+    """Return the largest distance of two levels, in standard errors, and where it is.
+
+    Args:
+        first, last: the least number of values before and after it.
+    """
+    total_weight, total = math.fsum(w for w, _ in clipped), math.fsum(v for _, v in clipped)
+    weight = moment = best = 0.0
+    where = 0
+    for at, (w, v) in enumerate(clipped[: max(len(clipped) - last, 0)], start=1):
+        weight += w
+        moment += v
+        if at >= first:
+            gap = moment / weight - (total - moment) / (total_weight - weight)
+            distance = gap * gap * weight * (total_weight - weight)
+            if distance > best:
+                best, where = distance, at
+    return math.sqrt(best / total_weight) if total_weight else 0.0, where
+
+
+def _mean(clipped: Sequence[tuple[float, float]]) -> float:
+    return math.fsum(v for _, v in clipped) / math.fsum(w for w, _ in clipped)
+
+
+def _inflation(count: int, phi: float) -> float:
+    """Return how much the correlation increases the variance of a mean of `count` values."""
+    # This is 1 + 2 * sum((1 - lag / count) * phi**lag for lag in range(1, count)).
+    return (1 + phi) / (1 - phi) - 2 * phi * (1 - phi**count) / (count * (1 - phi) ** 2)
