@@ -8,6 +8,8 @@
 # AISP_OUT       folder of this run's artifacts (out)
 # AISP_BASE      besides, compare with the merge base of this branch or commit
 # AISP_PRODUCTS  products that must be there, with commas between
+# AISP_COMMENT   besides, write the comment on the pull request to this file; comment.py posts it
+# AISP_REPORT_ONLY  true: the gate ends with 0, whatever the verdict is
 set -euo pipefail
 
 measure() {
@@ -27,7 +29,10 @@ measure() {
 gate() {
     local runs=("$1"/*/) code=0
     runs+=("--products=${AISP_PRODUCTS:-}")
-    aisp ci gate "${runs[@]}" || code=$?
+    if [ "${AISP_REPORT_ONLY:-}" = true ]; then
+        runs+=(--report-only)
+    fi
+    aisp ci gate "${runs[@]}" ${AISP_COMMENT:+"--comment=$AISP_COMMENT"} || code=$?
     if [ -n "${GITHUB_STEP_SUMMARY:-}" ]; then
         aisp ci gate "${runs[@]}" --format=github || true
         aisp ci gate "${runs[@]}" --format=markdown >> "$GITHUB_STEP_SUMMARY" || true

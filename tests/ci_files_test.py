@@ -46,6 +46,12 @@ def steps(file):
     return [step for job in jobs for step in job["steps"]]
 
 
+def called():
+    """Return the workflow of the README that calls ours."""
+    example = re.search(r"```yaml\n(.*?)```", (CI / "README.md").read_text(), re.DOTALL)[1]
+    return pytest.importorskip("ruamel.yaml").YAML(typ="safe", pure=True).load(example)
+
+
 def lines_of_shell():
     """Return each line of shell in a YAML file."""
     found = {
@@ -53,7 +59,9 @@ def lines_of_shell():
     }
     for name, job in load(GITLAB)[0].items():
         if name.startswith("aisp-"):
-            found[f"gitlab {name}"] = "\n".join([*job["before_script"], *job["script"]])
+            found[f"gitlab {name}"] = "\n".join(
+                [*job["before_script"], *job["script"], *job.get("after_script", ())]
+            )
     return found
 
 
@@ -85,10 +93,7 @@ def test_workflow_passes_all_inputs_to_the_action():
     [action], [call] = load(ACTION), [s for s in steps(WORKFLOW) if "aisp" in s.get("uses", "")]
     assert call["with"].keys() == action["inputs"].keys()
     assert call["uses"] == "./.github/actions/aisp"
-    readme = (CI / "README.md").read_text()
-    example = re.search(r"```yaml\n(.*?)```", readme, re.DOTALL)[1]
-    yaml = pytest.importorskip("ruamel.yaml").YAML(typ="safe", pure=True).load(example)
-    given = yaml["jobs"]["aisp"]["with"]
+    given = called()["jobs"]["aisp"]["with"]
     inputs = load(WORKFLOW)[0]["on"]["workflow_call"]["inputs"]
     assert (
         {name for name in inputs if inputs[name].get("required")} <= given.keys() <= inputs.keys()
@@ -197,7 +202,7 @@ def filled(step, **values):
     """Return a step's shell and environment with its expressions filled in."""
 
     def fill(text):
-        return re.sub(r"\${{ *(?:inputs\.)?([\w-]+) *}}", lambda m: values[m[1]], text)
+        return re.sub(r"\${{ *(?:inputs\.)?([\w.-]+) *}}", lambda m: values[m[1]], text)
 
     return step["run"], {name: fill(str(text)) for name, text in step.get("env", {}).items()}
 
@@ -205,6 +210,7 @@ def filled(step, **values):
 def test_github_steps_measure_and_gate(machine, tmp_path):
     given = {"product": "nvidia-h200", "install": "touch installed", "pages": "bench", "base": ""}
     given |= {"options": "-m sm90", "install-gate": "true", "products": "nvidia-h200,nvidia-b200"}
+    given["report-only"] = "false"
     for step in steps(ACTION):
         if "run" in step:
             line, variables = filled(step, **given)
@@ -215,20 +221,46 @@ def test_github_steps_measure_and_gate(machine, tmp_path):
     asked = f"-m pytest bench -m sm90 --aisp-artifacts={out} --junitxml={out}/junit.xml\n"
     assert (tmp_path / "asked").read_text() == asked
     shutil.move(tmp_path / "out", tmp_path / "runs")  # as upload and download do
-    *_, gate = [step for step in steps(WORKFLOW) if "run" in step]
+    *_, gate, _comment = [step for step in steps(WORKFLOW) if "run" in step]
     line, variables = filled(gate, **given)
+    variables |= load(WORKFLOW)[0]["jobs"]["gate"]["env"]
     done = machine(line, **variables, GITHUB_STEP_SUMMARY="summary.md")
     assert done.returncode == 1
     assert "::error file=suites/ch10/gemm_test.py,line=1,title=regressed on" in done.stdout
     assert "no run timed nvidia-b200" in done.stdout
-    assert "| too slow |" in (tmp_path / "summary.md").read_text()
+    assert "| `too slow` |" in (tmp_path / "summary.md").read_text()
+    assert (tmp_path / "summary.md").read_text() == (tmp_path / "gate-comment.md").read_text()
+    [upload] = [step for step in steps(WORKFLOW) if "upload-artifact" in step.get("uses", "")]
+    assert len(list(tmp_path.glob(upload["with"]["path"]))) == 2
+    [download] = [step for step in steps(WORKFLOW) if "download-artifact" in step.get("uses", "")]
+    assert not Path(upload["with"]["name"]).match(download["with"]["pattern"])
+    variables |= filled(gate, **{**given, "report-only": "true"})[1]
+    done = machine(line, **variables, GITHUB_STEP_SUMMARY="summary.md")
+    assert (done.returncode, done.stdout.partition(":")[0]) == (
+        0,
+        "red, did not block (report only)",
+    )
+
+
+def test_only_the_gate_may_write_comments_and_callers_must_allow_it():
+    [workflow] = load(WORKFLOW)
+    wanted = {"contents": "read", "pull-requests": "write"}
+    assert workflow["jobs"]["gate"]["permissions"] == wanted
+    assert (workflow["permissions"], "permissions" in workflow["jobs"]["measure"]) == (
+        {"contents": "read"},
+        False,
+    )
+    assert called()["permissions"] == wanted
 
 
 def test_gitlab_gate_writes_a_report(machine, tmp_path):
     shutil.copytree(tmp_path / "left", tmp_path / "runs/a")
-    done = machine("ci/aisp.sh gate runs", GITLAB_CI="true")
+    job = load(GITLAB)[0]["aisp-gate"]
+    [script] = job["script"]
+    done = machine(script, GITLAB_CI="true", **job["variables"])
     assert done.returncode == 1
-    report = load(GITLAB)[0]["aisp-gate"]["artifacts"]["reports"]["codequality"]
+    report = job["artifacts"]["reports"]["codequality"]
+    assert all((tmp_path / path).exists() for path in job["artifacts"]["paths"])
     assert json.loads((tmp_path / report).read_text())[0]["description"].endswith("too slow")
 
 

@@ -7,7 +7,17 @@ from typing import Annotated, Literal
 
 import typer
 
-from .console import DEFAULT_BASELINES, Baselines, Json, Product, Yes, finish, show_progress
+from ..util.cli_result import CliError
+from .console import (
+    DEFAULT_BASELINES,
+    Baselines,
+    Json,
+    Product,
+    Yes,
+    finish,
+    show_progress,
+    store_measured,
+)
 from .suite import Folder, Targets
 
 Reference = Annotated[
@@ -170,9 +180,25 @@ def gate(
         Literal["text", "markdown", "github", "gitlab", "json"],
         typer.Option("--format", help="github: annotations; gitlab: a Code Quality report"),
     ] = "text",
+    comment: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="write the comment on a pull request here, and its plot beside it as .svg",
+        ),
+    ] = None,
+    report_only: Annotated[
+        bool, typer.Option("--report-only", help="exit with 0 even if the verdict is not green")
+    ] = False,
 ) -> None:
     """Combine the runs of several machines into one verdict."""
-    from ..tools import gate
+    from ..tools import gate, gate_comment, gate_runs
 
     expected = [product for product in products.split(",") if product]
-    finish(gate.gate_result(folders, expected, form=form))
+    found = gate_runs.collect(folders, expected, report_only=report_only)
+    result = gate.gate_result(found, form)
+    if comment is not None:
+        result = store_measured(result, lambda: gate_comment.write(found, comment))
+    if found.unreadable:
+        raise CliError("\n".join(found.unreadable), found.exit_code)
+    finish(result)

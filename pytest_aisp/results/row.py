@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Mapping
 from typing import Annotated, TypedDict
 
@@ -283,6 +284,29 @@ def size_text(gpus: int, size: Mapping[str, object]) -> str:
     """Return the number of GPUs if there are several, and the size, such as ``2 GPUs, n=4096``."""
     ranks = [f"{gpus} GPUs"] if gpus > 1 else []
     return ", ".join([*ranks, *(f"{name}={value}" for name, value in size.items())])
+
+
+def rerun_command(case: str, options: Mapping[str, Json], seed: int = 0) -> str:
+    """Return the command that runs `case` again. A `seed` of 0 is left out.
+
+    Args:
+        options: the settings of the run, as `Manifest.options` has them.
+    """
+    archs = options.get("compile") or ()
+    archs = archs if isinstance(archs, (list, tuple)) else ()
+    only_checks = options.get("check") and not options.get("sanitize")
+    values = {
+        "--aisp-check": "" if only_checks else None,
+        "--aisp-sanitize": options.get("sanitize") or None,
+        "--aisp-aa": "" if options.get("aa") else None,
+        "--aisp-compile": ",".join(map(str, archs)) or None,
+        "--aisp-against": options.get("against"),
+        "--aisp-untrusted": "" if options.get("untrusted") else None,
+        "--aisp-reproducible": "" if options.get("reproducible") else None,
+        "--aisp-seed": seed if seed and not archs else None,
+    }
+    given = [f"{k}={shlex.quote(str(v))}" if v else k for k, v in values.items() if v is not None]
+    return " ".join(["pytest", shlex.quote(case), *given])
 
 
 def duration(seconds: float) -> str:

@@ -8,11 +8,21 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from ..kernels.cross_compile import NOT_CHECKED
 from ..results.curves import curves
 from ..results.export import page_labels
 from ..results.messages import Json
-from ..results.row import LETTERS, Row, bare, claim_text, duration, size_text
+from ..results.row import (
+    LETTERS,
+    Row,
+    bare,
+    claim_text,
+    duration,
+    rerun_command,
+    size_text,
+)
 from ..results.verdict import DISTURBED, INVALID_RUN, RED
 from ..worker.client import ReplayWorker
 from .options import Settings
@@ -263,18 +273,8 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def rerun_commands(settings: Settings, case: str, seed: int = 0) -> list[str]:
     """Return the command that runs `case` again in this mode. A `seed` of 0 is left out."""
-    values = {
-        "--aisp-check": "" if settings.check and not settings.sanitize else None,
-        "--aisp-sanitize": settings.sanitize or None,
-        "--aisp-aa": "" if settings.aa else None,
-        "--aisp-compile": ",".join(settings.compile) or None,
-        "--aisp-against": settings.against,
-        "--aisp-untrusted": "" if settings.untrusted else None,
-        "--aisp-reproducible": "" if settings.reproducible else None,
-        "--aisp-seed": f"{seed}" if seed and not settings.compile else None,
-    }
-    given = [f"{k}={shlex.quote(v)}" if v else k for k, v in values.items() if v is not None]
-    return ["reproduce:", " ".join([f"    pytest {shlex.quote(case)}", *given])]
+    plain: dict[str, Json] = msgspec.to_builtins(settings, enc_hook=str)
+    return ["reproduce:", f"    {rerun_command(case, plain, seed)}"]
 
 
 def accept_commands(case: str, *, stored: bool) -> list[str]:
