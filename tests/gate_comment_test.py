@@ -150,7 +150,7 @@ def test_green_runs_have_one_table_and_name_the_commit(run, comment):
     Path(folder, "manifest.json").write_text(json.dumps(manifest))
     code, lines, tables = comment(folder)
     assert (code, lines[1], len(tables)) == (0, "## Performance gate: green", 1)
-    counted = "2 green (1 improved, 1 pass) of 2 cases in 1 valid runs, at `c0ffee123456`"
+    counted = "2 green (1 improved, 1 pass) of 2 cases in 1 valid run, at `c0ffee123456`"
     assert lines[3] == counted
 
 
@@ -158,7 +158,7 @@ def test_an_empty_run_and_an_invalid_one(run, comment):
     invalid = run("b", row("gemm", "regressed"), canaries=[{"wrong": "a copy | differs"}])
     code, lines, (runs,) = comment(run("a"), invalid)
     assert (code, lines[1]) == (1, "## Performance gate: red")
-    assert lines[3] == "0 green of 0 cases in 1 valid runs"
+    assert lines[3] == "0 green of 0 cases in 1 valid run"
     assert runs[1] == ["a", "", "0", "it contains no case"]
     why = "invalid, its verdicts do not count (canary: a copy | differs)"
     assert runs[2] == ["b", "nvidia-h200", "1", why]

@@ -166,7 +166,8 @@ def _counts(gate: Gate) -> str:
     each = ", ".join(f"{count} {word}" for word, count in green.items())
     parts.append(f"{sum(green.values())} green" + (f" ({each})" if each else ""))
     valid = sum(not run.invalid for run in gate.runs)
-    text = f"{', '.join(parts)} of {words.total()} cases in {valid} valid runs"
+    runs = "1 valid run" if valid == 1 else f"{valid} valid runs"
+    text = f"{', '.join(parts)} of {words.total()} cases in {runs}"
     commits = sorted({run.commit for run in gate.runs if run.commit})
     return f"{text}, at {', '.join(map(code, commits))}" if commits else text
 
