@@ -14,10 +14,11 @@ Bound      Tensor cores. With tiles of 128 x 64 elements, a product of n=1024 ha
            cuBLAS cuts k into parts, a product fills more of the GPU, and streams gain less. The
            costs assume whole tiles of this size. All sides run in a CUDA graph, so the host's
            launches are not timed.
-Seen       With n=1024, two and four streams are slower than one. A product alone already reaches
-           three quarters of the tensor cores' peak, and batched reaches the peak. What the streams
-           lose was not measured: they are predicted to take as long as one stream. Smaller n have
-           not been recorded yet.
+Seen       On an H100, two and four streams are slower than one with n=512 and n=1024, and faster
+           with n=256. batched is the fastest at each n. With the two smaller n, one_stream takes
+           less time than predicted, so cuBLAS probably cuts k into parts, and little of the GPU is
+           left to streams. With n=1024, a product alone already reaches three quarters of the
+           tensor cores' peak. What the streams lose was not measured.
 Use when   Independent products have different shapes, and each has fewer tiles than the GPU has
            SMs. Batch products of equal shape. For different shapes in one group, see
            `../ch01/grouped_gemm_test.py`. Public code compares streams with a loop in which the
