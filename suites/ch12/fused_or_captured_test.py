@@ -10,10 +10,11 @@ Bound      At the small n, the host: eager launches four times, the others once.
            the L2. At the large n, DRAM: eager and captured read six arrays and write four, and
            fused reads two and writes one. The host launches the next kernel while the GPU works on
            the last one, so a graph saves nothing there.
-Seen       At the small n, a launch through `cuda_module` takes the host more than twice as long as
-           the rate `launch`, which is that of an operator of torch. So eager and fused take longer
-           than predicted, and graphs gain more. A replay calls no operator, so fused_captured takes
-           less than predicted. The host's times also differ from one comparison to the next.
+Seen       At the small n, a launch through `cuda_module` takes the host longer than the rate
+           `launch`, which is that of an operator of torch, on an H200 more than twice as long. So
+           eager and fused take longer than predicted, and graphs gain more. A replay calls no
+           operator, so fused_captured takes less than predicted, and on an H100 captured too. The
+           host's times also differ from one comparison to the next.
            At the large n, two kernels of eager move as many bytes as `single` of
            `../ch06/ilp_test.py`, and two as many as `usual` of `../ch06/block_size_test.py`. Those
            four times add up to the time of eager, and those pages say why one element per thread
