@@ -65,6 +65,7 @@ SPELLINGS = {
     "suite list": "bench list-targets",
     "suite show": "show",
     "suite changed": "changed",
+    "suite bisect": "bisect",
     "suite run": "bench run",
     "suite verify": "verify",
     "suite replay": "replay",

@@ -26,6 +26,7 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Command]]] = {
             "list": suite.list_pages,
             "show": suite.show,
             "changed": suite.changed,
+            "bisect": suite.bisect,
             "run": suite.run,
             "verify": suite.verify,
             "replay": suite.replay,

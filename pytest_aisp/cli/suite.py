@@ -1,4 +1,4 @@
-"""`aisp suite list | changed | run | verify | replay`: find pages and run pytest on them."""
+"""`aisp suite`: find pages, and run pytest on them."""
 
 from __future__ import annotations
 
@@ -96,6 +96,29 @@ def changed(
     from ..tools import catalog
 
     finish(catalog.changed_result(_read_catalog(None), ref))
+
+
+def bisect(
+    case: Annotated[
+        str,
+        typer.Argument(metavar="CASE", help="a pytest id, such as ch10/x_test.py::test_x[a-n8]"),
+    ],
+    good: Annotated[str, typer.Option(metavar="REF", help="a commit where it was fast")],
+    bad: Annotated[str, typer.Option(metavar="REF", help="a commit where it is slow")] = "HEAD",
+) -> None:
+    """Find the commits that made a case slower, with the code gate.
+
+    Ctrl-C keeps the measurements. The same command continues.
+    """
+    import signal
+
+    from ..tools.bisect import bisect_result
+
+    # Slurm sends SIGTERM. Like Ctrl-C, it must remove the worktree.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with show_progress() as progress:
+        result = bisect_result(case, good, bad, tell=progress, say=print_line)
+    finish(result)
 
 
 def run(

@@ -51,6 +51,8 @@ Outcome = Literal["clear", "red", "green", "open"]
 RED = ("fail", "regressed", "wrong", "invalid")
 DISTURBED = "disturbed"
 """The verdict of a case that the machine disturbed. It says nothing about the code."""
+NOT_COMPARED = "not compared with its version"
+"""Part of every remark about a side that may have changed, but was not compared."""
 LOOK = (*RED, DISTURBED, "inconclusive", "stale")
 """Verdicts of cases that somebody should look at."""
 ORDER = (*RED, DISTURBED, "stale", "inconclusive", "improved", "new", "pass", "checked", "compiled")

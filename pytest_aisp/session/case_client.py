@@ -25,7 +25,7 @@ from ..results.messages import (
 )
 from ..results.row import size_text
 from ..results.task_results import ChangedResult, CompileResult, Facts, TimeResult
-from ..results.verdict import Reading
+from ..results.verdict import NOT_COMPARED, Reading
 from ..util.device import VERSIONS, Machine, cpu_machine
 from ..util.git import GitError, GitSnapshot, SnapshotError
 from ..worker.client import START_SECONDS, Worker, WorkerProcess
@@ -218,18 +218,18 @@ class CaseClient:
             if not against and not settings.aa and settings.update is None:
                 self.past = recorded()
         except GitError as error:
-            self.remarks.append(f"changed, but not compared with its version {then}: {error}")
+            self.remarks.append(f"changed, but {NOT_COMPARED} {then}: {error}")
         if self.past is None:
             return []
         if why := self.past.unreached(self.location.page):
-            self.remarks.append(f"not compared with its version {then}: {why}")
+            self.remarks.append(f"{NOT_COMPARED} {then}: {why}")
             return []
         source = self._past()
         if source is None:
             return []
         changed = self.ask(self.task(ChangedTask, past=source), ChangedResult)
         if changed.why:
-            self.remarks.append(f"not compared with its version {then}: {changed.why}")
+            self.remarks.append(f"{NOT_COMPARED} {then}: {changed.why}")
         return changed.roles()
 
     def time_against(self, role: str, replicate: int, worker: Worker | None = None) -> Reading:

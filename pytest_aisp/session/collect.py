@@ -22,8 +22,9 @@ import pytest
 
 from ..page.cost import cost_at, has_seen_section
 from ..page.gpu_specs import ARCHS
+from ..page.imports import import_folders
 from ..page.pair import Case, Pair, Side
-from ..page.sources import digest, text_digest
+from ..page.sources import digest, libraries, text_digest
 from ..results.export import path_below
 from ..results.messages import Json
 from ..worker.loader import pair_of
@@ -253,8 +254,17 @@ class CatalogPlugin:
             "pages": list(self._pages.values()),
             "cases": self._cases,
             "unread": self._unread,
+            "imports": import_folders(str(settings.root)),
+            "modules": _module_files(),
         }
         self._file.write_text(json.dumps(catalog), encoding="utf-8")
+
+
+def _module_files() -> list[str]:
+    """Return the files of all imported modules that belong to no library."""
+    modules = list(sys.modules.values())
+    files = [getattr(module, "__dict__", {}).get("__file__") for module in modules]
+    return sorted({f for f in files if isinstance(f, str) and not f.startswith(libraries())})
 
 
 def _costs(case: Case, sides: Mapping[str, Side]) -> dict[str, Json]:

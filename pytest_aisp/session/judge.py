@@ -191,7 +191,7 @@ def judge_changed_side(
         first = client.time_against(role, 0)
     except Failed as failure:
         why = failure.finding.reasons[0] if failure.finding else str(failure).splitlines()[0]
-        client.remarks.append(f"{name} is not compared with its version {where}: {why}")
+        client.remarks.append(f"{name} is {verdict.NOT_COMPARED} {where}: {why}")
         return []
     gate = verdict.code_gate(stored.spread(timing.clock), first)
     decision = _decide(client, first, [gate], lambda *vote: client.time_against(role, *vote))

@@ -20,7 +20,7 @@ from subprocess import Popen
 import msgspec
 
 from ..page.gpu_specs import ARCHS
-from ..page.imports import contents, import_folders, normalized_file
+from ..page.imports import contents, normalized_file
 from ..results.messages import Json
 from ..util.cli_result import CliError, CliResult, columns
 from ..util.git import GitError, GitSnapshot
@@ -92,6 +92,8 @@ class Catalog(msgspec.Struct, frozen=True, kw_only=True):
             working directory.
         pages: all pages, imported or not.
         cases: the cases of the imported pages.
+        imports: the folders below the root from which Python imports, relative to it.
+        modules: the files of all imported modules that belong to no library.
     """
 
     root: Path
@@ -100,6 +102,8 @@ class Catalog(msgspec.Struct, frozen=True, kw_only=True):
     pages: Sequence[Page]
     cases: Sequence[CatalogCase]
     unread: Sequence[UnreadPage] = ()
+    imports: Sequence[str] = (".",)
+    modules: Sequence[str] = ()
 
     @property
     def import_errors(self) -> list[str]:
@@ -315,13 +319,13 @@ def changed_result(pages: Catalog, ref: str) -> CliResult:
     except GitError as error:
         raise CliError(str(error).replace("--aisp-against=", "")) from None
     with old.folder:
-        changed = [page.path for page in pages.pages if _has_changed(pages.root, page.path, old)]
+        changed = [page.path for page in pages.pages if _has_changed(pages, page.path, old)]
     return CliResult([os.path.relpath(pages.root / path) for path in dict.fromkeys(changed)])
 
 
-def _has_changed(root: Path, path: str, old: GitSnapshot) -> bool:
+def _has_changed(pages: Catalog, path: str, old: GitSnapshot) -> bool:
+    root, folders = pages.root, pages.imports
     here, then = root / path, old.page(root / path)
     if then is None or normalized_file(here) != normalized_file(then):
         return True
-    folders = import_folders(str(root))
     return contents(here, str(root), folders) != contents(then, str(old.tree), folders)

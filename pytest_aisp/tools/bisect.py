@@ -1,0 +1,349 @@
+"""Find the commits that made a case slower.
+
+Each commit is compared with the good one by the code gate, in one process. A range of commits is
+divided if its ends differ by more than their noise. So several commits that each lose something are
+all found. In the end, each of them is compared with the version just before it.
+
+All measurements are kept in the git folder until the search ends. They are named by the code that
+they compare, so an interrupted search continues even if the history was rewritten in the meantime.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from ..results.row import bare, ratio
+from ..results.run_reader import replace
+from ..results.verdict import VOTE
+from ..util.cli_result import CliError, CliResult
+from ..util.git import GitError, run_git, try_git
+from . import catalog
+from .commit_runs import CommitRuns, Measurement, SideChange
+from .commits import Commit, Version, commits_between, versions, worktree
+
+Say = Callable[[str], None]
+Measure = Callable[[Commit, Commit], Measurement]
+
+
+class Unclear(Exception):
+    """A measurement does not count, and neither does its repetition. The message says why."""
+
+
+class NoLoss(CliError):
+    """The case is not slower at the bad commit."""
+
+
+class Kept(Struct):
+    """What is kept of a search until it ends.
+
+    Attributes:
+        case: the case's id.
+        product: the machine.
+        measured: the measurements, by the code of both commits.
+    """
+
+    case: str
+    product: str = ""
+    measured: dict[str, Measurement] = {}
+
+
+class Finding(Struct):
+    """Two versions of the case, between which a side became slower.
+
+    Attributes:
+        before, after: the indices of the versions. Those between them cannot be measured.
+        change: the side at `after` compared with `before`; None if the search is undecided.
+        why: why it is undecided.
+    """
+
+    before: int
+    after: int
+    change: SideChange | None = None
+    why: str = ""
+
+
+@dataclass
+class Bisection:
+    """A search among versions of a case.
+
+    Attributes:
+        versions: the good version, and all later ones up to the bad one.
+        measure: compares one commit with an older one.
+        kept: the measurements so far.
+        save: stores `kept`.
+        say: prints a line about each measurement.
+    """
+
+    versions: Sequence[Version]
+    measure: Measure
+    kept: Kept
+    save: Callable[[], None]
+    say: Say
+    runs: int = 0
+
+    def compared(self, index: int, before: int = 0, *, again: bool = False) -> Measurement:
+        """Return version `index` compared with version `before`: kept, or measured now.
+
+        Args:
+            again: True to measure once more, and use both measurements.
+
+        Raises:
+            Unclear: twice in a row, the measurement does not count.
+            CliError: another machine measured the others.
+        """
+        new, old = self.versions[index], self.versions[before]
+        if new.code == old.code:
+            return Measurement()
+        key = f"{old.code}..{new.code}"
+        known = self.kept.measured.get(key)
+        if known is not None and not again:
+            return known
+        found = self._measure_twice(new.commit, old.commit)
+        if found.product and self.kept.product and found.product != self.kept.product:
+            raise CliError(
+                f"the measurements so far are of {self.kept.product}; this is {found.product}"
+            )
+        if known is not None:
+            for role, side in found.sides.items():
+                if role in known.sides:
+                    found.sides[role] = known.sides[role].merged(side)
+        self.kept.product = found.product or self.kept.product
+        self.kept.measured[key] = found
+        self.save()
+        than = f", against {old.commit.short}" if before else ""
+        self.say(f"{new.commit}{than}: {_summary(found)}")
+        return found
+
+    def _measure_twice(self, commit: Commit, against: Commit) -> Measurement:
+        for _ in range(2):
+            self.runs += 1
+            found = self.measure(commit, against)
+            if not found.unclear:
+                return found
+            self.say(f"{commit}: measured without a result: {found.unclear}")
+        raise Unclear(f"{commit.short} was measured twice without a result: {found.unclear}")
+
+    def slower_sides(self) -> list[str]:
+        """Return the roles of the sides that are slower at the bad version.
+
+        Raises:
+            NoLoss: there is none.
+        CliError: the bad version cannot be measured.
+        """
+        last = len(self.versions) - 1
+        bad = self.versions[last].commit
+        try:
+            found = self.compared(last)
+            if not _slower(found) and not found.broken:
+                found = self.compared(last, again=True)
+        except Unclear as error:
+            raise CliError(str(error)) from None
+        if found.broken:
+            raise CliError(f"{bad.short} cannot be measured: {found.broken}")
+        if not _slower(found):
+            good = self.versions[0].commit
+            raise NoLoss(
+                f"there is nothing to search: between {good.short} and {bad.short}, the code gate"
+                f" sees no loss: {_summary(found)}"
+            )
+        return _slower(found)
+
+    def losses(self, role: str, before: int, after: int) -> Iterator[Finding]:
+        """Yield each place between two measured versions where a side became slower."""
+        inner = [i for i in range(before + 1, after) if not self._is_broken(i)]
+        if not inner:
+            yield self._last(role, before, after)
+            return
+        middle = inner[len(inner) // 2]
+        try:
+            if self.compared(middle).broken:
+                halves = [(before, after)]
+            else:
+                halves = self._slower_halves(role, before, middle, after)
+            if not halves:
+                self.compared(middle, again=True)
+                halves = self._slower_halves(role, before, middle, after)
+        except Unclear as error:
+            yield Finding(before, after, why=str(error))
+            return
+        if not halves:
+            why = f"at {self.versions[middle].commit.short}, the noise is too large to divide it"
+            yield Finding(before, after, why=why)
+        for half in halves:
+            yield from self.losses(role, *half)
+
+    def _is_broken(self, index: int) -> bool:
+        """Return whether it is known that a version cannot be measured."""
+        known = self.kept.measured.get(f"{self.versions[0].code}..{self.versions[index].code}")
+        return known is not None and bool(known.broken)
+
+    def _slower_halves(self, role: str, *points: int) -> list[tuple[int, int]]:
+        """Return those of two adjacent ranges whose ends differ by more than their noise."""
+        sides = [self.compared(point).sides.get(role) for point in points]
+        values = [side.value if side else 0.0 for side in sides]
+        errors = [side.error if side else 0.0 for side in sides]
+        return [
+            (points[i], points[i + 1])
+            for i in range(2)
+            if values[i] - values[i + 1] > VOTE * math.hypot(errors[i], errors[i + 1])
+        ]
+
+    def _last(self, role: str, before: int, after: int) -> Finding:
+        """Compare two versions, between which nothing can be measured, with each other."""
+        try:
+            found = self.compared(after, before)
+            if role not in _slower(found):
+                found = self.compared(after, before, again=True)
+        except Unclear as error:
+            return Finding(before, after, why=str(error))
+        if role in _slower(found):
+            return Finding(before, after, found.sides[role])
+        return Finding(before, after, why=f"compared with each other: {_summary(found)}")
+
+
+def _slower(found: Measurement) -> list[str]:
+    return [role for role, side in found.sides.items() if side.outcome == "red"]
+
+
+def _summary(found: Measurement) -> str:
+    """Return a text with the speedup of each changed side, such as ``doubled 0.952x``."""
+    if found.broken:
+        return f"skipped, it cannot be measured: {found.broken}"
+    texts = []
+    for side in found.sides.values():
+        low, high = side.interval()
+        texts.append(f"{side.name} {ratio(side.value)} [{bare(low)}, {bare(high)}]")
+    return ", ".join(texts) or "neither side differs"
+
+
+def bisect_result(case: str, good: str, bad: str, *, tell: Say, say: Say) -> CliResult:
+    """Search the commits between `good` and `bad` for those that made `case` slower.
+
+    The exit code is 1 if the search is undecided.
+
+    Args:
+        case: a pytest id, relative to the working directory.
+        tell: shows what is being done.
+        say: prints a line about each measurement.
+
+    Raises:
+        CliError: the search cannot begin, or was interrupted.
+    """
+    path, colons, name = case.partition("::")
+    if not colons:
+        raise CliError(
+            f"{case} is no case; list those of a page:\n    pytest --collect-only -q {case}"
+        )
+    first, line = commits_between(Path.cwd(), good, bad)
+    pages = catalog.collect((), tell=tell)
+    page = Path(os.path.relpath(path, pages.root)).as_posix()
+    file = _file(pages.root, f"{page}::{name}")
+    kept = _read(file, f"{page}::{name}")
+    if kept.measured:
+        say(f"continue with {len(kept.measured)} measurements of an interrupted search: {file}")
+    try:
+        with worktree(pages.root, first) as tree:
+            runs = CommitRuns(pages, tree, kept.case)
+            tell("collect the case at the good commit")
+            runs.require_case(first)
+            folders = [*pages.imports, *(str(folder) for folder in Path(page).parents)]
+            found = versions(tree, page, folders, [first, *line], tell)
+            say(f"{len(line)} commits, {len(found) - 1} of them change files of the case")
+
+            def save() -> None:
+                replace(file, msgspec.json.encode(kept))
+
+            bisection = Bisection(found, runs.measure, kept, save, say)
+            result = CliResult(*_search(bisection, pages.root))
+    except KeyboardInterrupt:
+        raise CliError(
+            f"interrupted; {len(kept.measured)} measurements are kept in {file}\n"
+            "The same command continues the search"
+        ) from None
+    except NoLoss:
+        file.unlink(missing_ok=True)
+        raise
+    except GitError as error:
+        raise CliError(f"git failed: {error}") from None
+    if not result.code:
+        file.unlink(missing_ok=True)
+    return result
+
+
+def _file(root: Path, case: str) -> Path:
+    """Return the file in the git folder that keeps the measurements of a case."""
+    folder = run_git(root, "rev-parse", "--git-path", "aisp-bisect").decode().strip()
+    name = hashlib.sha256(case.encode()).hexdigest()[:12]
+    return (root / folder / f"{name}.json").resolve()
+
+
+def _read(file: Path, case: str) -> Kept:
+    """Return what is kept of an interrupted search. What could not be measured is tried again."""
+    if not file.exists():
+        return Kept(case)
+    try:
+        kept = msgspec.json.decode(file.read_bytes(), type=Kept)
+    except (OSError, ValueError) as error:
+        raise CliError(
+            f"{file}: the measurements cannot be read: {error}\nTo begin again:\n    rm {file}"
+        ) from None
+    kept.measured = {key: each for key, each in kept.measured.items() if not each.broken}
+    return kept
+
+
+def _search(bisection: Bisection, root: Path) -> tuple[list[str], int]:
+    """Return the lines about everything that was found, and the exit code."""
+    versions, last = bisection.versions, len(bisection.versions) - 1
+    if not last:
+        raise NoLoss("there is nothing to search: no commit changes a file that the case uses")
+    lines, undecided = [], False
+    for role in bisection.slower_sides():
+        whole = bisection.compared(last).sides[role]
+        lines.append(f"{whole.name}: {_loss(whole)} in all")
+        for finding in bisection.losses(role, 0, last):
+            undecided |= finding.change is None
+            lines += _lines(finding, whole.name, versions, root)
+    lines += ["", f"{bisection.runs} runs of pytest"]
+    return lines, int(undecided)
+
+
+def _loss(change: SideChange) -> str:
+    """Return the loss with its 99 % interval, such as ``a loss of 4.8 % (4.6 % to 5.0 %)``."""
+    low, high = change.interval()
+    value, least, most = (f"{-math.expm1(x):.2%}" for x in (change.value, high, low))
+    return f"a loss of {value} (99 % interval {least} to {most})"
+
+
+def _lines(finding: Finding, name: str, versions: Sequence[Version], root: Path) -> Iterator[str]:
+    """Yield the lines about one place where a side became slower, with the difference of code."""
+    before, after = versions[finding.before], versions[finding.after]
+    inner = [version.commit for version in versions[finding.before + 1 : finding.after]]
+    yield ""
+    if finding.change is None:
+        yield f"{name}: undecided between {before.commit.short} and {after.commit.short}:"
+        yield f"    {finding.why}"
+        yield from (f"    {commit}" for commit in (*inner, after.commit))
+        yield "The same command measures again and continues."
+        return
+    one = (
+        "this commit" if not inner else "one of these commits, of which only the last was measured"
+    )
+    yield f"{name}: {_loss(finding.change)} in {one}:"
+    yield from (f"    {commit}" for commit in (*inner, after.commit))
+    parent = before.commit.sha if inner else after.commit.parents[0]
+    if after.commit.is_merge:
+        branch = after.commit.parents[1]
+        base = try_git(root, "merge-base", parent, branch) or parent
+        yield f"To search its branch: --good={base[:8]} --bad={branch[:8]}"
+    names = before.files.keys() | after.files.keys()
+    changed = sorted(n for n in names if before.files.get(n) != after.files.get(n))
+    diff = run_git(root, "diff", "--relative", parent, after.commit.sha, "--", *changed)
+    yield from diff.decode(errors="replace").splitlines()

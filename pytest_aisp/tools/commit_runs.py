@@ -1,0 +1,212 @@
+"""Run a case at a commit against another commit, with the code gate, in a worktree."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from subprocess import PIPE, STDOUT, Popen
+
+from msgspec import Struct, convert
+
+from ..page.sources import PACKAGE
+from ..results import run_reader, stats, verdict
+from ..results.row import Row
+from ..results.task_results import TimeResult
+from ..results.verdict import DISTURBED, NOT_COMPARED, Outcome, Reading
+from ..util.cli_result import CliError
+from ..worker.client import interpreter
+from . import catalog
+from .commits import Commit, Worktree
+
+
+class SideChange(Struct):
+    """How fast a changed side is, compared with its version at another commit.
+
+    Attributes:
+        name: the name of the side's function.
+        values: ln(speedup) of each process that counts: of the votes, or of the first process.
+        spread: the spread of one process's value.
+        outcome: that of the code gate.
+    """
+
+    name: str
+    values: list[float]
+    spread: float
+    outcome: Outcome
+
+    @property
+    def value(self) -> float:
+        """The mean ln(speedup)."""
+        return fmean(self.values)
+
+    @property
+    def error(self) -> float:
+        """The standard error of the mean."""
+        return float(self.spread / len(self.values) ** 0.5)
+
+    def interval(self) -> tuple[float, float]:
+        """Return the 99 % interval of ln(speedup)."""
+        return stats.interval(self.value, self.spread, len(self.values))
+
+    def merged(self, again: SideChange) -> SideChange:
+        """Return this measurement together with another one, whose outcome counts."""
+        spread = max(self.spread, again.spread)
+        return SideChange(again.name, [*self.values, *again.values], spread, again.outcome)
+
+
+class Measurement(Struct, omit_defaults=True):
+    """What the code gate found out about a commit, compared with another one.
+
+    Attributes:
+        product: the machine.
+        sides: the changed sides, by role. A side that has not changed is left out.
+        broken: why the case cannot be measured at this commit, or empty.
+        unclear: why this measurement does not count, or empty.
+    """
+
+    product: str = ""
+    sides: dict[str, SideChange] = {}
+    broken: str = ""
+    unclear: str = ""
+
+
+@dataclass(frozen=True)
+class CommitRuns:
+    """Runs of pytest in a worktree.
+
+    Attributes:
+        pages: the catalog of the user's own tree.
+        nodeid: the case, relative to the root.
+    """
+
+    pages: catalog.Catalog
+    tree: Worktree
+    nodeid: str
+
+    @property
+    def page(self) -> str:
+        """The path of the page, relative to the root."""
+        return self.nodeid.partition("::")[0]
+
+    def require_case(self, commit: Commit) -> None:
+        """Check that pytest collects the case at `commit`, from files of the worktree only.
+
+        Raises:
+            CliError: if not.
+        """
+        page = self.page
+        self.tree.check_out(commit)
+        if not (self.tree.root / page).is_file():
+            raise CliError(f"there is no {page} at {commit.short}; give a later --good")
+        with tempfile.TemporaryDirectory(prefix="aisp-bisect-") as folder:
+            file = Path(folder) / "catalog.json"
+            words = ("--collect-only", "-q", "-p", catalog.COLLECTOR, f"--aisp-catalog={file}")
+            output = self._run(*words, page)
+            if not file.exists():
+                raise CliError(f"pytest cannot collect {page} at {commit.short}: {_fault(output)}")
+            found = catalog.read(file)
+        if self.nodeid not in [case.nodeid for case in found.cases]:
+            errors = "".join(f": {text}" for text in found.import_errors[:1])
+            names = "".join(f"\n    {case.nodeid}" for case in found.cases)
+            raise CliError(f"there is no case {self.nodeid} at {commit.short}{errors}{names}")
+        top, own = os.path.realpath(self.pages.root), str(self.tree.top)
+        files = map(os.path.realpath, found.modules)
+        if mixed := [f for f in files if f.startswith(f"{top}{os.sep}") and not f.startswith(own)]:
+            raise CliError(
+                f"at {commit.short} the page imports today's {os.path.relpath(mixed[0], top)}\n"
+                "Let pytest import from the repository, in its ini file:\n    pythonpath = src"
+            )
+
+    def measure(self, commit: Commit, against: Commit) -> Measurement:
+        """Return what the code gate measures at `commit` against `against`."""
+        self.tree.check_out(commit)
+        if not (self.tree.root / self.page).is_file():
+            return Measurement(broken=f"there is no {self.page}")
+        with tempfile.TemporaryDirectory(prefix="aisp-bisect-") as folder:
+            options = (f"--aisp-against={against.sha}", f"--aisp-artifacts={folder}/run")
+            output = self._run("-q", *options, self.nodeid)
+            try:
+                run = run_reader.load(Path(folder) / "run")
+                rows = [row for row in run.rows() if row.nodeid == self.nodeid]
+            except run_reader.RunError:
+                rows = []
+        if not rows:
+            return Measurement(broken=_fault(output))
+        return read_row(rows[0], run.manifest.invalid, _fault(output))
+
+    def _run(self, *words: str) -> str:
+        """Run pytest in the worktree, and return what it prints."""
+        baselines = f"aisp_baselines={self.pages.baselines}"
+        command = [*interpreter(), "-m", "pytest", "-p", "no:cacheprovider", "-o", baselines]
+        process = Popen(
+            [*command, *words],
+            cwd=self.tree.root,
+            env={**os.environ, "PYTHONPATH": self._path(), "PYTHONDONTWRITEBYTECODE": "1"},
+            stdout=PIPE,
+            stderr=STDOUT,
+            text=True,
+            errors="replace",
+        )
+        try:
+            return process.communicate()[0]
+        except BaseException:  # pytest ends its worker processes
+            process.terminate()
+            process.wait()
+            raise
+
+    def _path(self) -> str:
+        """Return the folders of the worktree from which the page imports.
+
+        The folder of this package is not one of them: today's plugin measures all commits, even
+        those of its own repository.
+        """
+        root, plugin = os.path.realpath(self.pages.root), os.path.dirname(PACKAGE)
+        given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+        outside = [p for p in given if not os.path.realpath(p).startswith(root) or p == plugin]
+        folders = [f for f in self.pages.imports if os.path.realpath(f"{root}/{f}") != plugin]
+        return os.pathsep.join([*(str(self.tree.root / f) for f in folders), *outside])
+
+
+def read_row(row: Row, invalid: Sequence[str], fault: str) -> Measurement:
+    """Return what a run of the code gate measured, from the row of the case.
+
+    Args:
+        invalid: the reasons why the run as a whole is invalid.
+        fault: what pytest printed about an error.
+    """
+    if row.verdict == DISTURBED or invalid:
+        return Measurement(unclear="; ".join([*row.reasons, *invalid]))
+    if row.value is None or row.spread is None:
+        return Measurement(broken=row.need or "; ".join(row.reasons) or fault)
+    if lines := [text for text in row.remarks if NOT_COMPARED in text]:
+        return Measurement(broken=lines[0])
+    names = {"baseline": row.baseline, "optimized": row.variant}
+    sides = {}
+    for role, name in names.items():
+        results = [convert(r, TimeResult) for r in row.against if r["side"] == role]
+        readings = [Reading(result.value, result.error) for result in results]
+        if readings:
+            sides[role] = _change(name, readings, row.spread)
+    return Measurement(row.product, sides)
+
+
+def _change(name: str, readings: Sequence[Reading], spread: float) -> SideChange:
+    first, *votes = readings
+    outcome = verdict.code_gate(spread, first).decide(first, votes)
+    together = Reading(0.0, stats.rms(reading.error for reading in readings))
+    values = [vote.value for vote in votes] or [first.value]
+    return SideChange(name, values, verdict.effective_spread(spread, together), outcome)
+
+
+def _fault(output: str) -> str:
+    """Return the line of pytest's output that names an error, or its last line."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    errors = [line.removeprefix("E ").strip() for line in lines if line.startswith("E  ")]
+    named = [line for line in errors if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    usage = [line for line in lines if line.startswith("ERROR: ")]
+    return [*named[:1], *errors[:1], *usage, *lines[-1:], "pytest printed nothing"][0]

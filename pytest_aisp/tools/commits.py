@@ -1,0 +1,222 @@
+"""The commits between two others, in a worktree of their own, and which of them change a page."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from msgspec import Struct
+
+from ..page.imports import normalized_file, used_files
+from ..util.cli_result import CliError, with_progress
+from ..util.git import GitError, NoGit, run_git, try_git
+
+NO_HOOKS = ("-c", "core.hooksPath=/dev/null", "-c", "advice.detachedHead=false")
+FIELDS = "%H%x00%P%x00%an%x00%as%x00%s"
+
+
+class Commit(Struct, frozen=True):
+    """A commit: its hash, the hashes of its parents, its author, date and subject."""
+
+    sha: str
+    parents: Sequence[str]
+    author: str
+    date: str
+    subject: str
+
+    @property
+    def short(self) -> str:
+        return self.sha[:8]
+
+    @property
+    def is_merge(self) -> bool:
+        return len(self.parents) > 1
+
+    def __str__(self) -> str:
+        merge = " (a merge)" if self.is_merge else ""
+        return f"{self.short} {self.date} {self.author}: {self.subject}{merge}"
+
+
+class Version(Struct, frozen=True):
+    """A commit, and a hash of each file that a page may use there, by path below the root.
+
+    The hashes ignore comments and formatting. If the commit lacks the page, there are no files.
+    """
+
+    commit: Commit
+    files: dict[str, str]
+
+    @property
+    def code(self) -> str:
+        """A hash of all files."""
+        return _hash(repr(sorted(self.files.items())))
+
+
+def commits_between(root: Path, good: str, bad: str) -> tuple[Commit, list[Commit]]:
+    """Return the commit `good`, and those after it up to `bad`, the oldest first.
+
+    Only first parents are followed, so a merge counts as one commit.
+
+    Raises:
+        CliError: there is no such commit or no repository, or `good` is not on the line of first
+            parents of `bad`.
+    """
+    first, last = _commit(root, "--good", good), _commit(root, "--bad", bad)
+    if first.sha == last.sha:
+        raise CliError(f"--good={good} and --bad={bad} are the same commit, {first.short}")
+    if try_git(root, "merge-base", "--is-ancestor", first.sha, last.sha) is None:
+        raise CliError(_not_before(root, good, first, bad, last))
+    line = _log(root, "--first-parent", "--reverse", f"{first.sha}..{last.sha}")
+    if line[0].parents[0] != first.sha:
+        branched = line[0].parents[0][:8]
+        raise CliError(
+            f"--good={good} is on a branch that was merged before --bad={bad}\n"
+            f"Only first parents are searched; give the commit where that line begins:\n"
+            f"    --good={branched}"
+        )
+    return first, line
+
+
+def _commit(root: Path, option: str, ref: str) -> Commit:
+    try:
+        sha = run_git(root, "rev-parse", "--verify", "--quiet", f"{ref}^{{commit}}").decode()
+    except NoGit as error:
+        raise CliError(str(error)) from None
+    except GitError as error:
+        if "not a git repository" in str(error):
+            raise CliError(
+                f"{root} is in no git repository\nA search needs the commits; run it in a clone"
+            ) from None
+        raise CliError(
+            f"{option}={ref}: there is no such commit in this clone{_deepen(root)}"
+        ) from None
+    return _log(root, "-1", sha.strip())[0]
+
+
+def _deepen(root: Path) -> str:
+    shallow = try_git(root, "rev-parse", "--is-shallow-repository") == "true\n"
+    return "\nIt is shallow:\n    git fetch --unshallow" if shallow else ""
+
+
+def _not_before(root: Path, good: str, first: Commit, bad: str, last: Commit) -> str:
+    """Return why `first` is no ancestor of `last`, and what to do."""
+    if try_git(root, "merge-base", "--is-ancestor", last.sha, first.sha) is not None:
+        return (
+            f"--bad={bad} is older than --good={good}\nExchange them:\n"
+            f"    --good={last.short} --bad={first.short}"
+        )
+    why = f"--good={good} is no ancestor of --bad={bad}: another branch, or a rewritten history"
+    base = try_git(root, "merge-base", first.sha, last.sha)
+    if base is None:
+        return f"{why}\nThey have no commit in common{_deepen(root)}"
+    return f"{why}\nTheir last commit in common:\n    --good={base[:8]}"
+
+
+def _log(root: Path, *arguments: str) -> list[Commit]:
+    lines = run_git(root, "log", f"--format={FIELDS}", *arguments).decode(errors="replace")
+    fields = [line.split("\0", 4) for line in lines.split("\n") if line]
+    return [Commit(sha, parents.split(), *rest) for sha, parents, *rest in fields]
+
+
+@dataclass(frozen=True)
+class Worktree:
+    """A worktree of its own, in which a search checks commits out.
+
+    Attributes:
+        top: its folder.
+        root: the folder in it that corresponds to the root of the pages.
+    """
+
+    top: Path
+    root: Path
+
+    def check_out(self, commit: Commit) -> None:
+        """Replace the files with those of `commit`, and remove everything that runs left."""
+        run_git(self.top, *NO_HOOKS, "checkout", "--quiet", "--force", "--detach", commit.sha)
+        run_git(self.top, "clean", "-ffdxq")
+
+    def version(self, commit: Commit, page: str, folders: Sequence[str]) -> Version:
+        """Check `commit` out, and return the files that `page` may use there.
+
+        Args:
+            page: the path of the page below the root.
+            folders: the folders below the root from which Python imports.
+        """
+        self.check_out(commit)
+        path = self.root / page
+        if not path.is_file():
+            return Version(commit, {})
+        used = used_files(path, str(self.root), folders)
+        hashes = {name: _hash(normalized_file(file)) for name, file in used.items()}
+        return Version(commit, hashes)
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:16]
+
+
+@contextmanager
+def worktree(root: Path, commit: Commit) -> Iterator[Worktree]:
+    """Add a worktree at `commit` in a temporary folder, and remove it in the end.
+
+    Raises:
+        CliError: git cannot add it.
+    """
+    with tempfile.TemporaryDirectory(prefix="aisp-bisect-", ignore_cleanup_errors=True) as folder:
+        top = Path(os.path.realpath(folder)) / "tree"
+        try:
+            prefix = run_git(root, "rev-parse", "--show-prefix").decode().removesuffix("\n")
+            add = ("worktree", "add", "--quiet", "--detach", str(top), commit.sha)
+            run_git(root, *NO_HOOKS, *add)
+        except GitError as error:
+            raise CliError(f"git cannot add a worktree: {error}") from None
+        try:
+            yield Worktree(top, top / prefix)
+        finally:
+            with suppress(GitError):
+                run_git(root, "worktree", "remove", "--force", "--force", str(top))
+
+
+def versions(
+    tree: Worktree,
+    page: str,
+    folders: Sequence[str],
+    commits: Sequence[Commit],
+    tell: Callable[[str], None],
+) -> list[Version]:
+    """Return the first of `commits`, and each one that changes a file that the page may use.
+
+    A commit is checked out only if it modifies such a file, or adds or removes any file.
+    """
+    found = [tree.version(commits[0], page, folders)]
+    changes = _changes(tree.root, commits[0], commits[-1])
+    for number, commit in enumerate(commits[1:], 1):
+        tell(with_progress("look for commits that change the case", number, len(commits) - 1))
+        before, changed = found[-1].files, changes.get(commit.sha, set())
+        if changed is not None and not changed & before.keys():
+            continue
+        version = tree.version(commit, page, folders)
+        if version.files != before:
+            found.append(version)
+    return found
+
+
+def _changes(root: Path, first: Commit, last: Commit) -> dict[str, set[str] | None]:
+    """Return the files below `root` that each commit modifies, by hash.
+
+    For a commit that does more than modify files with plain names, it is None.
+    """
+    command = ("log", "--first-parent", "-m", "--no-renames", "--relative", "--name-status")
+    text = run_git(root, *command, "--format=%x00%H", f"{first.sha}..{last.sha}").decode()
+    found: dict[str, set[str] | None] = {}
+    for part in text.split("\0")[1:]:
+        sha, *lines = part.split("\n")
+        pairs = [line.split("\t", 1) for line in lines if line]
+        plain = all(status == "M" and not path.startswith('"') for status, path in pairs)
+        found[sha] = {path for _, path in pairs} if plain else None
+    return found
