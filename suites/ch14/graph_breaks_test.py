@@ -23,10 +23,11 @@ Bound      The host. broken, cond and eager wait for the GPU once per block, and
            would avoid these copies, because its input would be the whole tensor.
 Seen       On an H100, eager is no slower than broken, although it launches three times as many
            kernels. All compiled sides take longer than predicted. where and whole launch the same
-           kernels, so they differ by the time of entering compiled code: an entry takes about as
-           long as four launches. broken enters twice per block, before the break and after it,
-           which explains its time. cond enters once per block and takes as long as broken. What
-           Inductor's code for a branch does on the host was not measured.
+           kernels, so they differ by the time of entering compiled code, which where does once per
+           block: it takes more than half of the time of where. broken enters twice per block,
+           before the break and after it, which explains its time. cond enters once per block and
+           takes as long as broken. What Inductor's code for a branch does on the host was not
+           measured.
 Use when   A branch on data chooses between cheap results: compute both and select. Keep the branch
            if one path is so expensive that a wait is cheaper. `torch._dynamo.explain` and
            `TORCH_LOGS=graph_breaks` list the breaks of a model.
