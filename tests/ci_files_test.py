@@ -264,6 +264,15 @@ def test_gitlab_gate_writes_a_report(machine, tmp_path):
     assert json.loads((tmp_path / report).read_text())[0]["description"].endswith("too slow")
 
 
+def test_without_any_run_the_comment_says_that_there_is_no_verdict(machine, tmp_path):
+    (tmp_path / "runs").mkdir()
+    done = machine("ci/aisp.sh gate runs", AISP_COMMENT="gate-comment.md")
+    assert done.returncode == 2
+    lines = (tmp_path / "gate-comment.md").read_text().splitlines()
+    assert lines[1] == "## Performance gate: no verdict"
+    assert "| `runs/*: there is no such folder` |" in lines
+
+
 def test_measure_compares_with_the_merge_base(machine, tmp_path):
     write_program(tmp_path / "bin" / "git", '#!/bin/sh\necho "base of $3"\n')
     write_program(tmp_path / "bin" / "python", PYTHON.format(code=0))

@@ -281,3 +281,11 @@ def test_a_comment_that_cannot_be_written_is_an_error_and_the_verdict_is_printed
     output = capsys.readouterr()
     assert output.err == "folder.md: cannot be written: Is a directory\n"
     assert output.out.startswith("green: 1 runs")
+
+
+def test_more_missing_products_than_fit_are_counted(run, comment):
+    products = ",".join(f"{'p' * 200}{number}" for number in range(400))
+    _, lines, tables = comment(run("a", row("gemm", "fail"), code=1), f"--products={products}")
+    runs, red = tables
+    assert f"and {402 - len(runs)} more runs" in lines
+    assert (len(runs) > 200, len(red), lines[-1]) == (True, 1, "and 1 more red cases")
