@@ -41,7 +41,7 @@ def test_few_false_changes(name, most):
         ("1 % at noise of 0.2 %, in the middle", 0.95),
         ("1 % with AR(0.7) of 0.2 %, in the middle", 0.90),
         ("3 % for 10 runs, then back, noise of 0.2 %", 0.95),
-        ("the same with 3 % spikes, after 5 runs", 0.90),
+        ("1 % at noise of 0.2 %, 3 % spikes, after 5 runs", 0.90),
     ],
 )
 def test_a_planted_change_is_found_where_it_is(name, least):

@@ -70,6 +70,7 @@ SPELLINGS = {
     "suite verify": "verify",
     "suite replay": "replay",
     "results compare": "compare",
+    "results history": "history",
     "results expectations": "expectations",
     "results predictions": "predictions",
     "results prune": "prune",

@@ -101,20 +101,26 @@ def stored(root: Path, results: dict[str, Result], product="nvidia-h200", chapte
     return path
 
 
-def artifacts(folder: Path, rows: list[dict], canaries: list[dict] = (), code: int | None = 0):
+def artifacts(
+    folder: Path,
+    rows: list[dict],
+    canaries: list[dict] = (),
+    code: int | None = 0,
+    **manifest: object,
+):
     """Write the folder of a run; with no exit code of one that was killed."""
     left = Artifacts(folder)
-    left.start(
-        Manifest(
-            root=str(folder.parent),
-            started="2026-11-22T07:52:10+00:00",
-            git=None,
-            machine=MachineFacts(name="a GPU", product="nvidia-h200", arch="sm90", gpus=["GPU-0"]),
-            peaks={},
-            complete=False,
-            invalid=[],
-        )
-    )
+    machine = MachineFacts(name="a GPU", product="nvidia-h200", arch="sm90", gpus=["GPU-0"])
+    plain = {
+        "root": str(folder.parent),
+        "started": "2026-11-22T07:52:10+00:00",
+        "git": None,
+        "machine": machine,
+        "peaks": {},
+        "complete": False,
+        "invalid": [],
+    }
+    left.start(Manifest(**{**plain, **manifest}))
     for row in rows:
         left.add(Row.of(row))
     for canary in canaries:

@@ -36,6 +36,7 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Command]]] = {
         "Compare, check, report and export runs and stored results.",
         {
             "compare": results.compare,
+            "history": results.history,
             "expectations": results.expectations,
             "predictions": results.predictions,
             "prune": results.prune,

@@ -161,6 +161,27 @@ def report(
     finish(report_result(folder, history or (), out, pages, hierarchy))
 
 
+def history(
+    folder: Annotated[Path, typer.Argument(metavar="HISTORY", help="the folder of the history")],
+    add: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="RUN", help="add the run in this folder, and list nothing; repeatable"
+        ),
+    ] = None,
+    case: Annotated[
+        str, typer.Option(metavar="TEXT", help="list only cases that contain this text")
+    ] = "",
+    as_json: Json = False,
+) -> None:
+    """Show how the speedup of each case changed over runs."""
+    from ..tools import history
+
+    if add:
+        finish(history.add_result(add, folder))
+    finish(history.history_result(folder, case=case, as_json=as_json))
+
+
 def export(folder: Folder) -> None:
     """Print the timed sides of a run as pytest-benchmark JSON."""
     from ..session import benchmark_plugin

@@ -45,11 +45,13 @@ class ChangePoint:
 
     Attributes:
         at: index of the first value at the new level.
+        old: the old level, in ln(speedup).
         size: the new level minus the old one, in ln(speedup).
         error: standard error of `size`.
     """
 
     at: int
+    old: float
     size: float
     error: float
 
@@ -202,7 +204,8 @@ class _Series:
         """Return the change at `at`, which is one of `splits`."""
         start, stop = self._around(splits)[splits.index(at)]
         left, right = self._stretch(start, at), self._stretch(at, stop)
-        return ChangePoint(at, right.level - left.level, self._noise(splits).error(left, right))
+        error = self._noise(splits).error(left, right)
+        return ChangePoint(at, left.level, right.level - left.level, error)
 
     def _around(self, splits: Sequence[int]) -> list[tuple[int, int]]:
         """Return the ends of the two stretches beside each split."""

@@ -1,0 +1,305 @@
+"""`aisp results history`: add runs to a history, and list the changes of each case."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Literal
+
+from ..results import history, run_reader
+from ..results.change_points import LEAST, change_points
+from ..results.history import CodeGate, HistoryLine
+from ..results.messages import Json
+from ..results.row import ratio
+from ..util.cli_result import CliError, CliResult
+
+MODES = ("measure", "record")
+"""The modes of runs whose speedups belong into a history."""
+SCHEMA = 1
+"""The version of the JSON format."""
+State = Literal["confirmed", "refuted", "unconfirmed", "explained", "unexplained"]
+HASH = 12
+"""The digits of a commit that are printed."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of a case's level.
+
+    Attributes:
+        before, after: the last run at the old level, and the first one at the new level.
+        old, size, low, high: the old level, and by how much it changed, with the 99 % interval.
+            All are in ln(speedup).
+        differences: the facts that differ between both runs.
+        sides: the sides whose source differs.
+        gate: what the code gate found over the commits of both runs, or None.
+    """
+
+    before: HistoryLine
+    after: HistoryLine
+    old: float
+    size: float
+    low: float
+    high: float
+    differences: Sequence[str]
+    sides: Sequence[str]
+    gate: CodeGate | None
+
+    @property
+    def state(self) -> State:
+        """Whether the code gate confirms the change, or else what is known about it."""
+        if self.gate is not None:
+            return "confirmed" if self.gate.confirms(self.size) else "refuted"
+        if self.sides:
+            return "unconfirmed"
+        return "explained" if self.differences else "unexplained"
+
+    @property
+    def command(self) -> str:
+        """The command that confirms the change, or nothing if there is none."""
+        commits = (self.before.commit, self.after.commit)
+        if not self.sides or not all(commits) or commits[0] == commits[1]:
+            return ""
+        if self.before.dirty or self.after.dirty:
+            return ""
+        old, new = (commit[:HASH] for commit in commits)
+        case = shlex.quote(self.after.id)
+        return f"git checkout {new} && pytest --aisp-against={old} --aisp-artifacts=DIR {case}"
+
+
+@dataclass(frozen=True)
+class CaseHistory:
+    """The runs of one case, the oldest first, and the changes of its level."""
+
+    lines: Sequence[HistoryLine]
+    changes: Sequence[Change]
+
+    @property
+    def level(self) -> float:
+        """The level of the last runs, in ln(speedup)."""
+        if self.changes:
+            return self.changes[-1].old + self.changes[-1].size
+        return median(line.value for line in self.lines)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the last change is a loss that the code gate confirmed."""
+        last = self.changes[-1] if self.changes else None
+        return last is not None and last.state == "confirmed" and last.size < 0
+
+
+def add_result(runs: Sequence[Path], folder: Path) -> CliResult:
+    """Add the `runs` to the history in `folder`. The exit code is 1 if a line cannot be used.
+
+    Raises:
+        CliError: if a run is refused, or something cannot be read or written.
+    """
+    if (folder / run_reader.MANIFEST).exists():
+        raise CliError(
+            f"{folder}: is a run, not a history\nThe history comes last:\n"
+            "    aisp results history --add RUN HISTORY"
+        )
+    read = [(run, *_read_run(run)) for run in runs]
+    lines, problems = [], dict[str, None]()
+    for run, found, warnings in read:
+        try:
+            done = history.add(folder, found)
+        except OSError as error:
+            raise CliError(
+                f"{folder}: cannot be written: {error}\n"
+                "Free space or make it writable, then run the same command again."
+            ) from None
+        there = f", {done.known} were there" if done.known else ""
+        lines += [*warnings, f"{run}: {done.new} cases added to {folder}{there}"]
+        lines += [f"repaired: {text}" for text in done.repaired]
+        problems |= dict.fromkeys(done.problems)
+    lines += [f"not used: {text}" for text in problems if "half written" not in text]
+    return CliResult(lines, 1 if any(line.startswith("not used") for line in lines) else 0)
+
+
+def _read_run(folder: Path) -> tuple[list[HistoryLine], list[str]]:
+    """Return the lines of a run, and warnings about what it lacks."""
+    try:
+        run = run_reader.load(folder)
+        lines = list(history.lines_of(run))
+    except run_reader.RunError as error:
+        raise CliError(f"{error}\nNothing was added.") from None
+    manifest = run.manifest
+    if manifest.mode not in MODES:
+        raise CliError(f"{folder}: is a run in the mode {manifest.mode}, which has no new speedups")
+    if wrong := [canary.wrong for canary in run.canaries if canary.wrong]:
+        raise CliError(f"{folder}: its speedups are invalid: canary: {wrong[0]}\nMeasure again.")
+    if not lines:
+        raise CliError(f"{folder}: no case was timed, so there is nothing to add")
+    warnings = [f"{folder}: {why}" for why in run.lost]
+    if not manifest.complete:
+        warnings.append(f"{folder}: the run did not finish; cases may be missing")
+    return lines, warnings
+
+
+def history_result(folder: Path, *, case: str = "", as_json: bool = False) -> CliResult:
+    """Return a line for each case, and one for each change of its level.
+
+    The exit code is 1 if lines cannot be used, or if the last change of a case is a loss that the
+    code gate confirmed.
+
+    Args:
+        case: list only the cases whose id, product or chapter contains this text.
+
+    Raises:
+        CliError: if the folder has no history that can be read, or no such case.
+    """
+    cases, problems = read(folder)
+    if not cases and not problems:
+        raise CliError(
+            f"{folder}: has no history\nAdd a run to it:\n"
+            f"    aisp results history --add RUN {shlex.quote(str(folder))}"
+        )
+    shown = [one for one in cases if case in _name(one)]
+    if cases and not shown:
+        raise CliError(f"{folder}: none of its {len(cases)} cases contains {case!r}")
+    code = 1 if problems or any(one.is_lost for one in shown) else 0
+    if as_json:
+        plain = {"schema": SCHEMA, "cases": list(map(_plain, shown)), "problems": problems}
+        return CliResult([json.dumps(plain, indent=1)], code)
+    lines = [f"not used: {problem}" for problem in problems]
+    for one in shown:
+        lines += [_case_line(one), *(f"    {line}" for c in one.changes for line in _texts(c))]
+    return CliResult(lines, code)
+
+
+def read(folder: Path) -> tuple[list[CaseHistory], list[str]]:
+    """Return the cases of a history, and a message about each kind of line that cannot be used.
+
+    Raises:
+        CliError: if the folder or a file cannot be read.
+    """
+    if not folder.is_dir():
+        raise CliError(f"{folder}: there is no such folder")
+    try:
+        files = history.read(folder)
+    except OSError as error:
+        raise CliError(f"{folder}: cannot be read: {error}") from None
+    found = []
+    for file in files:
+        by_case: dict[str, list[HistoryLine]] = {}
+        for line in file.lines:
+            by_case.setdefault(line.case, []).append(line)
+        found += [of_lines(lines) for _, lines in sorted(by_case.items())]
+    return found, [problem for file in files for problem in file.problems]
+
+
+def of_lines(lines: Sequence[HistoryLine]) -> CaseHistory:
+    """Return the history of one case from its lines, the oldest first."""
+    known = [
+        at
+        for at, (before, after) in enumerate(pairwise(lines), start=1)
+        if after.differences(before) or after.changed_sides(before)
+    ]
+    points = change_points(
+        [line.value for line in lines],
+        [line.error for line in lines],
+        session=lines[-1].session,
+        known=known,
+    )
+    changes = []
+    for point in points:
+        before, after = lines[point.at - 1], lines[point.at]
+        low, high = point.interval
+        changes.append(
+            Change(
+                before=before,
+                after=after,
+                old=point.old,
+                size=point.size,
+                low=low,
+                high=high,
+                differences=after.differences(before),
+                sides=after.changed_sides(before),
+                gate=history.code_gate_between(lines, before, after),
+            )
+        )
+    return CaseHistory(lines, changes)
+
+
+def _name(one: CaseHistory) -> str:
+    last = one.lines[-1]
+    return f"{last.product} {last.chapter}/{last.case}"
+
+
+def _case_line(one: CaseHistory) -> str:
+    count, changes = len(one.lines), len(one.changes)
+    runs = "1 run" if count == 1 else f"{count} runs"
+    if count < 2 * LEAST:
+        found = f"too few runs for changes, which need {2 * LEAST}"
+    else:
+        found = {0: "no change", 1: "1 change"}.get(changes, f"{changes} changes")
+    first, last = (one.lines[n].started[:10] for n in (0, -1))
+    dates = first if first == last else f"{first} to {last}"
+    return f"{_name(one)}: {ratio(one.level)}, {runs}, {dates}, {found}"
+
+
+def _texts(change: Change) -> list[str]:
+    """Return a line about a change, and the command that confirms it if there is one."""
+    size, low, high = (math.expm1(x) for x in (change.size, change.low, change.high))
+    after, gate = change.after, change.gate
+    commit = f" at {after.commit[:HASH]}" if after.commit else ""
+    facts = [*change.differences, *(f"the source of {side} changed" for side in change.sides)]
+    words = {
+        "confirmed": f"confirmed by the code gate: {ratio(gate.effect if gate else 0.0)}",
+        "refuted": f"not confirmed by the code gate: {ratio(gate.effect if gate else 0.0)}",
+        "unconfirmed": "unconfirmed",
+        "explained": "",
+        "unexplained": "unexplained",
+    }[change.state]
+    line = (
+        f"{after.started[:10]}{commit}: {ratio(change.old)} -> {ratio(change.old + change.size)},"
+        f" {size:+.1%} [{low:+.1%}, {high:+.1%}]"
+    )
+    lines = ["; ".join([line, *facts, *([words] if words else [])])]
+    if change.state == "unconfirmed":
+        lines.append(f"    {change.command or NO_COMMAND}")
+    return lines
+
+
+NO_COMMAND = "no command confirms it: the commits of both runs are not known, equal, or not clean"
+
+
+def _plain(one: CaseHistory) -> dict[str, Json]:
+    last = one.lines[-1]
+    runs = [
+        {
+            "started": line.started,
+            "commit": line.commit,
+            "speedup": math.exp(line.value),
+            "error": line.error,
+            "verdict": line.verdict,
+        }
+        for line in one.lines
+    ]
+    changes = [
+        {
+            "started": change.after.started,
+            "commit": change.after.commit,
+            "before": change.before.commit,
+            "old": math.exp(change.old),
+            "new": math.exp(change.old + change.size),
+            "change": math.expm1(change.size),
+            "low": math.expm1(change.low),
+            "high": math.expm1(change.high),
+            "differences": list(change.differences),
+            "sides": list(change.sides),
+            "state": change.state,
+            "code_gate": math.exp(change.gate.effect) if change.gate else None,
+            "command": change.command,
+        }
+        for change in one.changes
+    ]
+    names = {"product": last.product, "chapter": last.chapter, "case": last.case, "id": last.id}
+    return {**names, "speedup": math.exp(one.level), "runs": runs, "changes": changes}
