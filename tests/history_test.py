@@ -44,6 +44,7 @@ def run(tmp_path, monkeypatch):
             "git": GitState(commit=commit(day), branch="main", dirty=dirty),
             "options": {"against": against or None},
         }
+        manifest["git"] = fields.pop("git", manifest["git"])
         name = f"run{day}"
         rows = [fake_results.row(case, **fields) for case in cases]
         fake_results.artifacts(tmp_path / name, rows, **manifest)
@@ -223,6 +224,17 @@ def test_a_code_gate_over_other_commits_confirms_nothing(series, aisp, against):
     assert change.endswith("unconfirmed")
 
 
+def test_a_later_run_of_an_old_commit_only_confirms(series, run, aisp):
+    changed = {**SOURCES, "optimized": "syntax:2c"}
+    series(step=-0.02, sources=after(15, changed, SOURCES))
+    assert aisp("h")[1][1].endswith("unconfirmed")
+    again = {"against": commit(14), "gate": [-0.02], "sources": changed}
+    aisp("--add", run(40, 0.0, git=GitState(commit=commit(15), dirty=False), **again), "h")
+    code, [line, change] = aisp("h")
+    assert (code, ", 30 runs, " in line) == (1, True)
+    assert change.endswith("; confirmed by the code gate: 0.980x")
+
+
 def test_a_comparison_with_the_record_is_no_comparison_of_commits(run, aisp, tmp_path):
     run(0, gate=[-0.02])
     aisp("--add=run0", "h")
@@ -244,7 +256,7 @@ def test_json_has_every_run_and_change(series, aisp):
     [case] = plain["cases"]
     assert (code, plain["problems"], len(case["runs"])) == (0, [], 30)
     [change] = case["changes"]
-    assert change["state"] == "explained"
+    assert change["state"] == "environment"
     assert change["low"] < math.expm1(-0.02) < change["high"]
     assert case["speedup"] == pytest.approx(change["new"])
 

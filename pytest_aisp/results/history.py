@@ -119,13 +119,21 @@ class HistoryFile:
     """The lines of one file that can be used, and a message about each kind of line that cannot.
 
     Attributes:
-        torn: the half-written last line, or nothing.
+        torn: the half-written last line, or nothing. `problems` does not have it.
+        length: the number of lines in the file.
     """
 
     path: Path
     lines: list[HistoryLine] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     torn: bytes = b""
+    length: int = 0
+
+    @property
+    def all_problems(self) -> list[str]:
+        """The messages of `problems`, and one about a half-written last line."""
+        half = f"{self.path}:{self.length}: the last line{_of(self.torn)} is half written"
+        return [*self.problems, half] if self.torn else self.problems
 
 
 @dataclass
@@ -261,8 +269,8 @@ def read(folder: Path) -> list[HistoryFile]:
 
 def parse(path: Path, data: bytes) -> HistoryFile:
     """Return the lines in `data`, the contents of `path`."""
-    found, seen = HistoryFile(path), set[tuple[str, str]]()
     *whole, last = data.split(b"\n")
+    found, seen = HistoryFile(path, length=len(whole) + bool(last)), set[tuple[str, str]]()
     repeated: list[int] = []
     elsewhere: dict[str, list[int]] = {}
     for number, text in enumerate([*whole, last], start=1):
@@ -273,7 +281,6 @@ def parse(path: Path, data: bytes) -> HistoryFile:
         except (ValueError, RecursionError) as error:
             if number > len(whole):
                 found.torn = text
-                found.problems.append(f"{path}:{number}: the last line{_of(text)} is half written")
             else:
                 found.problems.append(f"{path}:{number}: is not a line of a history: {error}")
             continue

@@ -6,15 +6,12 @@ import json
 import math
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
-from statistics import median
-from typing import Literal
 
 from ..results import history, run_reader
-from ..results.change_points import LEAST, change_points
-from ..results.history import CodeGate, HistoryLine
+from ..results.case_history import CaseHistory, Change, change_text, of_lines
+from ..results.change_points import LEAST
+from ..results.history import HistoryLine
 from ..results.messages import Json
 from ..results.row import ratio
 from ..util.cli_result import CliError, CliResult
@@ -23,75 +20,6 @@ MODES = ("measure", "record")
 """The modes of runs whose speedups belong into a history."""
 SCHEMA = 1
 """The version of the JSON format."""
-State = Literal["confirmed", "refuted", "unconfirmed", "explained", "unexplained"]
-HASH = 12
-"""The digits of a commit that are printed."""
-
-
-@dataclass(frozen=True)
-class Change:
-    """A change of a case's level.
-
-    Attributes:
-        before, after: the last run at the old level, and the first one at the new level.
-        old, size, low, high: the old level, and by how much it changed, with the 99 % interval.
-            All are in ln(speedup).
-        differences: the facts that differ between both runs.
-        sides: the sides whose source differs.
-        gate: what the code gate found over the commits of both runs, or None.
-    """
-
-    before: HistoryLine
-    after: HistoryLine
-    old: float
-    size: float
-    low: float
-    high: float
-    differences: Sequence[str]
-    sides: Sequence[str]
-    gate: CodeGate | None
-
-    @property
-    def state(self) -> State:
-        """Whether the code gate confirms the change, or else what is known about it."""
-        if self.gate is not None:
-            return "confirmed" if self.gate.confirms(self.size) else "refuted"
-        if self.sides:
-            return "unconfirmed"
-        return "explained" if self.differences else "unexplained"
-
-    @property
-    def command(self) -> str:
-        """The command that confirms the change, or nothing if there is none."""
-        commits = (self.before.commit, self.after.commit)
-        if not self.sides or not all(commits) or commits[0] == commits[1]:
-            return ""
-        if self.before.dirty or self.after.dirty:
-            return ""
-        old, new = (commit[:HASH] for commit in commits)
-        case = shlex.quote(self.after.id)
-        return f"git checkout {new} && pytest --aisp-against={old} --aisp-artifacts=DIR {case}"
-
-
-@dataclass(frozen=True)
-class CaseHistory:
-    """The runs of one case, the oldest first, and the changes of its level."""
-
-    lines: Sequence[HistoryLine]
-    changes: Sequence[Change]
-
-    @property
-    def level(self) -> float:
-        """The level of the last runs, in ln(speedup)."""
-        if self.changes:
-            return self.changes[-1].old + self.changes[-1].size
-        return median(line.value for line in self.lines)
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether the last change is a loss that the code gate confirmed."""
-        last = self.changes[-1] if self.changes else None
-        return last is not None and last.state == "confirmed" and last.size < 0
 
 
 def add_result(runs: Sequence[Path], folder: Path) -> CliResult:
@@ -119,8 +47,7 @@ def add_result(runs: Sequence[Path], folder: Path) -> CliResult:
         lines += [*warnings, f"{run}: {done.new} cases added to {folder}{there}"]
         lines += [f"repaired: {text}" for text in done.repaired]
         problems |= dict.fromkeys(done.problems)
-    lines += [f"not used: {text}" for text in problems if "half written" not in text]
-    return CliResult(lines, 1 if any(line.startswith("not used") for line in lines) else 0)
+    return CliResult([*lines, *(f"not used: {text}" for text in problems)], 1 if problems else 0)
 
 
 def _read_run(folder: Path) -> tuple[list[HistoryLine], list[str]]:
@@ -170,7 +97,10 @@ def history_result(folder: Path, *, case: str = "", as_json: bool = False) -> Cl
         return CliResult([json.dumps(plain, indent=1)], code)
     lines = [f"not used: {problem}" for problem in problems]
     for one in shown:
-        lines += [_case_line(one), *(f"    {line}" for c in one.changes for line in _texts(c))]
+        lines += [
+            _case_line(one),
+            *(f"    {line}" for c in one.changes for line in _change_lines(c)),
+        ]
     return CliResult(lines, code)
 
 
@@ -192,40 +122,7 @@ def read(folder: Path) -> tuple[list[CaseHistory], list[str]]:
         for line in file.lines:
             by_case.setdefault(line.case, []).append(line)
         found += [of_lines(lines) for _, lines in sorted(by_case.items())]
-    return found, [problem for file in files for problem in file.problems]
-
-
-def of_lines(lines: Sequence[HistoryLine]) -> CaseHistory:
-    """Return the history of one case from its lines, the oldest first."""
-    known = [
-        at
-        for at, (before, after) in enumerate(pairwise(lines), start=1)
-        if after.differences(before) or after.changed_sides(before)
-    ]
-    points = change_points(
-        [line.value for line in lines],
-        [line.error for line in lines],
-        session=lines[-1].session,
-        known=known,
-    )
-    changes = []
-    for point in points:
-        before, after = lines[point.at - 1], lines[point.at]
-        low, high = point.interval
-        changes.append(
-            Change(
-                before=before,
-                after=after,
-                old=point.old,
-                size=point.size,
-                low=low,
-                high=high,
-                differences=after.differences(before),
-                sides=after.changed_sides(before),
-                gate=history.code_gate_between(lines, before, after),
-            )
-        )
-    return CaseHistory(lines, changes)
+    return found, [problem for file in files for problem in file.all_problems]
 
 
 def _name(one: CaseHistory) -> str:
@@ -245,27 +142,11 @@ def _case_line(one: CaseHistory) -> str:
     return f"{_name(one)}: {ratio(one.level)}, {runs}, {dates}, {found}"
 
 
-def _texts(change: Change) -> list[str]:
+def _change_lines(change: Change) -> list[str]:
     """Return a line about a change, and the command that confirms it if there is one."""
-    size, low, high = (math.expm1(x) for x in (change.size, change.low, change.high))
-    after, gate = change.after, change.gate
-    commit = f" at {after.commit[:HASH]}" if after.commit else ""
-    facts = [*change.differences, *(f"the source of {side} changed" for side in change.sides)]
-    words = {
-        "confirmed": f"confirmed by the code gate: {ratio(gate.effect if gate else 0.0)}",
-        "refuted": f"not confirmed by the code gate: {ratio(gate.effect if gate else 0.0)}",
-        "unconfirmed": "unconfirmed",
-        "explained": "",
-        "unexplained": "unexplained",
-    }[change.state]
-    line = (
-        f"{after.started[:10]}{commit}: {ratio(change.old)} -> {ratio(change.old + change.size)},"
-        f" {size:+.1%} [{low:+.1%}, {high:+.1%}]"
-    )
-    lines = ["; ".join([line, *facts, *([words] if words else [])])]
-    if change.state == "unconfirmed":
-        lines.append(f"    {change.command or NO_COMMAND}")
-    return lines
+    if change.state != "unconfirmed":
+        return [change_text(change)]
+    return [change_text(change), f"    {change.command or NO_COMMAND}"]
 
 
 NO_COMMAND = "no command confirms it: the commits of both runs are not known, equal, or not clean"

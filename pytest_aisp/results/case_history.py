@@ -1,0 +1,148 @@
+"""The history of one case over runs: its level, its changes, and what is known about each."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+from typing import Literal
+
+from .change_points import change_points
+from .history import CodeGate, HistoryLine, code_gate_between
+from .row import ratio
+
+State = Literal["confirmed", "refuted", "unconfirmed", "environment", "unexplained"]
+HASH = 12
+"""The digits of a commit that are printed."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of a case's level.
+
+    Attributes:
+        before, after: the last run at the old level, and the first one at the new level.
+        old, size, low, high: the old level, and by how much it changed, with the 99 % interval.
+            All are in ln(speedup).
+        differences: the facts that differ between both runs.
+        sides: the sides whose source differs.
+        gate: what the code gate found over the commits of both runs, or None.
+    """
+
+    before: HistoryLine
+    after: HistoryLine
+    old: float
+    size: float
+    low: float
+    high: float
+    differences: Sequence[str]
+    sides: Sequence[str]
+    gate: CodeGate | None
+
+    @property
+    def state(self) -> State:
+        """Whether the code gate confirms the change, or else what is known about it."""
+        if self.gate is not None:
+            return "confirmed" if self.gate.confirms(self.size) else "refuted"
+        if self.sides:
+            return "unconfirmed"
+        return "environment" if self.differences else "unexplained"
+
+    @property
+    def command(self) -> str:
+        """The command that confirms the change, or nothing if there is none."""
+        commits = (self.before.commit, self.after.commit)
+        if not self.sides or not all(commits) or commits[0] == commits[1]:
+            return ""
+        if self.before.dirty or self.after.dirty:
+            return ""
+        old, new = (commit[:HASH] for commit in commits)
+        case = shlex.quote(self.after.id)
+        return f"git checkout {new} && pytest --aisp-against={old} --aisp-artifacts=DIR {case}"
+
+
+@dataclass(frozen=True)
+class CaseHistory:
+    """The runs of one case, the oldest first, and the changes of its level."""
+
+    lines: Sequence[HistoryLine]
+    changes: Sequence[Change]
+
+    @property
+    def level(self) -> float:
+        """The level of the last runs, in ln(speedup)."""
+        if self.changes:
+            return self.changes[-1].old + self.changes[-1].size
+        return median(line.value for line in self.lines)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the last change is a loss that the code gate confirmed."""
+        last = self.changes[-1] if self.changes else None
+        return last is not None and last.state == "confirmed" and last.size < 0
+
+
+def of_lines(lines: Sequence[HistoryLine]) -> CaseHistory:
+    """Return the history of one case from its lines, the oldest first.
+
+    A run that repeats an earlier commit with ``--aisp-against`` only confirms a change. It is not a
+    run of its own, because it would put old code after newer code.
+    """
+    found, commits = list(lines), set[str]()
+    lines = []
+    for line in found:
+        if line.code_gate is None or line.commit not in commits:
+            lines.append(line)
+        commits.add(line.commit)
+    known = [
+        at
+        for at, (before, after) in enumerate(pairwise(lines), start=1)
+        if after.differences(before) or after.changed_sides(before)
+    ]
+    points = change_points(
+        [line.value for line in lines],
+        [line.error for line in lines],
+        session=lines[-1].session,
+        known=known,
+    )
+    changes = []
+    for point in points:
+        before, after = lines[point.at - 1], lines[point.at]
+        low, high = point.interval
+        changes.append(
+            Change(
+                before=before,
+                after=after,
+                old=point.old,
+                size=point.size,
+                low=low,
+                high=high,
+                differences=after.differences(before),
+                sides=after.changed_sides(before),
+                gate=code_gate_between(found, before, after),
+            )
+        )
+    return CaseHistory(lines, changes)
+
+
+def change_text(change: Change) -> str:
+    """Return a line about a change: when, how much, what else changed, and what is known of it."""
+    size, low, high = (math.expm1(x) for x in (change.size, change.low, change.high))
+    after, gate = change.after, change.gate
+    commit = f" at {after.commit[:HASH]}" if after.commit else ""
+    facts = [*change.differences, *(f"the source of {side} changed" for side in change.sides)]
+    words = {
+        "confirmed": f"confirmed by the code gate: {ratio(gate.effect if gate else 0.0)}",
+        "refuted": f"not confirmed by the code gate: {ratio(gate.effect if gate else 0.0)}",
+        "unconfirmed": "unconfirmed",
+        "environment": "",
+        "unexplained": "unexplained",
+    }[change.state]
+    line = (
+        f"{after.started[:10]}{commit}: {ratio(change.old)} -> {ratio(change.old + change.size)},"
+        f" {size:+.1%} [{low:+.1%}, {high:+.1%}]"
+    )
+    return "; ".join([line, *facts, *([words] if words else [])])
