@@ -17,10 +17,8 @@ Seen       captured_loop takes several times as long as predicted, so its kernel
            product takes was not measured, nor whether cuBLAS splits it and adds the parts in a
            second kernel. captured_step takes about as much longer than captured_loop as its six
            copies per step and the start of a graph take, if they take what they do in
-           `launch_cost_test.py`. On an H200, eager takes almost twice as long as predicted: the
-           rate of a launch was measured with an addition, not with products. On an H100 it takes
-           as long as predicted, because the time of a launch that is stored for it is probably too
-           long (`launch_cost_test.py`).
+           `launch_cost_test.py`. eager takes almost twice as long as predicted: the rate of a
+           launch was measured with an addition, not with products.
 Use when   A model's output is its next input, as in decoding and forecasting. Capture one step if
            the number of steps varies, or if the host must look at a result between steps. Capture
            the whole loop if the number of steps is fixed: it saves the copies, and its graph has

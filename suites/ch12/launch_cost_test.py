@@ -13,9 +13,8 @@ Bound      The host limits eager, with one launch per kernel. The kernels do nex
 Seen       With two kernels, captured takes less than half of the predicted time, which is the rate
            `launch`. That is the rate of an operator of torch, with its dispatcher and its checks,
            and a replay calls no operator. With 32 kernels, captured takes a little longer than
-           their starts, because the GPU also takes some time to start a graph. On an H100, eager
-           takes about half of the predicted time. So the host was probably slower when the rate
-           `launch` was measured there. On an H200, eager takes about as long as predicted.
+           their starts, because the GPU also takes some time to start a graph. eager takes about as
+           long as predicted.
 Use when   You want to know whether a graph pays for your loop. Count its launches and compare their
            time with the GPU's. If the kernels run longer than a launch takes, the GPU is never
            idle, and a graph saves nothing but the host's time. With few kernels, the launch of the

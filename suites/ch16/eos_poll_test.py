@@ -226,7 +226,7 @@ def work(layers, width, rows, period, limit):
     sizes=[{"layers": 4, "width": 1024, "rows": 16, "period": 96, "limit": 128}],
     check_sizes=[
         {"layers": 2, "width": 128, "rows": 3, "period": 9, "limit": 21},
-        {"layers": 1, "width": 64, "rows": 2, "period": 40, "limit": 7},
+        {"layers": 1, "width": 128, "rows": 2, "period": 40, "limit": 7},
     ],
     work=work,
     bound="launch",
@@ -279,21 +279,21 @@ class TestOverrun:
         return found
 
     def test_only_as_many_steps_too_many_as_promised(self):
-        model = state("cpu", 1, 64, rows=3, period=20, limit=64)
-        prompts, limit = inputs("cpu", 1, 64, 3, 20, 64)
+        model = state("cpu", 1, 256, rows=3, period=20, limit=64)
+        prompts, limit = inputs("cpu", 1, 256, 3, 20, 64)
         tokens, _ = reference(model, prompts, limit)
         needed = max(1, int((tokens != NOTHING).sum(1).max()) - 1)
         assert self.made(model, prompts, limit) == [needed, in_eights(needed), needed + 1]
 
     def test_answers_that_end_with_their_first_token_cost_one_step(self):
-        model = state("cpu", 1, 64, rows=2, period=1, limit=16)
-        prompts, limit = inputs("cpu", 1, 64, 2, 1, 16)
+        model = state("cpu", 1, 256, rows=2, period=1, limit=16)
+        prompts, limit = inputs("cpu", 1, 256, 2, 1, 16)
         assert self.made(model, prompts, limit) == [1, RARELY, 2]
 
     def test_an_answer_without_an_end_stops_at_the_limit(self):
-        model = state("cpu", 1, 64, rows=2, period=256, limit=12)
+        model = state("cpu", 1, 256, rows=2, period=256, limit=12)
         model.is_end.zero_()
-        prompts, limit = inputs("cpu", 1, 64, 2, 256, 12)
+        prompts, limit = inputs("cpu", 1, 256, 2, 256, 12)
         assert self.made(model, prompts, limit) == [11, 11, 11]
 
 
@@ -301,11 +301,11 @@ class TestBadInput:
     """What does not fit."""
 
     def test_a_limit_longer_than_the_cache_is_refused(self):
-        model = state("cpu", 1, 64, rows=1, period=4, limit=8)
+        model = state("cpu", 1, 256, rows=1, period=4, limit=8)
         with pytest.raises(ValueError, match="17 tokens do not fit in a cache of 16"):
             Answers(model, torch.zeros(1, PROMPT, dtype=torch.int64), 9)
 
     def test_a_limit_of_no_token_is_refused(self):
-        model = state("cpu", 1, 64, rows=1, period=4, limit=8)
+        model = state("cpu", 1, 256, rows=1, period=4, limit=8)
         with pytest.raises(ValueError, match="at most 0 tokens"):
             Answers(model, torch.zeros(1, PROMPT, dtype=torch.int64), 0)

@@ -16,9 +16,9 @@ Optimized  padded: of eager_prefill. A graph computes the longest prompt. Shorte
            length of the prompt. What is between the attention of two layers is a graph.
 Bound      The host for eager_prefill, which launches more than a hundred kernels for each prompt.
            padded is limited by the GPU: tensor cores and memory for `longest` tokens, whatever the
-           prompt has. bucketed computes less than twice the tokens of a prompt, or `smallest` tokens
-           for a short one. That takes at least as long as reading the weights and starting the
-           kernels of the graph. piecewise launches a graph and four kernels per layer.
+           prompt has. bucketed computes less than twice the tokens of a prompt, but at least
+           `smallest`. That takes no less time than reading the weights and starting the kernels of
+           the graph. piecewise launches a graph and four kernels per layer.
 Use when   Prompts are short, or come in chunks of limited size, and the model is small enough that
            its launches take longer than its work. A long prompt gives the GPU enough to do, so
            launches hide behind it and padding only costs. Each bucket needs a capture and memory,
