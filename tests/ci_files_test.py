@@ -326,6 +326,80 @@ def test_wrong_arguments_of_the_script_are_explained(machine):
     done = machine("ci/aisp.sh measures")
     assert (done.returncode, done.stderr) == (
         2,
-        "ci/aisp.sh measures: legal are measure and gate DIR\n",
+        "ci/aisp.sh measures: legal are measure, gate DIR and history DIR\n",
     )
     assert "a folder for each run" in machine("ci/aisp.sh gate").stderr
+
+
+def read_branch(repository, folder):
+    """Clone the branch of the history, and return the text of its only file, and its commits."""
+    git = ["git", "clone", "--quiet", "--branch=aisp-history", str(repository), str(folder)]
+    subprocess.run(git, check=True)
+    log = subprocess.run(["git", "log", "--format=%s"], cwd=folder, capture_output=True, text=True)
+    files = [path for path in folder.rglob("*") if path.is_file() and ".git" not in path.parts]
+    assert [str(path.relative_to(folder)) for path in files] == ["nvidia-h200/ch10.jsonl"]
+    return files[0].read_text(), log.stdout.splitlines()
+
+
+@pytest.fixture
+def remote(tmp_path, monkeypatch):
+    """Make the working directory a clone with one commit. Return its remote."""
+    for name in ("GIT_AUTHOR_NAME", "GIT_COMMITTER_NAME"):
+        monkeypatch.setenv(name, "a")
+    for name in ("GIT_AUTHOR_EMAIL", "GIT_COMMITTER_EMAIL"):
+        monkeypatch.setenv(name, "a@b")
+    remote = tmp_path / "remote.git"
+    for words in (
+        ["init", "--quiet", "--bare", str(remote)],
+        ["init", "--quiet"],
+        ["remote", "add", "origin", str(remote)],
+        ["add", "ci"],
+        ["commit", "--quiet", "--message=first"],
+    ):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    return remote
+
+
+def test_history_is_kept_on_a_branch_of_its_own(machine, remote, tmp_path):
+    shutil.copytree(tmp_path / "left", tmp_path / "runs/a")
+    done = machine("ci/aisp.sh history runs", CI_COMMIT_SHA="abc")
+    assert (done.returncode, "fatal" in done.stderr) == (0, False), done.stderr
+    assert "1 run, 2026-11-22, too few runs" in done.stdout
+    text, log = read_branch(remote, tmp_path / "one")
+    assert (text.count("\n"), log) == (1, ["history: runs of abc"])
+    row = fake_results.row(fake_results.case("ch10:gemm"))
+    fake_results.artifacts(tmp_path / "runs/b", [row], started="2026-11-23T07:00:00+00:00")
+    assert machine("ci/aisp.sh history runs").returncode == 0
+    text, log = read_branch(remote, tmp_path / "two")
+    assert (text.count("\n"), len(log)) == (2, 2)
+    assert machine("ci/aisp.sh history runs").returncode == 0
+    assert read_branch(remote, tmp_path / "three") == (text, log), "nothing is added twice"
+    trees = machine("git worktree list").stdout.splitlines()
+    assert len(trees) == 1
+
+
+def test_a_refused_run_fails_the_history_after_the_others_were_added(machine, remote, tmp_path):
+    shutil.copytree(tmp_path / "left", tmp_path / "runs/a")
+    (tmp_path / "runs/b").mkdir()
+    done = machine("ci/aisp.sh history runs")
+    assert (done.returncode, "runs/b" in done.stderr) == (2, True)
+    assert read_branch(remote, tmp_path / "one")[0].count("\n") == 1
+
+
+def test_a_history_that_another_pipeline_changed_is_pushed_again(machine, remote, tmp_path):
+    shutil.copytree(tmp_path / "left", tmp_path / "runs/a")
+    hook = "#!/bin/sh\n[ -e tried ] || { touch tried; exit 1; }\n"
+    write_program(remote / "hooks/pre-receive", hook)
+    assert machine("ci/aisp.sh history runs").returncode == 0
+    assert (remote / "tried").exists()
+    assert read_branch(remote, tmp_path / "one")[0].count("\n") == 1
+
+
+def test_a_history_that_cannot_be_pushed_is_an_error(machine, remote, tmp_path):
+    shutil.copytree(tmp_path / "left", tmp_path / "runs/a")
+    write_program(remote / "hooks/pre-receive", "#!/bin/sh\nexit 1\n")
+    done = machine("ci/aisp.sh history runs")
+    assert done.returncode == 1
+    assert done.stderr.endswith("the branch aisp-history could not be pushed\n")
+    shutil.rmtree(remote)
+    assert machine("ci/aisp.sh history runs").returncode == 1
