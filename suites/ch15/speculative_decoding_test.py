@@ -1,0 +1,459 @@
+"""Speculative decoding: guess a few tokens cheaply, and verify them in one call of the model.
+
+Problem    Generate `steps` greedy tokens for one sequence after a prompt of 8 tokens, with a
+           decoder in bf16 (`suites/decoder.py`). The tokens and their scores are compared. The
+           draft is a model of a real one: it knows the successor of `percent` % of all tokens,
+           which are drawn at random. A plain test measures how many tokens a verification gives.
+           All sides compute the prompt and their steps in CUDA graphs. A second test is a curve
+           over `percent`, from a draft that is never right to one that always is.
+Baseline   greedy: one token a step. The host launches all steps without a wait.
+Optimized  speculative: of greedy. A table of successors guesses `drafted` tokens. One call of the
+           decoder computes the last token and all guesses. It accepts the guesses up to the first
+           wrong one, and gives the token behind them (arXiv:2211.17192). The draft, the call and
+           the acceptance are one graph of fixed shape. The host waits after each one, because it
+           must know how many tokens there are.
+           fewer_waits: of speculative. The host launches as many verifications as the rest needs
+           if all guesses are right. Only then it waits. So it waits a few times in all, and never
+           makes a verification too many.
+           draft_model: of fewer_waits. The guesses come from a decoder of one layer and a quarter
+           of the width, which knows the same successors. Its steps are in the graph too.
+Bound      DRAM, and the starts of kernels in the graphs. A verification reads the same weights as a
+           step, for a few tokens instead of one. It gives one token more than the guesses that it
+           accepts. A draft that is never right leaves the tokens as they are, and each verification
+           gives one. draft_model adds the small kernels of its steps, one after another.
+Use when   Few sequences are decoded at a time, and guesses are often right: code, quotes from the
+           prompt, answers of a fixed form. A table of successors stands for drafts that cost nearly
+           nothing, such as n-grams of the prompt. With a large batch, tensor cores are busy and
+           rejected guesses cost as much as tokens. Measure the acceptance on your own text. The
+           curve shows below which share of right guesses speculation does not pay. A server that
+           sends each token at once waits as often as speculative does.
+"""
+
+import functools
+
+import pytest
+import torch
+
+from pytest_aisp import Cost, Sweep, Work, capture, compare
+from suites.decoder import Cache, Decoder, matrix_weights
+from suites.serving import RAISED, best, config_of, continued, forward_cost, kernels_of
+
+PROMPT = 8
+NARROWER = 4
+"""How many times wider the decoder is than the draft model."""
+
+
+def size_of(layers, width, steps, drafted, percent):
+    # Whole multiples of 8 keys, as the fused attention kernels want their masks.
+    return config_of(layers, width, -(-(PROMPT + steps + drafted) // 8) * 8)
+
+
+def draft_size(width, length):
+    return config_of(1, max(128, width // NARROWER), length)
+
+
+def plant(model, successors):
+    """Raise the logit of each token's successor far above all others."""
+    raised = RAISED / model.config.width * model.embedding
+    model.lm_head.index_add_(0, successors, raised)
+
+
+def state(device, layers, width, steps, drafted, percent):
+    """Return a decoder with a planted successor of each token, and what its drafts believe.
+
+    All tokens are on one cycle, so no sequence repeats a few tokens that a draft happens to know.
+    """
+    config = size_of(layers, width, steps, drafted, percent)
+    model, tokens = Decoder(config, device=device), config.vocabulary
+    order = torch.randperm(tokens, device=device)
+    table = torch.empty_like(order).index_copy_(0, order, order.roll(-1))
+    missed = torch.randperm(tokens, device=device)[: round((1 - percent / 100) * tokens)]
+    guess = table.index_copy(0, missed, table[table[missed]])
+    plant(model, table)
+    model.small = Decoder(draft_size(width, config.length), device=device)
+    plant(model.small, guess)
+    model.register_buffer("table", table)
+    model.register_buffer("guess", guess)
+    return model
+
+
+def inputs(device, layers, width, steps, drafted, percent):
+    return torch.randint(256, (1, PROMPT), device=device), steps, drafted
+
+
+def reference(model, prompts, steps, drafted):
+    tokens, scores = continued(model, prompts, steps)
+    return tokens[0], scores[0]
+
+
+class Sequence:
+    """A sequence that is being decoded, at fixed addresses so that its steps can be captured.
+
+    Attributes:
+        count: how many tokens there are, on the GPU. The last one is not in the cache yet.
+        token: the last one.
+    """
+
+    def __init__(self, model, prompts, steps, drafted):
+        if drafted < 1:
+            raise ValueError(f"a draft of {drafted} tokens leaves nothing to verify")
+        needed, length = PROMPT + steps + drafted, model.config.length
+        if needed > length:
+            raise ValueError(f"{needed} tokens do not fit in a cache of {length}")
+        device = prompts.device
+        self.model, self.prompts, self.steps, self.drafted = model, prompts, steps, drafted
+        self.cache = Cache(model.config, 1, length, device)
+        self.count, self.token = torch.zeros(2, 1, dtype=torch.int64, device=device)
+        # Wrong guesses behind the last token need room too.
+        self.tokens = torch.zeros(steps + drafted + 1, dtype=torch.int64, device=device)
+        self.scores = torch.zeros(steps + drafted + 1, dtype=torch.bfloat16, device=device)
+        self.offsets = torch.arange(drafted + 1, device=device)
+
+    def position(self):
+        return self.count + (PROMPT - 1)
+
+    def read(self):
+        self.count.zero_()
+        self.keep(*best(self.model.prefill(self.prompts, self.cache)), 1)
+
+    def step(self):
+        self.keep(*best(self.model.step(self.token, self.position(), self.cache)), 1)
+
+    def verify(self, guesses):
+        """Compute the last token and the guesses. Keep what a step at a time would have given."""
+        tokens = torch.cat([self.token, guesses])
+        positions = self.position() + self.offsets
+        found, scores = best(self.model(tokens[None], positions[None], self.cache)[0])
+        accepted = (found[:-1] == guesses).cumprod(0).sum(0, keepdim=True)
+        self.keep(found, scores, accepted + 1)
+
+    def keep(self, tokens, scores, new):
+        """Store tokens, of which the first `new` count. Later ones will be overwritten."""
+        places = self.count + self.offsets[: len(tokens)]
+        self.tokens.index_copy_(0, places, tokens)
+        self.scores.index_copy_(0, places, scores)
+        self.count.add_(new).clamp_(max=self.steps)
+        self.token.copy_(self.tokens.index_select(0, self.count - 1))
+
+    def result(self):
+        return self.tokens[: self.steps].clone(), self.scores[: self.steps].clone()
+
+
+class Table:
+    """A draft that knows a successor of each token."""
+
+    def __init__(self, sequence, successors):
+        self.sequence, self.successors = sequence, successors
+
+    def read(self):
+        """A table does not depend on the prompt."""
+
+    def guesses(self):
+        tokens = [self.sequence.token]
+        for _ in range(self.sequence.drafted):
+            tokens.append(self.successors.index_select(0, tokens[-1]))
+        return torch.cat(tokens[1:])
+
+
+class Model:
+    """A draft that is a small decoder with a cache of its own."""
+
+    def __init__(self, sequence, small):
+        self.sequence, self.small = sequence, small
+        self.cache = Cache(small.config, 1, small.config.length, sequence.prompts.device)
+
+    def read(self):
+        self.small.states(self.sequence.prompts, 0, self.cache)
+
+    def guesses(self):
+        token, position = self.sequence.token, self.sequence.position()
+        tokens = []
+        for _ in range(self.sequence.drafted):
+            token = self.small.step(token, position, self.cache).argmax(-1)
+            tokens.append(token)
+            position = position + 1
+        # If all guesses are accepted, the next call needs the key of the last one.
+        self.small.states(token[:, None], position[:, None], self.cache)
+        return torch.cat(tokens)
+
+
+def greedy(model, prompts, steps, drafted):
+    sequence = Sequence(model, prompts, steps, drafted)
+    read, step = capture(sequence.read), capture(sequence.step)
+
+    def run():
+        read()
+        for _ in range(steps - 1):
+            step()
+        return sequence.result()
+
+    yield run
+
+
+def graphs_of(sequence, draft):
+    """Return a function that computes the prompt, and one that drafts and verifies once."""
+
+    def read():
+        sequence.read()
+        draft.read()
+
+    return capture(read), capture(lambda: sequence.verify(draft.guesses()))
+
+
+def one_by_one(sequence, draft):
+    """Return a function that waits after each verification."""
+    read, verify = graphs_of(sequence, draft)
+
+    def run():
+        read()
+        produced = 1
+        while produced < sequence.steps:
+            verify()
+            produced = sequence.count.item()
+        return sequence.result()
+
+    return run
+
+
+def in_bursts(sequence, draft):
+    """Return a function that waits only after as many verifications as are certainly needed."""
+    read, verify = graphs_of(sequence, draft)
+
+    def run():
+        read()
+        produced = 1
+        while produced < sequence.steps:
+            for _ in range(certain(sequence.steps - produced, sequence.drafted)):
+                verify()
+            produced = sequence.count.item()
+        return sequence.result()
+
+    return run
+
+
+def certain(tokens, drafted):
+    """Return how many verifications `tokens` tokens need if all guesses are right."""
+    return -(-tokens // (drafted + 1))
+
+
+def speculative(model, prompts, steps, drafted):
+    sequence = Sequence(model, prompts, steps, drafted)
+    yield one_by_one(sequence, Table(sequence, model.guess))
+
+
+def fewer_waits(model, prompts, steps, drafted):
+    sequence = Sequence(model, prompts, steps, drafted)
+    yield in_bursts(sequence, Table(sequence, model.guess))
+
+
+def draft_model(model, prompts, steps, drafted):
+    sequence = Sequence(model, prompts, steps, drafted)
+    yield in_bursts(sequence, Model(sequence, model.small))
+
+
+def work(layers, width, steps, drafted, percent):
+    config = size_of(layers, width, steps, drafted, percent)
+    passes = 1 + certain(steps - 1, drafted)
+    return Work(
+        read=2 * passes * matrix_weights(config),
+        flops={"bf16": 2 * (PROMPT + steps - 1) * matrix_weights(config)},
+        terms=max(config.hidden, config.length),
+        roundings=20 * layers,
+    )
+
+
+def per_verification(drafted, share):
+    """Return how many tokens a verification gives on average."""
+    return sum(share**k for k in range(drafted + 1))
+
+
+def verifications(tokens, drafted, share):
+    """Return how many verifications give `tokens` tokens on average, to the nearest integer."""
+    chances = [share**k * (1 - share) for k in range(drafted)] + [share**drafted]
+    needed = [0.0]
+    for left in range(1, tokens + 1):
+        rest = (p * needed[max(0, left - 1 - k)] for k, p in enumerate(chances))
+        needed.append(1 + sum(rest))
+    return round(needed[tokens])
+
+
+def bursts(tokens, drafted, share):
+    """Return how often the host waits if each verification gives the average number of tokens."""
+    count = 0
+    while tokens >= 1:
+        tokens -= certain(tokens, drafted) * per_verification(drafted, share)
+        count += 1
+    return count
+
+
+def prompt_cost(config):
+    nodes = kernels_of(config) + 6
+    return forward_cost(config, PROMPT, PROMPT, PROMPT**2, launches=1, graph_nodes=nodes)
+
+
+def step_cost(config, *, launches=0):
+    """Return the cost of a step. It also finds the best token and keeps it."""
+    nodes = kernels_of(config) + 9
+    return forward_cost(
+        config, 1, config.length, config.length, launches=launches, graph_nodes=nodes
+    )
+
+
+def greedy_cost(layers, width, steps, drafted, percent):
+    config = size_of(layers, width, steps, drafted, percent)
+    return prompt_cost(config) + (steps - 1) * step_cost(config, launches=1) + Cost(launches=2)
+
+
+def speculation(*, waits_always, small):
+    """Return a function of the size: the cost of the prompt and of all verifications."""
+
+    def cost(layers, width, steps, drafted, percent):
+        config = size_of(layers, width, steps, drafted, percent)
+        own, share = draft_size(width, config.length), percent / 100
+        count = verifications(steps - 1, drafted, share)
+        # In each layer, the mask is copied for the queries that share a key. There are 13 kernels
+        # that join tokens, count the accepted ones and keep them.
+        nodes = kernels_of(config) + layers + 13
+        total, draft = prompt_cost(config), Cost(graph_nodes=drafted + 1)
+        if small:
+            total, draft = total + prompt_cost(own), (drafted + 1) * step_cost(own)
+        scores = (drafted + 1) * config.length
+        verified = forward_cost(
+            config, drafted + 1, config.length, scores, launches=1, graph_nodes=nodes
+        )
+        waits = count if waits_always else bursts(steps - 1, drafted, share)
+        for burst in range(waits):
+            each = count // waits + (burst < count % waits)
+            total += each * (draft + verified) + Cost(syncs=1)
+        return total + Cost(launches=2)
+
+    return cost
+
+
+speculative_cost = speculation(waits_always=True, small=False)
+
+shared = functools.partial(
+    compare,
+    baseline=greedy,
+    state=state,
+    inputs=inputs,
+    reference=reference,
+    work=work,
+    bound="launch",
+)
+
+
+@shared(
+    optimized=[speculative, fewer_waits, draft_model],
+    sizes=[{"layers": 4, "width": 4096, "steps": 24, "drafted": 4, "percent": 80}],
+    check_sizes=[
+        {"layers": 2, "width": 128, "steps": 11, "drafted": 3, "percent": 60},
+        {"layers": 1, "width": 128, "steps": 7, "drafted": 1, "percent": 80},
+    ],
+    costs={
+        greedy: greedy_cost,
+        speculative: speculative_cost,
+        fewer_waits: speculation(waits_always=False, small=False),
+        draft_model: speculation(waits_always=False, small=True),
+    },
+)
+def test_speculative_decoding(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
+
+
+@shared(
+    optimized=[speculative],
+    sizes=[
+        {"layers": 4, "width": 4096, "steps": 24, "drafted": 4, "percent": percent}
+        for percent in (0, 20, 40, 60, 80, 100)
+    ],
+    check_sizes=[
+        {"layers": 1, "width": 128, "steps": 7, "drafted": 2, "percent": 0},
+        {"layers": 1, "width": 128, "steps": 7, "drafted": 2, "percent": 100},
+    ],
+    sweep=Sweep("percent", judged=[80]),
+    costs={greedy: greedy_cost, speculative: speculative_cost},
+)
+def test_speculative_decoding_acceptance(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
+
+
+SIZE = {"layers": 1, "width": 256, "steps": 128, "drafted": 3}
+
+
+class Counting(Table):
+    """A table that counts how often it is asked."""
+
+    calls = 0
+
+    def guesses(self):
+        self.calls += 1
+        return super().guesses()
+
+
+def decoded(percent, *loops):
+    """Decode one prompt with each loop.
+
+    Returns:
+        Whether all tokens were as expected, and the number of verifications of each loop.
+    """
+    model = state("cpu", **SIZE, percent=percent)
+    prompts, steps, drafted = inputs("cpu", **SIZE, percent=percent)
+    wanted, calls, right = continued(model, prompts, steps)[0][0], [], True
+    for loop in loops:
+        sequence = Sequence(model, prompts, steps, drafted)
+        draft = Counting(sequence, model.guess)
+        right = right and torch.equal(loop(sequence, draft)()[0], wanted)
+        calls.append(draft.calls)
+    return right, calls
+
+
+class TestAcceptance:
+    """How many guesses are accepted, and what that changes."""
+
+    def test_a_verification_gives_as_many_tokens_as_the_share_says(self):
+        right, (calls,) = decoded(80, one_by_one)
+        assert right
+        expected = per_verification(SIZE["drafted"], 0.8)
+        assert (SIZE["steps"] - 1) / calls == pytest.approx(expected, rel=0.3)
+
+    def test_a_draft_that_never_agrees_changes_no_token_and_gives_one_a_call(self):
+        assert decoded(0, one_by_one) == (True, [SIZE["steps"] - 1])
+
+    def test_a_draft_that_always_agrees_is_verified_in_one_burst(self):
+        assert decoded(100, in_bursts) == (True, [certain(SIZE["steps"] - 1, SIZE["drafted"])])
+
+    def test_bursts_make_no_verification_more_than_waiting_after_each(self):
+        right, calls = decoded(60, one_by_one, in_bursts)
+        assert right
+        assert calls[0] == calls[1]
+
+    @pytest.mark.parametrize("percent", [0, 60, 100])
+    def test_the_draft_knows_the_share_of_successors(self, percent):
+        model = state("cpu", **SIZE, percent=percent)
+        known = 100 * (model.guess == model.table).float().mean().item()
+        assert known == pytest.approx(percent, abs=0.5)
+
+    def test_the_draft_model_guesses_what_the_table_does(self):
+        model = state("cpu", **SIZE, percent=60)
+        sequence = Sequence(model, *inputs("cpu", **SIZE, percent=60))
+        sequence.read()
+        drafts = Table(sequence, model.guess), Model(sequence, model.small)
+        drafts[1].read()
+        assert torch.equal(*(draft.guesses() for draft in drafts))
+
+
+class TestBadInput:
+    """What does not fit."""
+
+    def test_a_sequence_longer_than_the_cache_is_refused(self):
+        model = state("cpu", 1, 128, 4, 4, 80)
+        with pytest.raises(ValueError, match="17 tokens do not fit in a cache of 16"):
+            Sequence(model, torch.zeros(1, PROMPT, dtype=torch.int64), 5, 4)
+
+    def test_an_empty_draft_is_refused(self):
+        model = state("cpu", 1, 128, 4, 4, 80)
+        with pytest.raises(ValueError, match="a draft of 0 tokens"):
+            Sequence(model, torch.zeros(1, PROMPT, dtype=torch.int64), 4, 0)
