@@ -84,12 +84,13 @@ def simulated(pytester, monkeypatch):
     """Replace the runs of pytest: `doubled` gets the time that stands in its code, ``# 1.05``.
 
     Return the subjects of the measured commits. A callable at `at` runs before that measurement.
+    Commits in `broken` cannot be measured.
     """
 
     class Measured(list):
         def __init__(self):
             super().__init__()
-            self.at = {}
+            self.at, self.broken = {}, ()
 
     measured = Measured()
 
@@ -100,6 +101,8 @@ def simulated(pytester, monkeypatch):
     def measure(runs, commit, against):
         measured.at.get(len(measured), lambda: None)()
         measured.append(commit.subject)
+        if commit.subject in measured.broken:
+            return Measurement(broken="no compiler")
         value = math.log(seconds(runs, against) / seconds(runs, commit))
         outcome = "red" if value < -0.01 else "clear"
         return Measurement("gpu", {"optimized": SideChange("doubled", [value], 0.001, outcome)})
@@ -253,6 +256,17 @@ def test_an_interrupted_search_continues_even_after_the_history_was_rewritten(
     assert simulated == ["commit 4", "commit 4"]  # against the good commit, and against commit 3
     assert lines[-1] == "2 runs of pytest"
     assert [len(each) for each in left(git)] == [1, 0]
+
+
+def test_a_continued_search_tries_again_what_could_not_be_measured(commit_times, bisect, simulated):
+    shas = commit_times(1, 1.0001, 1.0002, 1.1)
+    simulated.broken, simulated.at[2] = ["commit 2"], interrupt
+    assert bisect(f"--good={shas[0]}")[0] == 2
+    assert simulated == ["commit 3", "commit 2"]
+    simulated.broken, simulated.at = (), {}
+    code, lines, _ = bisect(f"--good={shas[0]}")
+    assert (code, simulated[2:]) == (0, ["commit 2", "commit 3"])
+    assert any(line.endswith("in this commit:") for line in lines)
 
 
 def test_a_damaged_file_of_measurements_is_named(commit_times, bisect, simulated, git):

@@ -151,7 +151,8 @@ def test_a_page_that_is_gone_for_a_while_is_a_version_without_files(changing):
 def test_the_worktree_runs_no_hooks_and_is_removed(pytester, git, committed):
     hook = pytester.path / ".git/hooks/post-checkout"
     hook.parent.mkdir(exist_ok=True)
-    hook.write_text("#!/bin/sh\ntouch ran\n")
+    ran = pytester.path / "ran"
+    hook.write_text(f"#!/bin/sh\ntouch {ran}\n")
     hook.chmod(0o755)
     first, [last] = commits.commits_between(pytester.path, "HEAD~1", "HEAD")
     with commits.worktree(pytester.path, first) as tree:
@@ -159,6 +160,7 @@ def test_the_worktree_runs_no_hooks_and_is_removed(pytester, git, committed):
         tree.check_out(last)
         assert sorted(path.name for path in tree.root.iterdir()) == [".git", ".gitignore", "a", "b"]
     assert not tree.top.exists()
+    assert not ran.exists()
     assert len(git("worktree", "list").splitlines()) == 1
 
 
