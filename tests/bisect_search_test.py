@@ -112,6 +112,27 @@ def test_two_unclear_measurements_leave_the_range_undecided():
     assert (0, 3) not in again.measured
 
 
+def test_both_sides_are_searched_with_the_same_runs():
+    simulated = Simulated(*[10.0] * 3, *[10.5] * 10)
+    baseline = Simulated(*[10.0] * 4, *[10.5] * 9)
+    measure = simulated.search.measure
+
+    def both(commit, against):
+        sides = measure(commit, against).sides | {
+            "baseline": baseline.measure(commit, against).sides["optimized"]
+        }
+        return Measurement("gpu", sides)
+
+    simulated.search.measure = both
+    assert sorted(simulated.search.slower_sides()) == ["baseline", "optimized"]
+    found = {
+        role: [each.after for each in simulated.search.losses(role, 0, 12)]
+        for role in ("baseline", "optimized")
+    }
+    assert found == {"baseline": [4], "optimized": [3]}
+    assert len(simulated.measured) <= 8
+
+
 def test_a_value_between_both_ends_is_measured_again():
     simulated = Simulated(10.0, 10.0, 10.12, errors={1: -0.005})
     assert simulated.find() == [2]

@@ -71,7 +71,8 @@ def row():
         ({"value": None, "need": "needs sm100"}, [], {"broken": "needs sm100"}),
         ({"value": None, "reasons": ["doubled is wrong"]}, [], {"broken": "doubled is wrong"}),
         ({"value": None}, [], {"broken": "an error"}),
-        ({"remarks": [f"{NOT_COMPARED} at x: why"]}, [], {"broken": f"{NOT_COMPARED} at x: why"}),
+        ({"remarks": ["a", f"{NOT_COMPARED} at x"]}, [], {"broken": f"{NOT_COMPARED} at x"}),
+        ({"remarks": [f"f is {NOT_COMPARED}"]}, [], {"unclear": f"f is {NOT_COMPARED}"}),
     ],
 )
 def test_rows_without_a_measurement(row, fields, invalid, expected):

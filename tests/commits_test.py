@@ -59,6 +59,16 @@ def test_a_rewritten_history_is_refused_with_the_last_common_commit(committed, g
     ]
 
 
+def test_a_good_commit_of_another_root_is_refused(committed, git):
+    first, _ = committed
+    git("checkout", "-q", "--orphan", "alone")
+    git("commit", "-qm", "alone")
+    alone = git("rev-parse", "--short=8", "HEAD")
+    git("checkout", "-q", "main")
+    git("merge", "-q", "--allow-unrelated-histories", "-m", "both", "alone")
+    assert refused(alone)[2] == f"    --good={first}"
+
+
 def test_a_shallow_clone_names_the_command_that_deepens_it(
     committed, pytester, tmp_path, monkeypatch
 ):

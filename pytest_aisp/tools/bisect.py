@@ -109,7 +109,8 @@ class Bisection:
         found = self._measure_twice(new.commit, old.commit)
         if found.product and self.kept.product and found.product != self.kept.product:
             raise CliError(
-                f"the measurements so far are of {self.kept.product}; this is {found.product}"
+                f"the measurements so far are of {self.kept.product}; this is {found.product}\n"
+                "Continue there, or remove the file that is named above"
             )
         if known is not None:
             for role, side in found.sides.items():

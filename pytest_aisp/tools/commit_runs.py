@@ -183,8 +183,11 @@ def read_row(row: Row, invalid: Sequence[str], fault: str) -> Measurement:
         return Measurement(unclear="; ".join([*row.reasons, *invalid]))
     if row.value is None or row.spread is None:
         return Measurement(broken=row.need or "; ".join(row.reasons) or fault)
-    if lines := [text for text in row.remarks if NOT_COMPARED in text]:
-        return Measurement(broken=lines[0])
+    for text in row.remarks:
+        if text.startswith(NOT_COMPARED):
+            return Measurement(broken=text)
+        if NOT_COMPARED in text:  # a side failed while it was timed, maybe on a busy machine
+            return Measurement(unclear=text)
     names = {"baseline": row.baseline, "optimized": row.variant}
     sides = {}
     for role, name in names.items():

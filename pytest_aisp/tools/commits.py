@@ -72,8 +72,8 @@ def commits_between(root: Path, good: str, bad: str) -> tuple[Commit, list[Commi
     if try_git(root, "merge-base", "--is-ancestor", first.sha, last.sha) is None:
         raise CliError(_not_before(root, good, first, bad, last))
     line = _log(root, "--first-parent", "--reverse", f"{first.sha}..{last.sha}")
-    if line[0].parents[0] != first.sha:
-        branched = line[0].parents[0][:8]
+    if first.sha not in line[0].parents[:1]:
+        branched = [*line[0].parents, line[0].sha][0][:8]
         raise CliError(
             f"--good={good} is on a branch that was merged before --bad={bad}\n"
             f"Only first parents are searched; give the commit where that line begins:\n"
