@@ -5,6 +5,7 @@ from __future__ import annotations
 import fake_results
 import pytest
 
+from pytest_aisp.page.pair import UNJUDGED
 from pytest_aisp.results.row import Row
 from pytest_aisp.results.verdict import NOT_COMPARED
 from pytest_aisp.tools import commit_runs
@@ -71,6 +72,7 @@ def row():
         ({"value": None, "need": "needs sm100"}, [], {"broken": "needs sm100"}),
         ({"value": None, "reasons": ["doubled is wrong"]}, [], {"broken": "doubled is wrong"}),
         ({"value": None}, [], {"broken": "an error"}),
+        ({"origins": {"claim": UNJUDGED}}, [], {"broken": UNJUDGED.partition("because ")[2]}),
         ({"remarks": ["a", f"{NOT_COMPARED} at x"]}, [], {"broken": f"{NOT_COMPARED} at x"}),
         ({"remarks": [f"f is {NOT_COMPARED}"]}, [], {"unclear": f"f is {NOT_COMPARED}"}),
     ],

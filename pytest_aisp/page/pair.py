@@ -44,6 +44,7 @@ OWNED: tuple[str, ...] = get_args(Owned)
 HOST_BOUNDS = ("launch", "host")
 """With these bounds, the verdict is about the time of ordinary calls, else about GPU time alone."""
 VERSUS: tuple[str, ...] = get_args(Versus)
+UNJUDGED = "none, because sweep= of the page does not judge this point"
 CLAIM_WORDS = ("neutral", "yardstick")
 """Claims without a number. `neutral` promises no slowdown, and `yardstick` promises nothing."""
 
@@ -291,8 +292,7 @@ class Case:
 
     def claim_origin(self, arch: str) -> str:
         """Return a text that describes where the page declares the claim."""
-        unjudged = "none, because sweep= of the page does not judge this point"
-        return self.pair.origin(self.variant, arch, self.gpus) if self.judged else unjudged
+        return self.pair.origin(self.variant, arch, self.gpus) if self.judged else UNJUDGED
 
     @property
     def id(self) -> str:

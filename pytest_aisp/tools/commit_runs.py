@@ -13,6 +13,7 @@ from subprocess import PIPE, STDOUT, Popen
 
 from msgspec import Struct, convert
 
+from ..page.pair import UNJUDGED
 from ..page.sources import PACKAGE
 from ..results import run_reader, stats, verdict
 from ..results.row import Row
@@ -183,6 +184,8 @@ def read_row(row: Row, invalid: Sequence[str], fault: str) -> Measurement:
         return Measurement(unclear="; ".join([*row.reasons, *invalid]))
     if row.value is None or row.spread is None:
         return Measurement(broken=row.need or "; ".join(row.reasons) or fault)
+    if row.origins.get("claim") == UNJUDGED:
+        return Measurement(broken="sweep= of the page does not judge this point")
     for text in row.remarks:
         if text.startswith(NOT_COMPARED):
             return Measurement(broken=text)
