@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -259,6 +260,41 @@ def test_json_has_every_run_and_change(series, aisp):
     assert change["state"] == "environment"
     assert change["low"] < math.expm1(-0.02) < change["high"]
     assert case["speedup"] == pytest.approx(change["new"])
+
+
+def report_of(folder, *words):
+    """Return the data of the only case in a report."""
+    assert app.main(["results", "report", folder, *words]) == 0
+    text = Path(folder, "report.html").read_text()
+    [data] = re.findall(r'<script[^>]* id="data"[^>]*>(.*?)</script>', text, re.DOTALL)
+    plain = json.loads(data)
+    [case] = plain["cases"]
+    return plain["runs"], case
+
+
+def test_the_report_shows_a_history_with_its_changes(series, run, capsys):
+    series(step=-0.02, environment=after(15, {**FACTS, "driver": "590.1"}, FACTS))
+    runs, case = report_of("run29", "--history=h")
+    entries = case["history"]
+    assert (runs, len(entries)) == (30, 30), "the run itself is shown once"
+    assert [entry["current"] for entry in entries] == [False] * 29 + [True]
+    assert [n for n, entry in enumerate(entries) if entry["change"]] == [15]
+    assert entries[15]["change"].endswith("; driver 580.65 -> 590.1")
+    speedup = entries[3]["speedup"]
+    assert speedup["low"] < speedup["value"] < speedup["high"]
+    _, case = report_of(run(40), "--history=h", "--history=run3")
+    assert len(case["history"]) == 31, "run 3 is in the history too"
+
+
+def test_the_report_refuses_a_history_with_lines_that_cannot_be_used(run, aisp, tmp_path, capsys):
+    run(0)
+    aisp("--add=run0", "h")
+    torn(tmp_path / FILE)
+    assert app.main(["results", "report", "run0", "--history=h"]) == 2
+    assert capsys.readouterr().err == (
+        f"{FILE}:1: the last line, of {GEMM['key']}, is half written\n"
+        "To see all such lines:\n    aisp results history h\n"
+    )
 
 
 def torn(path):

@@ -141,7 +141,10 @@ def report(
     folder: Folder,
     history: Annotated[
         list[Path] | None,
-        typer.Option(metavar="FOLDER", help="an earlier run, for the history of cases; repeatable"),
+        typer.Option(
+            metavar="FOLDER",
+            help="an earlier run, or a folder of `aisp results history`; repeatable",
+        ),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="default: report.html in the folder")

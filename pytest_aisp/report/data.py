@@ -23,7 +23,8 @@ from ..results.task_results import HierarchyResult
 from ..results.verdict import LOOK
 from ..worker.ncu_counters import Counters
 from ..worker.timeline import MAX_BARS, Timeline
-from .run import VERDICTS, HistoryEntry, Process, ReportCase, ReportRun, cleaned, lenient, shortened
+from .history import merged
+from .run import VERDICTS, Process, ReportCase, ReportRun, cleaned, lenient, shortened
 from .source_view import Page, diff
 
 Positive = Annotated[float, msgspec.Meta(gt=0)]
@@ -118,10 +119,11 @@ def report_data(
         target: the folder of the report. Links to profiles are relative to it.
     """
     most = blocks_for(len(run.cases))
-    histories = _history(run, history)
+    histories = merged(run, history)
     roots = [Path(run.manifest.root), Path(".")] if pages_root is None else [pages_root]
     pages = {case.page for case in run.cases if case.page}
     code = _CodeBudget(_read_pages(pages, roots), MAX_CODE)
+    runs = len(history) + len({entry.started for past in run.past.values() for entry in past})
     cases = []
     for case in sorted(run.cases, key=_order):
         profiled = _profile_folder(case, run.folder)
@@ -141,7 +143,7 @@ def report_data(
             entry.samples_error = shortened(f"{'. '.join(text.splitlines())}.")
         code.add_to(entry)
         cases.append(entry)
-    return ReportData(run.manifest.peaks, code.pages(), cases, most, len(history), run.hierarchy)
+    return ReportData(run.manifest.peaks, code.pages(), cases, most, runs, run.hierarchy)
 
 
 def _order(case: ReportCase) -> tuple[int, str, str]:
@@ -174,21 +176,6 @@ def _counters(folder: Path | None) -> dict[str, Counters]:
     """Return the counters that ncu left in the folder of the profile, keyed by side."""
     found = {role: Counters.read(folder, role) for role in ROLES} if folder else {}
     return {role: counters for role, counters in found.items() if counters is not None}
-
-
-def _history(
-    run: ReportRun, others: Sequence[ReportRun]
-) -> dict[tuple[str, str], list[HistoryEntry]]:
-    """Return the results of all runs, keyed by case and product, the oldest first."""
-    history: dict[tuple[str, str], list[HistoryEntry]] = {}
-    for each in sorted([*others, run], key=lambda r: r.manifest.started) if others else ():
-        git = each.manifest.git
-        started, commit = each.manifest.started, ((git and git.commit) or "")[:10]
-        for case in each.cases:
-            if case.speedup is not None:
-                entry = HistoryEntry(started, commit, case.speedup, case.verdict, each is run)
-                history.setdefault((case.id, case.product), []).append(entry)
-    return {key: entries for key, entries in history.items() if len(entries) > 1}
 
 
 def _read_pages(paths: Iterable[str], roots: Sequence[Path]) -> dict[str, Page]:

@@ -23,6 +23,7 @@ from ..results.row import digits, duration
 from ..results.verdict import DISTURBED, LOOK, RED
 from ..util.cli_result import CliError, CliResult
 from .data import ReportData, report_data
+from .history import read_history
 from .run import VERDICTS, ReportCase, ReportRun, read_hierarchy
 
 PARTS = Path(__file__).parent / "page"
@@ -71,8 +72,8 @@ def report_result(
     Raises:
         CliError: if an input cannot be read, or the report cannot be written.
     """
-    run, others = ReportRun.read(folder), [ReportRun.read(each) for each in history]
-    run = replace(run, hierarchy=read_hierarchy(hierarchy) if hierarchy else None)
+    run, (others, past) = ReportRun.read(folder), read_history(history)
+    run = replace(run, past=past, hierarchy=read_hierarchy(hierarchy) if hierarchy else None)
     path = out or (run.folder or folder) / REPORT
     try:
         if run.killed is not None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from dataclasses import field as field_of
 from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Annotated, TypeVar, get_args, get_origin
@@ -63,13 +64,19 @@ class Process(Struct):
 
 
 class HistoryEntry(Struct):
-    """The result of a case in one run. `current` is True for the run that the report is about."""
+    """The result of a case in one run.
+
+    Attributes:
+        current: True for the run that the report is about.
+        change: what changed at this run, as `aisp results history` says it, or empty.
+    """
 
     started: str
     commit: str
     speedup: Speedup
     verdict: str
     current: bool
+    change: str = ""
 
 
 class ReportCase(Case, kw_only=True):
@@ -116,6 +123,7 @@ class ReportRun:
         lost: the lines of the journal that could not be read.
         folder: the folder of the samples and profiles, or None if there is only `results.json`.
         hierarchy: the measured memory hierarchy of the machine, or None.
+        past: the entries of a history, by the case's id and product.
         killed: the journal if the run was killed before it wrote `results.json`, else None.
     """
 
@@ -125,6 +133,7 @@ class ReportRun:
     folder: Path | None = None
     killed: run_reader.RecordedRun | None = None
     hierarchy: HierarchyResult | None = None
+    past: Mapping[tuple[str, str], Sequence[HistoryEntry]] = field_of(default_factory=dict)
 
     @classmethod
     def read(cls, folder: Path) -> ReportRun:

@@ -27,7 +27,7 @@ from .export import case as exported
 from .messages import Json
 from .models import base_of, differences
 from .row import JournalLine
-from .run_reader import RecordedRun, RunError
+from .run_reader import MANIFEST, RecordedRun, RunError
 from .stats import FLOOR, INTERVAL
 from .verdict import VOTE
 
@@ -134,6 +134,13 @@ class HistoryFile:
         """The messages of `problems`, and one about a half-written last line."""
         half = f"{self.path}:{self.length}: the last line{_of(self.torn)} is half written"
         return [*self.problems, half] if self.torn else self.problems
+
+    def by_case(self) -> dict[str, list[HistoryLine]]:
+        """Return the lines of each case, the oldest first, sorted by the case."""
+        found: dict[str, list[HistoryLine]] = {}
+        for line in self.lines:
+            found.setdefault(line.case, []).append(line)
+        return dict(sorted(found.items()))
 
 
 @dataclass
@@ -265,6 +272,11 @@ def read(folder: Path) -> list[HistoryFile]:
     """
     files = sorted(folder.glob(f"*/*{SUFFIX}"))
     return [parse(path, path.read_bytes()) for path in files]
+
+
+def is_history(folder: Path) -> bool:
+    """Return whether the folder has a history and no run."""
+    return not (folder / MANIFEST).exists() and any(folder.glob(f"*/*{SUFFIX}"))
 
 
 def parse(path: Path, data: bytes) -> HistoryFile:

@@ -116,12 +116,7 @@ def read(folder: Path) -> tuple[list[CaseHistory], list[str]]:
         files = history.read(folder)
     except OSError as error:
         raise CliError(f"{folder}: cannot be read: {error}") from None
-    found = []
-    for file in files:
-        by_case: dict[str, list[HistoryLine]] = {}
-        for line in file.lines:
-            by_case.setdefault(line.case, []).append(line)
-        found += [of_lines(lines) for _, lines in sorted(by_case.items())]
+    found = [of_lines(lines) for file in files for lines in file.by_case().values()]
     return found, [problem for file in files for problem in file.all_problems]
 
 

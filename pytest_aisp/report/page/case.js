@@ -127,6 +127,12 @@ function crumbs(i) {
 const noHistory = (one) => h("section", null, h("h2", null, "History"), h("p", { class: "note" },
   `None of the ${data.runs} other runs timed this case on ${one.product || "this machine"}.`));
 
+// The runs at which the level changed, as `aisp results history` names them.
+function changesOf(one) {
+  const lines = one.history.map((run) => run.change).filter(Boolean);
+  return lines.length ? h("ul", { class: "points" }, lines.map((l) => h("li", null, l))) : null;
+}
+
 function showCase(i) {
   const one = data.cases[i], host = byId("case"), samples = samplesSection(one), lanes = timelineSection(one), draws = [];
   const close = h("figure"), past = h("figure", null, h("figcaption", null, "Value and 99 % interval by run; ring: this run"));
@@ -143,7 +149,7 @@ function showCase(i) {
     h("section", { class: "columns" }, evidence(one), costs(one)),
     samples && (samples.element || samples),
     lanes && lanes.element, countersTable(one),
-    one.history ? h("section", null, h("h2", null, "History"), past) : data.runs > 0 && noHistory(one),
+    one.history ? h("section", null, h("h2", null, "History"), past, changesOf(one)) : data.runs > 0 && noHistory(one),
     codeSection(one), listed("Remarks", one.remarks), listed("Notes", one.notes), profiles(one), reproduce(one),
   ].flat().filter(Boolean));
   byId("overview").hidden = true;

@@ -32,6 +32,8 @@ function historyPlot(host, one) {
     }
     if (claim && claim >= span[0]) parts.push(line(52, y(claim), width - 10, y(claim), "least"), label(54, y(claim) - 5, "claim", "start"));
     parts.push(s("path", { class: "gridline", fill: "none", d: runs.map((run, n) => `${n ? "L" : "M"}${x(n)} ${y(run.speedup.value)}`).join("") }));
+    runs.forEach(({ change }, n) => change && parts.push(s("g", { class: "changed" },
+      line(x(n - 0.5), 14, x(n - 0.5), tall - 34, "least"), s("title", null, change))));
     runs.forEach(({ started, commit, speedup: { value, low, high }, verdict, current }, n) => parts.push(
       s("g", { class: `v-${verdict || "none"}` }, line(x(n), y(low), x(n), y(high), "interval"),
         s("use", { href: `#v-${verdict || "none"}`, x: x(n), y: y(value) }),

@@ -1,0 +1,91 @@
+"""The history of each case in a report: from other runs, and from a folder of histories."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..results import history
+from ..results.case_history import CaseHistory, change_text, of_lines
+from ..results.results_json import Speedup
+from ..results.stats import INTERVAL
+from ..util.cli_result import CliError
+from .run import HistoryEntry, ReportRun
+
+MOST = 100
+"""The most entries of a case from a folder of histories: the latest ones."""
+Past = dict[tuple[str, str], list[HistoryEntry]]
+"""The entries by the case's id and product."""
+
+
+def read_history(folders: Sequence[Path]) -> tuple[list[ReportRun], Past]:
+    """Return the runs and the histories in the folders, each of which has one or the other.
+
+    Raises:
+        CliError: if a folder has neither, or a history has lines that cannot be used.
+    """
+    runs, past = list[ReportRun](), Past()
+    for folder in folders:
+        if not history.is_history(folder):
+            runs.append(ReportRun.read(folder))
+            continue
+        try:
+            files = history.read(folder)
+        except OSError as error:
+            raise CliError(f"{folder}: cannot be read: {error}") from None
+        if problems := [problem for file in files for problem in file.all_problems]:
+            raise CliError(
+                f"{problems[0]}\nTo see all such lines:\n    aisp results history {folder}"
+            )
+        for file in files:
+            for lines in file.by_case().values():
+                past.setdefault((lines[-1].id, lines[-1].product), []).extend(
+                    _entries(of_lines(lines))
+                )
+    return runs, past
+
+
+def _entries(one: CaseHistory) -> list[HistoryEntry]:
+    changes = {change.after.run: change_text(change) for change in one.changes}
+    return [
+        HistoryEntry(
+            started=line.started,
+            commit=line.commit[:10],
+            speedup=Speedup(
+                *(math.exp(line.value + n * line.error) for n in (0, -INTERVAL, INTERVAL))
+            ),
+            verdict=line.verdict,
+            current=False,
+            change=changes.get(line.run, ""),
+        )
+        for line in one.lines[-MOST:]
+    ]
+
+
+def merged(run: ReportRun, others: Sequence[ReportRun]) -> Past:
+    """Return the results of all runs and of the history for each case, the oldest first.
+
+    A run that is also in the history is shown once. Cases with a single result are left out.
+    """
+    found = Past()
+    for each in [*others, run] if others or run.past else ():
+        git = each.manifest.git
+        started, commit = each.manifest.started, ((git and git.commit) or "")[:10]
+        for case in each.cases:
+            if case.speedup is not None:
+                entry = HistoryEntry(started, commit, case.speedup, case.verdict, each is run)
+                found.setdefault((case.id, case.product), []).append(entry)
+    for key, entries in run.past.items():
+        mine = found.setdefault(key, [])
+        shown = {entry.started: entry for entry in mine}
+        for entry in entries:
+            if entry.started in shown:
+                shown[entry.started].change = entry.change
+            else:
+                mine.append(entry)
+    return {
+        key: sorted(entries, key=lambda entry: entry.started)
+        for key, entries in found.items()
+        if len(entries) > 1
+    }
