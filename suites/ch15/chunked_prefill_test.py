@@ -232,7 +232,7 @@ def mixed_cost(layers, width, running, context, chunk, chunks):
     ],
     check_sizes=[
         {"layers": 2, "width": 128, "running": 2, "context": 6, "chunk": 5, "chunks": 2},
-        {"layers": 1, "width": 64, "running": 1, "context": 2, "chunk": 3, "chunks": 3},
+        {"layers": 1, "width": 128, "running": 1, "context": 2, "chunk": 3, "chunks": 3},
     ],
     work=work,
     bound="tensor",

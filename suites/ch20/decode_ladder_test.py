@@ -156,7 +156,7 @@ rung = functools.partial(
     inputs=inputs,
     reference=reference,
     sizes=[{"layers": 8, "width": 2048, "steps": 32}],
-    check_sizes=[{"layers": 1, "width": 64, "steps": 3}],
+    check_sizes=[{"layers": 1, "width": 128, "steps": 3}],
     work=work,
     bound="launch",
 )
