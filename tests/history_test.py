@@ -225,6 +225,18 @@ def test_a_code_gate_over_other_commits_confirms_nothing(series, aisp, against):
     assert change.endswith("unconfirmed")
 
 
+def test_a_code_gate_over_uncommitted_code_confirms_nothing(series, aisp):
+    series(
+        step=-0.02,
+        sources=after(15, {**SOURCES, "optimized": "syntax:2c"}, SOURCES),
+        against=lambda day: commit(14) if day == 15 else "",
+        gate=lambda day: [-0.02] if day == 15 else (),
+        dirty=lambda day: day == 15,
+    )
+    _, [_, change, _] = aisp("h")
+    assert change.endswith("unconfirmed")
+
+
 def test_a_later_run_of_an_old_commit_only_confirms(series, run, aisp):
     changed = {**SOURCES, "optimized": "syntax:2c"}
     series(step=-0.02, sources=after(15, changed, SOURCES))
