@@ -11,9 +11,10 @@ from statistics import quantiles
 from typing import TYPE_CHECKING
 
 from ..results.task_results import HierarchyResult, Level
-from . import measure_peaks
+from . import unit_probes
 from .cuda_graph import GraphWindow
 from .cuda_timer import WINDOW
+from .measure_peaks import seconds_per_run
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 LINE = 32
 """Numbers of 4 bytes in a line of 128 bytes. A list has one link per line."""
 STEPS, LINES, LINKS = 4096, 2048, 4096
-BLOCK, ROUNDS, VECTOR = measure_peaks.BLOCK, measure_peaks.ROUNDS, measure_peaks.VECTOR
+BLOCK, ROUNDS, VECTOR = unit_probes.BLOCK, unit_probes.ROUNDS, unit_probes.VECTOR
 DRAM_SETS = 128
 """The working set for DRAM, in largest working sets of the L2. It is at least 32 L2s."""
 L1_BYTES = 16 << 10
@@ -42,18 +43,18 @@ def measure() -> HierarchyResult:
     gpu = torch.cuda.get_device_properties()
     out = torch.zeros(2, device="cuda")
     word = out.view(torch.int32)
-    grid = measure_peaks.BLOCKS_PER_SM * gpu.multi_processor_count
+    grid = unit_probes.BLOCKS_PER_SM * gpu.multi_processor_count
     threads = grid * BLOCK
 
     def chased(links: torch.Tensor, *, past_l1: bool = True) -> float:
         at = torch.zeros(1, device="cuda", dtype=torch.int32)
         return seconds(partial(kernels.chase[1, 1], links, at, STEPS, past_l1)) / STEPS
 
-    multiply = measure_peaks.multiply_adds()
+    multiply = unit_probes.multiply_adds()
     chain = partial(kernels.dependent_multiply_adds[1, 1], out, 8 * STEPS)
     shared_list = linked(LINKS, 1)
     shared_chain = partial(kernels.chase_shared[1, 1], shared_list, word, LINKS, 8 * STEPS)
-    shared = measure_peaks.shared_read()
+    shared = unit_probes.shared_read()
     vectors = L1_BYTES // VECTOR
     table = torch.zeros(4 * vectors, device="cuda", dtype=torch.int32)
     cached = partial(kernels.read_cached[grid, BLOCK], table, word, vectors, ROUNDS)
@@ -77,12 +78,12 @@ def measure() -> HierarchyResult:
             chased(list_of(L1_BYTES), past_l1=False),
         ),
     ]
-    sizes = measure_peaks.l2_working_sets(gpu.L2_cache_size)
+    sizes = unit_probes.l2_working_sets(gpu.L2_cache_size)
     for size in (*sizes, DRAM_SETS * sizes[-1]):  # both probes use exactly these sizes
         name = "L2" if size < gpu.L2_cache_size else "DRAM"
         levels.append(Level(name, size, read_rate(size), chased(list_of(size))))
     host = on_gpu(list_of(HOST_BYTES, "cpu").pin_memory())
-    read = cuda_module("measure_peaks.cu").l2_read[grid, BLOCK]
+    read = cuda_module("unit_probes.cu").l2_read[grid, BLOCK]
     reading = partial(read, host, word[:1], HOST_BYTES // VECTOR, HOST_ROUNDS)
     rate = 4 * HOST_ROUNDS * VECTOR * threads / seconds(reading)
     levels.append(Level("pinned host memory", HOST_BYTES, rate, chased(host)))
@@ -138,10 +139,10 @@ def linked(count: int, stride: int, device: str = "cuda") -> torch.Tensor:
 
 def read_rate(nbytes: int) -> float:
     """Return the bytes per second that all SMs read past the L1 from a table of `nbytes`."""
-    probe = measure_peaks.read_past_l1(nbytes)
+    probe = unit_probes.read_past_l1(nbytes)
     return probe.amount / seconds(probe.run)
 
 
 def seconds(run: Callable[[], object]) -> float:
     """Return the seconds of one launch."""
-    return measure_peaks.seconds_per_run(GraphWindow, WINDOW["graph"], run)
+    return seconds_per_run(GraphWindow, WINDOW["graph"], run)

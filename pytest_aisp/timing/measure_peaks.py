@@ -1,7 +1,7 @@
 """Measure the peaks of a GPU or of a CPU: the fastest of several kernels sets each rate.
 
 The rates of single units of a GPU (L2, shared memory, atomics, special functions) come from the
-kernels of `measure_peaks.cu`. Each of them uses nothing but one unit.
+kernels of `unit_probes.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ..checking.inputs import BoundSide
 from ..page.gpu_specs import product_of
@@ -23,6 +23,15 @@ from .cuda_graph import GraphWindow
 from .cuda_timer import WINDOW, QueueWindow
 from .peaks import DTYPES, Peaks
 from .schedule import Window, calls_for
+from .unit_probes import (
+    atomics,
+    both_ways,
+    empty_blocks,
+    l2_reads,
+    multiply_adds,
+    shared_read,
+    special_functions,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -31,16 +40,8 @@ if TYPE_CHECKING:
     MakeWindow = Callable[[BoundSide, int], Window]
 
 WINDOWS = 12
-BLOCK, BLOCKS_PER_SM = 1024, 2
-ROUNDS = 512
-"""Loops of each thread. A launch takes 0.1 to 1 ms."""
-ATOMIC_ROUNDS = 32
-L2_SHARES = (64, 16, 4, 2)
-"""The L2 is read with working sets of 1/64 to 1/2 of its size. The rate is that of `L2_SHARE`."""
 L2_SHARE = 4
-VECTOR = 16
-"""Bytes of a load."""
-EMPTY_BLOCKS, WARP = 1 << 20, 32
+"""The rate of the L2 is that of a working set of 1/4 of its size."""
 
 
 def measure(device: str) -> Peaks:
@@ -246,112 +247,3 @@ def _triton_read(source: torch.Tensor) -> Run:
     sums = source.new_empty(source.numel() // (rounds * block))
     launch = triton.jit(read_kernel)[(sums.numel(),)]
     return partial(launch, source, sums, rounds, block, num_warps=8)
-
-
-class Probe(NamedTuple):
-    """One launch of a probe, and the bytes or operations of the launch."""
-
-    run: Callable[[], object]
-    amount: float
-
-
-def l2_reads(size: int) -> dict[int, Probe]:
-    """Return a probe for each working set, by its bytes. `size` is the size of the L2 in bytes."""
-    return {nbytes: read_past_l1(nbytes) for nbytes in l2_working_sets(size)}
-
-
-def l2_working_sets(size: int) -> list[int]:
-    """Return the working sets for an L2 of `size` bytes, as powers of two, the smallest first."""
-    return [1 << (size // share).bit_length() - 1 for share in L2_SHARES]
-
-
-def read_past_l1(nbytes: int) -> Probe:
-    """Return a probe that reads a table of `nbytes`, a power of two, past the L1, in bytes."""
-    import torch
-
-    from ..kernels.cuda_cpp import cuda_module
-
-    kernel = cuda_module("measure_peaks.cu").l2_read[_grid(), BLOCK]
-    vectors = nbytes // VECTOR
-    table = torch.randint(1 << 30, (4 * vectors,), device="cuda", dtype=torch.int32)
-    out = torch.zeros(1, device="cuda", dtype=torch.int32)
-    amount = 4 * ROUNDS * VECTOR * _grid() * BLOCK
-    return Probe(partial(kernel, table, out, vectors, ROUNDS), amount)
-
-
-def shared_read() -> Probe:
-    """Return a probe that reads shared memory, in bytes."""
-    import torch
-
-    from ..kernels.cuda_cpp import cuda_module
-
-    kernel = cuda_module("measure_peaks.cu").shared_read[_grid(), BLOCK]
-    out = torch.zeros(1, device="cuda", dtype=torch.int32)
-    return Probe(partial(kernel, out, 4 * ROUNDS), 16 * ROUNDS * VECTOR * _grid() * BLOCK)
-
-
-def atomics() -> Probe:
-    """Return a probe that adds to numbers in the L2 (1 MiB), in additions."""
-    import torch
-
-    from ..kernels.cuda_cpp import cuda_module
-
-    kernel = cuda_module("measure_peaks.cu").atomic_add[_grid(), BLOCK]
-    table = torch.zeros(1 << 18, device="cuda", dtype=torch.int32)
-    run = partial(kernel, table, table.numel(), ATOMIC_ROUNDS)
-    return Probe(run, ATOMIC_ROUNDS * _grid() * BLOCK)
-
-
-def special_functions() -> Probe:
-    """Return a probe of exponentials, in operations."""
-    import torch
-
-    from ..kernels.cuda_cpp import cuda_module
-
-    kernel = cuda_module("measure_peaks.cu").exponentials[_grid(), BLOCK]
-    out = torch.zeros(1, device="cuda")
-    return Probe(partial(kernel, out, 4 * ROUNDS), 16 * ROUNDS * _grid() * BLOCK)
-
-
-def multiply_adds() -> Probe:
-    """Return a probe of fp32 multiply-adds in registers, in FLOPs. A matrix product is slower."""
-    import torch
-
-    from ..kernels.cuda_cpp import cuda_module
-
-    kernel = cuda_module("measure_peaks.cu").fused_multiply_adds[_grid(), BLOCK]
-    out = torch.zeros(2, device="cuda")
-    return Probe(partial(kernel, out, 8 * ROUNDS), 128 * ROUNDS * _grid() * BLOCK)
-
-
-def empty_blocks() -> Probe:
-    """Return a probe that starts blocks of one warp, which do nothing, in blocks."""
-    from ..kernels.cuda_cpp import cuda_module
-
-    kernel = cuda_module("measure_peaks.cu").nothing[EMPTY_BLOCKS, WARP]
-    return Probe(kernel, EMPTY_BLOCKS)
-
-
-def both_ways(nbytes: int) -> Probe:
-    """Return a probe that copies `nbytes` to the GPU and `nbytes` from it at the same time."""
-    import torch
-
-    gpu = torch.empty(2, nbytes, dtype=torch.uint8, device="cuda")
-    host = torch.empty(2, nbytes, dtype=torch.uint8, pin_memory=True)
-    other = torch.cuda.Stream()
-
-    def run() -> None:
-        here = torch.cuda.current_stream()
-        other.wait_stream(here)
-        with torch.cuda.stream(other):
-            host[1].copy_(gpu[1], non_blocking=True)
-        gpu[0].copy_(host[0], non_blocking=True)
-        here.wait_stream(other)
-
-    return Probe(run, 2 * nbytes)
-
-
-def _grid() -> int:
-    import torch
-
-    return BLOCKS_PER_SM * torch.cuda.get_device_properties().multi_processor_count
