@@ -326,9 +326,7 @@ def _banner(run: ReportRun) -> str:
         html += _notice("partial", text, manifest.no_verdict)
     if disturbed := [c for c in run.cases if c.verdict == DISTURBED]:
         text = "Cases without a verdict: something else used the machine."
-        lines = [
-            f"{case.function}[{case.variant}]: {'; '.join(case.reasons)}" for case in disturbed
-        ]
+        lines = [f"{c.function}[{c.variant}]: {'; '.join(c.reasons)}" for c in disturbed]
         html += _notice("partial", text, lines)
     if manifest.no_canary:
         text = "Verdicts without a canary: their worker ended before it ran one."
