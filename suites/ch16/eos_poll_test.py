@@ -223,7 +223,7 @@ def work(layers, width, rows, period, limit):
     state=state,
     inputs=inputs,
     reference=reference,
-    sizes=[{"layers": 4, "width": 1024, "rows": 16, "period": 96, "limit": 128}],
+    sizes=[{"layers": 4, "width": 1024, "rows": 16, "period": 128, "limit": 160}],
     check_sizes=[
         {"layers": 2, "width": 128, "rows": 3, "period": 9, "limit": 21},
         {"layers": 1, "width": 128, "rows": 2, "period": 40, "limit": 7},
@@ -231,11 +231,11 @@ def work(layers, width, rows, period, limit):
     work=work,
     bound="launch",
     costs={
-        every_step: decoding(lambda n: n, Cost(launches=1, syncs=1), lambda made: made),
+        every_step: decoding(lambda n: n, Cost(syncs=1), lambda made: made),
         every_eighth: decoding(
             # The number of steps is anywhere between two multiples of 8.
             lambda n: n + RARELY // 2,
-            Cost(launches=1, syncs=1),
+            Cost(syncs=1),
             lambda made: -(-made // RARELY),
         ),
         one_behind: decoding(lambda n: n + 1, Cost(d2h=1, launches=2), lambda made: made),

@@ -141,6 +141,7 @@ class Pieces(Whole):
     Attributes:
         streams: the residual stream before each layer. A replay overwrites it.
         heads: queries, keys and values of each layer, likewise.
+        turns: cosines and sines of all positions, likewise.
         attended: where attention writes its output.
     """
 
@@ -151,8 +152,7 @@ class Pieces(Whole):
         self.last = torch.zeros(1, dtype=torch.int64, device=device)
         shape = 1, size, config.heads, config.head
         self.attended = torch.zeros(shape, dtype=torch.bfloat16, device=device)
-        self.turns = self.model.cos[:size], self.model.sin[:size]
-        self.streams, self.heads = {}, {}
+        self.streams, self.heads, self.turns = {}, {}, ()
         numbers = range(config.layers + 1)
         self.pieces = [capture(functools.partial(self.piece, number)) for number in numbers]
 
@@ -160,6 +160,8 @@ class Pieces(Whole):
         """Compute what lies between the attention of layers `number - 1` and `number`."""
         model = self.model
         if number == 0:
+            at = torch.arange(self.tokens.shape[1], device=self.tokens.device)[None]
+            self.turns = [F.embedding(at, table)[:, None] for table in (model.cos, model.sin)]
             x = F.embedding(self.tokens, model.embedding)
         else:
             x = behind(model.blocks[number - 1], self.streams[number - 1], self.attended)
@@ -277,7 +279,7 @@ def graph_cost(config, size):
 def pieces_cost(config, length, sizes):
     """Return the cost of graphs, and of attention, its output and two writes of the cache."""
     size, layers = bucket_of(length, sizes), config.layers
-    nodes = kernels_of(config) - MASK_KERNELS + 1 - 4 * layers
+    nodes = kernels_of(config) - MASK_KERNELS - 4 * layers  # positions of the cache are outside
     cost = forward_cost(
         config,
         size,
