@@ -20,7 +20,8 @@ Bound      Tensor cores and exponentials, one after the other, because the warps
            in step. FP8 halves only the time of the products. The exponentials stay, and each needs
            a cast of its result. Quantizing reads each input twice. It takes the same time at both
            lengths, and the products take four times as long at 16384 tokens, so FP8 gains more
-           there.
+           there. By the costs, quantizing takes back nearly all that fp8_scores gains at 4096. So
+           fp8_scores claims nothing.
            Hopper holds the operand P of an FP8 product in another order than the result of QK^T.
            The kernel pays for the exchange between threads, which the costs leave out. The costs
            also leave out the casts.
@@ -292,7 +293,7 @@ def library_cost(total, tokens):
 @compare(
     baseline=bf16,
     optimized=[
-        Variant(fp8_scores, precision="fp8"),
+        Variant(fp8_scores, precision="fp8", at_least="yardstick"),
         Variant(fp8_both, precision="fp8"),
         Variant(cudnn, at_least="yardstick", gpu_only="cuDNN"),
     ],
