@@ -20,12 +20,14 @@ Bound      Tensor cores and exponentials, one after the other, because the warps
            in step. FP8 halves only the time of the products. The exponentials stay, and each needs
            a cast of its result. Quantizing reads each input twice. It takes the same time at both
            lengths, and the products take four times as long at 16384 tokens, so FP8 gains more
-           there. By the costs, quantizing takes back nearly all that fp8_scores gains at 4096. So
-           fp8_scores claims nothing.
+           there. By the costs, quantizing takes back most of what fp8_scores gains at 4096.
+           So fp8_scores claims nothing. cuDNN computes exponentials during the products. By the
+           costs, it is faster in bf16 than fp8_both at 4096, and nearly as fast at 16384.
            Hopper holds the operand P of an FP8 product in another order than the result of QK^T.
            The kernel pays for the exchange between threads, which the costs leave out. The costs
            also leave out the casts.
-Use when   Sequences are long, and the model bears the error. The check accepts what rounding Q, K,
+Use when   Sequences are long, the model bears the error, and no library has the form, because
+           cuDNN in bf16 leaves FP8 in Triton little to gain. The check accepts what rounding Q, K,
            P, V and the outputs by 2^-4 of each value would change, for both variants, because both
            declare `precision="fp8"`. That is a wide bound: at 4096 tokens, an answer that is a
            tenth too large would pass. Most of the error comes from Q and K. A score sums 128
@@ -268,7 +270,10 @@ def cudnn(q, k, v):
 
 
 def quantizing(total):
-    """Return the cost of one tensor. Its second reading is from DRAM, as other data evict it."""
+    """Return the cost of one tensor.
+
+    Its 32 MiB may be too much for the L2, so the second reading counts as DRAM's, too.
+    """
     elements = total * WIDTH
     first = Cost(read=2 * elements, launches=1)
     return first + Cost(read=2 * elements, write=elements, launches=1)
@@ -278,12 +283,12 @@ def attending(total, tokens, small):
     """Return the cost of the kernel with `small` of two products in FP8, in step with softmax."""
     scores, elements = total * tokens, total * WIDTH
     read = {0: 6, 1: 4, 2: 3}[small] * elements  # queries, keys and values
-    per_score = {0: 4, 1: 3, 2: 2}[small] * WIDTH / 128  # of keys and values, for 128 queries
+    # One key and one value for 128 queries. The L2 delivers them during both products.
+    l2 = {0: 4, 1: 3, 2: 2}[small] * WIDTH / 128 * scores
     product = 2 * scores * WIDTH
-    first, second = ("fp8" if small > done else "bf16" for done in (0, 1))
-    write = 2 * elements
-    products = Cost(read=read, write=write, l2=per_score * scores, ops={first: product}, launches=1)
-    return products + Cost(ops={second: product}) + Cost(sfu=scores)
+    ops = {"fp8": small * product, "bf16": (2 - small) * product}
+    products = Cost(read=read, write=2 * elements, l2=l2, ops=ops, launches=1)
+    return products + Cost(sfu=scores)
 
 
 def library_cost(total, tokens):
