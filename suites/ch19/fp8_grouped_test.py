@@ -8,7 +8,7 @@ Baseline   looped: reads the ends, which waits for the GPU, and calls `torch.mm`
            expert with rows, into its rows of the result.
            bf16: `grouped_mm` in bf16. It is the baseline of the second test.
 Optimized  All variants multiply in e4m3, with a scale for each row of x and of W. They quantize W
-           once, before the timed part, and x in the call, by the same Triton kernel.
+           once, before the timed part. They quantize x in the call, all by one Triton kernel.
            looped_fp8: of looped. `torch._scaled_mm` for each expert.
            grouped: of looped_fp8. One Triton kernel for all experts. Its grid has room for the most
            tiles that there can be. Each program finds its expert in the ends, and those without a
@@ -20,15 +20,16 @@ Bound      The host for the loops at 64 experts: FP8 gains nothing there, so loo
            weight is read for few rows, and tensor cores for more rows. With few rows the tuner may
            take tiles of 16. Triton computes those in fp16 on Hopper, which is exact and fast enough
            for DRAM. The second test compares FP8 with bf16 in GPU time: half of the bytes of W, or
-           twice the rate of the tensor cores, less what quantizing x costs.
+           twice the rate of the tensor cores, less what quantizing x costs. There library changes
+           the type alone, and grouped the kernel too.
 Use when   Experts are many, or a graph is captured. A loop cannot be captured, because the host
            reads the ends. It is enough for a few large experts outside a graph. No side gets the
            sizes on the host: that needs a router on the host, or a fixed capacity per expert
            (`../ch17/capacity_test.py`). cuBLASLt needs the scales of each product at a multiple of
            16 bytes. So groups have multiples of 4 rows in the first test, as a dispatcher pads
-           them. In the second test they have any size. The check accepts what rounding x and W by
-           2^-4 of each value would change. All FP8 sides lose the same, because they quantize alike
-           and add in the tensor cores. Scales per block: `fp8_blocks_test.py`.
+           them. In the second test they have any size. The check accepts what rounding x, W and
+           the outputs by 2^-4 of each value would change. All FP8 sides lose the same, because they
+           quantize alike and add in the tensor cores. Scales per block: `fp8_blocks_test.py`.
 """
 
 import functools
