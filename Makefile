@@ -1,5 +1,6 @@
 # make bench     measure the first chapter on this machine
-# make test      lint, build the docs, check and assemble every page, run the project's own tests
+# make test      lint, build the docs, check every page, assemble it for sm90 and sm100, run the tests
+# make compile   assemble every page for every GPU
 # make lint      ruff, mypy, and the import layers of pyproject.toml
 # make docs      build the documentation site into site/
 # make release   build the sdist and the wheel into dist/ and try the wheel out
@@ -10,7 +11,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PY := $(VENV)/bin/python
 
-.PHONY: bench test lint docs release browser
+.PHONY: bench test compile lint docs release browser
 
 # The tests start pytest hundreds of times: keep compiled modules and rewritten assertions.
 unexport PYTHONDONTWRITEBYTECODE
@@ -24,8 +25,11 @@ bench: $(VENV)/.ready
 
 test: $(VENV)/.ready lint docs browser
 	$(ONE_THREAD) $(PY) -m pytest -q -n 2 --aisp-check suites
+	$(ONE_THREAD) $(PY) -m pytest -q -n 2 --aisp-compile=sm90,sm100 suites -m "sm90 or sm100"
+	$(PY) -m pytest -q -n 3 -p no:benchmark --durations=40 tests emulator  # many wait for processes
+
+compile: $(VENV)/.ready
 	$(ONE_THREAD) $(PY) -m pytest -q -n 2 --aisp-compile suites -m "sm90 or sm100 or sm103 or sm121"
-	$(PY) -m pytest -q -n 2 -p no:benchmark --durations=40 tests emulator
 
 lint: $(VENV)/.ready
 	$(PY) -m ruff check .
@@ -36,7 +40,7 @@ lint: $(VENV)/.ready
 docs: $(VENV)/.ready
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 
-release: $(VENV)/.ready
+release: $(VENV)/.ready compile
 	$(PY) -m pip install -q -c constraints.txt build twine
 	rm -rf dist
 	$(PY) -m build
