@@ -26,7 +26,7 @@ bench: $(VENV)/.ready
 test: $(VENV)/.ready lint docs browser
 	$(ONE_THREAD) $(PY) -m pytest -q -n 2 --aisp-check suites
 	$(ONE_THREAD) $(PY) -m pytest -q -n 2 --aisp-compile=sm90,sm100 suites -m "sm90 or sm100"
-	$(PY) -m pytest -q -n 3 -p no:benchmark --durations=40 tests emulator  # many wait for processes
+	$(PY) -m pytest -q -n 2 -p no:benchmark --durations=40 tests emulator
 
 compile: $(VENV)/.ready
 	$(ONE_THREAD) $(PY) -m pytest -q -n 2 --aisp-compile suites -m "sm90 or sm100 or sm103 or sm121"
