@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -186,6 +188,18 @@ def test_a_slow_reference_is_perturbed_once(monkeypatch):
     assert remarks == ["the reference takes 0 s: the error bound comes from one perturbed run"]
 
 
+def test_a_long_reference_is_perturbed_once_at_first(monkeypatch):
+    monkeypatch.setattr(numerics, "LONG", -1.0)
+    calls = []
+
+    def counted(x):
+        calls.append(x)
+        return x.double() * 3
+
+    _, remarks = sigma_of(counted)
+    assert (len(calls), remarks) == (3, [])
+
+
 def test_a_reference_that_draws_random_numbers_is_refused():
     with pytest.raises(SideError, match=r"reference draws random numbers \(aten\.rand"):
         sigma_of(lambda x: x.double() + torch.rand(64, 33))
@@ -201,7 +215,9 @@ def test_random_numbers_that_do_not_matter_are_allowed():
     assert float(sigma.mean()) > 0
 
 
-def test_more_runs_are_made_before_a_side_is_refused():
+@pytest.mark.parametrize(("long", "draws"), [(math.inf, numerics.DRAWS), (-1.0, 1)])
+def test_more_runs_are_made_before_a_side_is_refused(monkeypatch, long, draws):
+    monkeypatch.setattr(numerics, "LONG", long)
     calls = []
 
     def reference(x):
@@ -218,7 +234,7 @@ def test_more_runs_are_made_before_a_side_is_refused():
     sides = [(made.pool.pair.baseline, None), (off, None)]
     with pytest.raises(Wrong, match="off is wrong"):
         check.check_sides(made, sides, Rule(), controls=False)
-    assert len(calls) > 3 + numerics.DRAWS + numerics.MORE_DRAWS
+    assert len(calls) > 3 + draws + numerics.MORE_DRAWS
 
 
 def nearly(off, draws):

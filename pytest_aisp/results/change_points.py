@@ -249,7 +249,7 @@ class _Series:
         stretches = [self._stretch(*ends) for ends in _stretches(splits, count)]
         squares = math.fsum(each.squares for each in stretches)
         phi = math.fsum(each.products for each in stretches) / squares if squares else 0.0
-        # Levels follow slow waves, so the estimate is too low, the more so the more levels.
+        # Levels follow slow waves, so this estimate of phi is too low. Each level adds to that.
         phi = min(max(phi + (1 + 3 * phi) * len(stretches) / count, 0.0), 0.95)
         free = max(count - sum(_inflation(each.length, phi) for each in stretches), 0.0)
         return _Noise(math.sqrt(max(1.0, (ASSUMED + squares) / (ASSUMED + free))), phi)

@@ -26,18 +26,19 @@ Bound      Tensor cores and exponentials, one after the other, because the warps
            Hopper holds the operand P of an FP8 product in another order than the result of QK^T.
            The kernel pays for the exchange between threads, which the costs leave out. The costs
            also leave out the casts.
-Use when   Sequences are long, the model bears the error, and no library has the form, because
-           cuDNN in bf16 leaves FP8 in Triton little to gain. The check accepts what rounding Q, K,
-           P, V and the outputs by 2^-4 of each value would change, for both variants, because both
-           declare `precision="fp8"`. That is a wide bound: at 4096 tokens, an answer that is a
-           tenth too large would pass. Most of the error comes from Q and K. A score sums 128
-           products, each with two rounding errors. At a standard deviation of 3, a score is then
-           off by up to 0.15 (rms), and its weight by the same share of itself. Rounding P and V
-           adds little to that. So fp8_scores is hardly more exact than fp8_both. The sums of PV
-           stay in the tensor cores. Hopper's keep about 14 bits of a sum of FP8 products, which is
-           much more than the operands have. One scale per head works if the tokens of a head are
-           alike in size. Outlier channels need a rotation first (`../ch19/outliers_test.py`), which
-           this page does not show. If the error is too large, call the library in bf16.
+Use when   Sequences are long, the model tolerates the error, and no library has your form of
+           attention. Otherwise call cuDNN in bf16, because FP8 in Triton gains little over it. The
+           check accepts what rounding Q, K, P, V and the outputs by 2^-4 of each value would
+           change, for both variants, because both declare `precision="fp8"`. That is a wide bound:
+           at 4096 tokens, an answer that is a tenth too large would pass. Most of the error comes
+           from Q and K. A score sums 128 products, each with two rounding errors. At a standard
+           deviation of 3, a score is then off by up to 0.15 (rms), and its weight by the same share
+           of itself. Rounding P and V adds little to that. So fp8_scores is hardly more exact than
+           fp8_both. The sums of PV stay in the tensor cores. Hopper's keep about 14 bits of a sum
+           of FP8 products, which is much more than the operands have. One scale per head works if
+           the tokens of a head are alike in size. Outlier channels need a rotation first
+           (`../ch19/outliers_test.py`), which this page does not show. If the error is too large,
+           call the library in bf16.
 """
 
 import pytest

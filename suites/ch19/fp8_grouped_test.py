@@ -22,14 +22,15 @@ Bound      The host for the loops at 64 experts: FP8 gains nothing there, so loo
            for DRAM. The second test compares FP8 with bf16 in GPU time: half of the bytes of W, or
            twice the rate of the tensor cores, less what quantizing x costs. There library changes
            the type alone, and grouped the kernel too.
-Use when   Experts are many, or a graph is captured. A loop cannot be captured, because the host
-           reads the ends. It is enough for a few large experts outside a graph. No side gets the
-           sizes on the host: that needs a router on the host, or a fixed capacity per expert
-           (`../ch17/capacity_test.py`). cuBLASLt needs the scales of each product at a multiple of
-           16 bytes. So groups have multiples of 4 rows in the first test, as a dispatcher pads
-           them. In the second test they have any size. The check accepts what rounding x, W and
-           the outputs by 2^-4 of each value would change. All FP8 sides lose the same, because they
-           quantize alike and add in the tensor cores. Scales per block: `fp8_blocks_test.py`.
+Use when   There are many experts, or the layer is part of a captured graph. A loop cannot be
+           captured, because the host reads where groups end. Outside a graph, a loop is enough for
+           a few large experts. No side gets the sizes on the host: that needs a router on the host,
+           or a fixed capacity per expert (`../ch17/capacity_test.py`). cuBLASLt needs the scales of
+           each product at a multiple of 16 bytes. So groups have multiples of 4 rows in the first
+           test, as a dispatcher pads them. In the second test they have any size. The check accepts
+           what rounding x, W and the outputs by 2^-4 of each value would change. All FP8 sides lose
+           the same, because they quantize alike and add in the tensor cores. Scales per block:
+           `fp8_blocks_test.py`.
 """
 
 import functools
@@ -320,7 +321,7 @@ ON_SOME_GPUS = Variant(
         ON_SOME_GPUS,
     ],
     sizes=shapes(4, *TIMED),
-    # Two tiles of an expert and of outputs. Experts without a row.
+    # First: an expert needs two tiles of rows, and n needs two tiles. Then: experts without rows.
     check_sizes=shapes(4, (2, 220, 144, 128), (6, 8, 16, 256)),
     bound="launch",
     costs={
