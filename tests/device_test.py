@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -161,6 +162,7 @@ def nvml(monkeypatch):
 def test_facts_of_a_gpu_are_recorded(nvml):
     facts = device.Machine.here().facts
     assert (facts["power_limit_w"], facts["mig"]) == (700, True)
+    assert facts["board"] == hashlib.sha256(b"GPU-a").hexdigest()[:12]
     assert facts["numa_node"] is None  # no such device here
     assert facts["cpu"] == device.cpu_name()
     assert "governor" in facts

@@ -378,8 +378,22 @@ def test_a_second_session_starts_six_hours_after_the_first(path, session, is_sec
     assert found.results[KEY].sessions == (2 if is_second else 1)
     if not is_second:
         assert found.results[KEY].goals == {**UNUSED, **TAKEN}
-    soon = "its stored session is less than 6 hours away, so this does not count as a second one"
+    soon = (
+        "its stored session is less than 6 hours away and not known to be on another board,"
+        " so this does not count as a second one"
+    )
     assert why_kept(found, KEY, second, table) == ("" if is_second else soon)
+
+
+@pytest.mark.parametrize(("boards", "sessions"), [("ab", 2), ("aa", 1), ("a", 1)])
+def test_a_session_on_another_board_is_a_second_one_at_once(path, boards, sessions):
+    names = (NOON, "2026-08-20T120100.000000Z")
+    table = {name: dict(TABLE["a"]) for name in names}
+    for name, board in zip(names, boards, strict=False):  # a session may not know its board
+        table[name]["board"] = board
+    for name in names:
+        write(path, PRODUCT, {KEY: result(name)}, table, replace=False)
+    assert load(path).results[KEY].sessions == sessions
 
 
 @pytest.mark.parametrize(

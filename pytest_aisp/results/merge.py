@@ -51,9 +51,9 @@ def merge(
         environments: the facts of each environment that `new` names.
         replace: True rewrites existing entries. False keeps them, but adds a second session to an
             entry that has one, and adds times or goals that an entry lacks. A second session must
-            be at least `HOURS_APART` from the first. An addition must have the same sources, clock
-            and tuning choices as the entry, and there must be no `differences` between their
-            environments.
+            be at least `HOURS_APART` from the first or on another board. An addition must have the
+            same sources, clock and tuning choices as the entry, and there must be no `differences`
+            between their environments.
         texts: the digests of today's texts, by key. In an entry that has such a digest, it is
             replaced by the new digest of syntax.
     """
@@ -94,6 +94,7 @@ def why_kept(stored: Stored, key: str, new: Result, environments: Environments) 
         return f"it differs from the stored result in {', '.join(names)}"
     if _could_be_second(old, new) and not _are_apart(old, new, table):
         near = f"its stored session is less than {HOURS_APART} hours away"
+        near += " and not known to be on another board"
         return f"{near}, so this does not count as a second one"
     return ""
 
@@ -122,8 +123,14 @@ def _could_be_second(old: Result, new: Result) -> bool:
 
 
 def _are_apart(old: Result, new: Result, table: Environments) -> bool:
-    """Return whether the sessions are far enough apart. If a key has no time, compare dates."""
+    """Return whether the sessions are hours apart or on other boards.
+
+    Only sessions since 2026-11-26 name their board. If a key has no time, dates are compared.
+    """
     one, other = old.environments[0], new.environments[0]
+    boards = table[one].get("board"), table[other].get("board")
+    if None not in boards and boards[0] != boards[1]:
+        return True
     first, second = _start(one), _start(other)
     if first is not None and second is not None:
         return abs(second - first) >= datetime.timedelta(hours=HOURS_APART)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib
 import os
 import platform
@@ -153,7 +154,9 @@ def _gpu_facts(nvml: ModuleType, handle: object) -> Mapping[str, object]:
     limit = query(nvml.nvmlDeviceGetEnforcedPowerLimit, handle)
     mode = query(nvml.nvmlDeviceGetMigMode, handle)  # MIG mode now, and after the next reset
     pci = query(nvml.nvmlDeviceGetPciInfo, handle)
+    uuid = query(nvml.nvmlDeviceGetUUID, handle)
     return {
+        "board": None if uuid is None else hashlib.sha256(str(uuid).encode()).hexdigest()[:12],
         "power_limit_w": None if limit is None else limit // 1000,
         "mig": None if mode is None else bool(mode[0]),
         "numa_node": None if pci is None else numa_node(str(pci.busId)),
