@@ -223,7 +223,7 @@ def work(layers, width, rows, period, limit):
     state=state,
     inputs=inputs,
     reference=reference,
-    sizes=[{"layers": 4, "width": 1024, "rows": 16, "period": 128, "limit": 160}],
+    sizes=[{"layers": 1, "width": 1024, "rows": 16, "period": 128, "limit": 160}],
     check_sizes=[
         {"layers": 2, "width": 128, "rows": 3, "period": 9, "limit": 21},
         {"layers": 1, "width": 128, "rows": 2, "period": 40, "limit": 7},
