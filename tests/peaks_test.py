@@ -8,6 +8,7 @@ import pytest
 
 from pytest_aisp.page.pair import Work
 from pytest_aisp.timing import measure_peaks, peaks
+from pytest_aisp.timing.data_sheets import most_above
 from pytest_aisp.timing.peaks import Limit, Peaks, PeaksError, implausible, limit_of, share
 
 H200 = Peaks(
@@ -127,6 +128,23 @@ def test_share_and_plausibility():
     assert share(limit, 0.0) == math.inf
     assert not implausible(limit, 1e-3 / 1.04)
     assert implausible(limit, 1e-3 / 1.06)
+
+
+@pytest.mark.parametrize(
+    ("product", "rate", "times"),
+    [
+        ("nvidia-h200", "int8", 1979 / 918),  # its data sheet allows more than a library reaches
+        ("nvidia-h200", "bf16", 1.1),
+        ("nvidia-unknown", "int8", 1.3),
+        ("nvidia-h200", "read", 1.05),
+    ],
+)
+def test_a_kernel_may_be_faster_than_the_library_that_was_measured(product, rate, times):
+    measured = {"int8": 918e12, "bf16": 989.5e12 / 1.1, "read": 4.4e12}[rate]
+    most = most_above(product, rate, measured)
+    assert most == pytest.approx(times)
+    assert not implausible(Limit(rate, 1e-3), 1e-3 / (times - 0.01), most)
+    assert implausible(Limit(rate, 1e-3), 1e-3 / (times + 0.01), most)
 
 
 def test_a_fill_at_full_speed_is_plausible():

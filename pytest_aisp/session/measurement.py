@@ -28,6 +28,7 @@ from ..results.task_results import TimeResult
 from ..results.verdict import Reading
 from ..timing import peaks
 from ..timing.cross_check import KernelProfile, kernel_notes
+from ..timing.data_sheets import most_above
 from ..timing.predict import RateMissing, explains, predict
 from .case_client import CaseClient, reading
 from .run_context import Failed
@@ -86,7 +87,7 @@ class Timing:
         if self.shortest is not None:
             raise Failed(
                 f"{duration(min(self.pair_seconds))} is less than the {duration(self.shortest)}"
-                f" that this machine's measured {self.limit} rate allows for the declared work:\n"
+                f" that this machine's {self.limit} rate allows for the declared work:\n"
                 "the work is overstated, or a side does less of it",
                 verdict="invalid",
             )
@@ -164,7 +165,8 @@ def with_limit(client: CaseClient, stored: StoredResult, timing: Timing) -> Timi
     product = client.machine.with_count(case.gpus if limit.name in peaks.LINKS else 1)
     path: Path = peaks.path_of(run.settings.baselines, product)
     cold = case.pair.l2 == "cold" and timing.clock == "graph"
-    impossible = cold and peaks.implausible(limit, min(timing.pair_seconds))
+    most = most_above(client.machine.product, limit.name, rates.rates[limit.name])
+    impossible = cold and peaks.implausible(limit, min(timing.pair_seconds), most)
     share = peaks.share(limit, timing.pair_seconds[1])
     if text := unused_limit(timing.seconds, share, limit.name):
         client.remarks.append(text)
@@ -173,7 +175,7 @@ def with_limit(client: CaseClient, stored: StoredResult, timing: Timing) -> Timi
         share=share,
         limit=limit.name,
         limit_origin=stored.relative(path),
-        shortest=limit.seconds if impossible else None,
+        shortest=limit.seconds / most if impossible else None,
     )
 
 

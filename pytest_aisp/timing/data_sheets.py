@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .peaks import SECONDS, Peaks
+from .peaks import MATRIX, SECONDS, TOLERANCE, Peaks
 
 REFERENCE = "nvidia-h200"
 """The product with measured rates and a data sheet."""
@@ -32,16 +32,16 @@ class DataSheet:
 
 
 _TABLE = """
-                       arch   dram   half    fp8   tf32   fp32  nvlink  pcie  l2
-nvidia-h200            sm90   4.8    989.5   1979  494.5  67    900     128   50
-nvidia-h100-80gb-hbm3  sm90   3.35   989.5   1979  494.5  67    900     128   50
-nvidia-a100-sxm4-80gb  sm80   2.039  312     -     156    19.5  600     64    40
-nvidia-l40s            sm89   0.864  362.05  733   183    91.6  -       64    -
-nvidia-b200            sm100  7.7    2250    4500  1100   75    1800    128   -
-nvidia-gb300           sm103  8      2500    5000  1250   -     1800    -     -
-nvidia-gb10            sm121  0.273  -       -     -      -     -       -     -
+                       arch   dram   half    fp8   int8  tf32   fp32  nvlink  pcie  l2
+nvidia-h200            sm90   4.8    989.5   1979  1979  494.5  67    900     128   50
+nvidia-h100-80gb-hbm3  sm90   3.35   989.5   1979  1979  494.5  67    900     128   50
+nvidia-a100-sxm4-80gb  sm80   2.039  312     -     624   156    19.5  600     64    40
+nvidia-l40s            sm89   0.864  362.05  733   733   183    91.6  -       64    -
+nvidia-b200            sm100  7.7    2250    4500  4500  1100   75    1800    128   -
+nvidia-gb300           sm103  8      2500    5000  -     1250   -     1800    -     -
+nvidia-gb10            sm121  0.273  -       -     -     -      -     -       -     -
 """
-# TB/s of DRAM, dense TFLOP/s by type (`half`: bf16 and fp16), GB/s in both directions of NVLink and
+# TB/s of DRAM, dense TFLOP/s or TOP/s by type (`half`: bf16 and fp16), GB/s in both directions of NVLink and
 # PCIe, and MB of L2. Data sheets that give rates with sparsity were halved. What is missing is not
 # in the document, or is there only for a whole rack.
 _SOURCES = {
@@ -56,13 +56,15 @@ _SOURCES = {
 _FIGURES = {
     **dict.fromkeys(("copy", "read", "write"), "dram"),
     **dict.fromkeys(("bf16", "fp16"), "half"),
-    **{name: name for name in ("fp8", "tf32", "fp32")},
+    **{name: name for name in ("fp8", "int8", "tf32", "fp32")},
     **dict.fromkeys(("peer", "peer_both", "busbw"), "nvlink"),
     **dict.fromkeys(("h2d", "d2h", "pcie_both"), "pcie"),
 }
 """The column of the table for each rate that is scaled."""
 _ONE_WAY = ("peer", "busbw", "h2d", "d2h")
 """Rates in one direction of a link, of which the table has the sum of both."""
+_OTHER_KERNEL = 1.3
+"""How much faster than the library's kernel another one may be, if no data sheet says it."""
 
 
 def _parse() -> dict[str, DataSheet]:
@@ -86,6 +88,19 @@ def full_rate(product: str, rate: str) -> float | None:
         return None
     full = sheet.figures[figure] * (1e9 if figure in ("nvlink", "pcie") else 1e12)
     return full / 2 if rate in _ONE_WAY else full
+
+
+def most_above(product: str, rate: str, measured: float) -> float:
+    """Return by which factor a side may exceed the `measured` rate before its work is doubted.
+
+    The rate of a matrix product is measured with a library's kernel and random values. A better
+    kernel is faster, and so is the same one with values that need less power. So the data sheet
+    decides, if it has the rate.
+    """
+    if rate not in MATRIX:
+        return TOLERANCE
+    full = full_rate(product, rate)
+    return _OTHER_KERNEL if full is None else max(TOLERANCE, full / measured)
 
 
 def shares(measured: Peaks) -> dict[str, float]:

@@ -102,13 +102,14 @@ def share(limit: Limit, seconds: float) -> float:
     return limit.seconds / seconds if seconds > 0 else math.inf
 
 
-def implausible(limit: Limit, seconds: float) -> bool:
+def implausible(limit: Limit, seconds: float, most: float = TOLERANCE) -> bool:
     """Return whether `seconds` is too short for the declared work with cold buffers.
 
+    It is too short if it exceeds the limit's rate by more than the factor `most`.
     A link's time is never too short, because a switch may reduce and a GPU has several links. Nor
     is the L2's, because the L1 may serve some reads.
     """
-    return limit.name not in (*LINKS, *UNITS) and share(limit, seconds) > TOLERANCE
+    return limit.name not in (*LINKS, *UNITS) and share(limit, seconds) > most
 
 
 def joined(one: Peaks | None, several: Peaks | None) -> Peaks | None:

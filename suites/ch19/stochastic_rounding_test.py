@@ -93,7 +93,7 @@ def distance_kernel(
 def state(device, n):
     weights = (RATE * torch.randn(n, device=device)).bfloat16()
     step = torch.zeros((), device=device, dtype=torch.int32)
-    return SimpleNamespace(weights=weights, step=step, kept={})
+    return SimpleNamespace(weights=weights, step=step, copy=weights.float())
 
 
 def seed_of(device):
@@ -107,15 +107,14 @@ def inputs(device, n):
 def reference(state, gradient, seed):
     state.weights = state.weights.double() - RATE * gradient.double()
     state.step = state.step + 1
+    state.copy = None  # only one side uses it, so it is not compared
 
 
 def fp32_copy(state, gradient, seed):
     n = gradient.numel()
     state.step += 1
-    if not state.kept:
-        state.kept["fp32"] = state.weights.float()
     grid = (triton.cdiv(n, BLOCK),)
-    fp32_copy_kernel[grid](state.weights, state.kept["fp32"], gradient, n, RATE=RATE, BLOCK=BLOCK)
+    fp32_copy_kernel[grid](state.weights, state.copy, gradient, n, RATE=RATE, BLOCK=BLOCK)
 
 
 def stochastic(state, gradient, seed):
