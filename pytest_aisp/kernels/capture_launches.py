@@ -15,6 +15,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -57,6 +58,8 @@ class CapturedLaunch:
         shared: bytes of shared memory per block; for CUDA C++, only the dynamic ones.
         cubin: the machine code of a Triton kernel, if it was compiled.
         fault: the reason why the kernel could not be compiled, or an empty text.
+        arguments: the kernel's arguments.
+        metadata: the options that Triton compiled the kernel with, and the resources that it needs.
     """
 
     kernel: Kernel
@@ -67,6 +70,8 @@ class CapturedLaunch:
     shared: int = 0
     cubin: bytes = b""
     fault: str = ""
+    arguments: tuple[object, ...] = ()
+    metadata: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass
@@ -74,16 +79,19 @@ class CapturedLaunches:
     """The kernels that one side launches.
 
     Attributes:
-        unique: the launches in order, without repetitions.
+        order: the launches in order.
+        unique: the same without repetitions.
         arguments: functions that were passed to kernels.
         error: the exception that ended the side, or None.
     """
 
+    order: list[CapturedLaunch] = field(default_factory=list)
     unique: dict[tuple[Kernel, str], CapturedLaunch] = field(default_factory=dict)
     arguments: set[FunctionType] = field(default_factory=set)
     error: Exception | None = None
 
     def add(self, launch: CapturedLaunch) -> None:
+        self.order.append(launch)
         self.unique.setdefault((launch.kernel, launch.config), launch)
 
     @property
@@ -93,7 +101,13 @@ class CapturedLaunches:
 
 
 def capture_launches(
-    pair: Pair, side: Side, size: Size, arch: str, *, assemble: bool
+    pair: Pair,
+    side: Side,
+    size: Size,
+    arch: str,
+    *,
+    assemble: bool,
+    watch: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> CapturedLaunches:
     """Return the kernels that `side` launches at `size` on a GPU of `arch`.
 
@@ -101,12 +115,13 @@ def capture_launches(
 
     Args:
         assemble: whether Triton's kernels are compiled to cubins.
+        watch: a function that returns a context in which the side is called.
     """
     captured = CapturedLaunches()
     for count in pair.gpus:
         with fake_gpu(arch), _fake_ranks(count), _capturing(captured, assemble):
             try:
-                _run(pair, side, size)
+                _run(pair, side, size, watch)
             except Exception as error:  # such as a side that needs values or a real GPU
                 captured.error = error
     return captured
@@ -146,16 +161,19 @@ def _fake_ranks(count: int) -> Iterator[None]:
         set_current_group(before)
 
 
-def _run(pair: Pair, side: Side, size: Size) -> None:
+def _run(
+    pair: Pair, side: Side, size: Size, watch: Callable[[], AbstractContextManager[None]]
+) -> None:
     state = make_state(pair, "cuda", size, 0)
     inputs = make_inputs(pair, "cuda", size, 0)
     side = getattr(side, "side", side)  # the function that a fresh_process side wraps
-    result = side(*inputs) if state is None else side(state, *inputs)
-    if inspect.isgenerator(result):
-        run = next(result, None)
-        if not callable(run):
-            raise TypeError(f"{side_name(side)} must yield the callable to time, not {run!r}")
-        run()
+    with watch():
+        result = side(*inputs) if state is None else side(state, *inputs)
+        if inspect.isgenerator(result):
+            run = next(result, None)
+            if not callable(run):
+                raise TypeError(f"{side_name(side)} must yield the callable to time, not {run!r}")
+            run()
 
 
 @contextlib.contextmanager
@@ -163,9 +181,9 @@ def _capturing(captured: CapturedLaunches, assemble: bool) -> Iterator[None]:
     def launch_cuda(self: cuda_cpp.Launch, *args: object) -> None:
         kernel, config = self.kernel, self.config
         arguments.check_arguments(kernel.name, kernel.params, args, 0)
-        threads = math.prod(config.block)
-        name, text = kernel.name, str(config)
-        captured.add(CapturedLaunch(kernel, name, text, config.grid, threads, config.shared))
+        threads, text = math.prod(config.block), str(config)
+        launch = CapturedLaunch(kernel, kernel.name, text, config.grid, threads, config.shared)
+        captured.add(replace(launch, arguments=args))
 
     descriptor = type("TensorMapDescriptor", (), {})()
     with contextlib.ExitStack() as stack:
@@ -221,6 +239,7 @@ def _launch_triton(
         captured.arguments.update(value.fn for value in values.values() if hasattr(value, "fn"))
         blocks = tuple(grid(values) if callable(grid) else grid)
         launch = CapturedLaunch(self.fn, self.__name__, _meta_parameters(self, values), blocks)
+        launch = replace(launch, arguments=tuple(values.values()))
         if compile_kernel is not None:
             try:
                 compiled = compile_kernel(self, *args, grid=grid, warmup=True, **kwargs)
@@ -230,6 +249,7 @@ def _launch_triton(
                     threads=metadata.num_warps * metadata.warp_size,
                     shared=metadata.shared,
                     cubin=compiled.asm["cubin"],
+                    metadata=metadata._asdict(),
                 )
             except Exception as error:
                 launch = replace(launch, fault=str(error).strip() or type(error).__name__)

@@ -16,9 +16,17 @@ import subprocess
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TypeAlias
 
 REGISTERS, FRAME = 0x2F, 0x11
 """Attributes of ``.nv.info``: EIATTR_REGCOUNT and EIATTR_FRAME_SIZE, as nvdisasm names them."""
+Section: TypeAlias = tuple[str, tuple[int, ...], bytes]
+"""Name, header and content of a section of an ELF file."""
+NOBITS = 8
+"""The type of a section without content, such as shared memory."""
+CODE = (".text", ".nv.constant", ".nv.global")
+UNSEEN = re.compile(r"(\.rela?)?\.(debug|nv_debug)|\.note|\.(sh)?strtab$")
+"""The names of sections that do not affect how a kernel runs."""
 INSTALL = "pip install nvidia-cuda-nvdisasm"
 NEWER = "pip install -U nvidia-cuda-nvdisasm"
 
@@ -31,7 +39,7 @@ def usage(cubin: bytes) -> dict[str, dict[str, int]]:
 
     The stack is in local memory. It has spilled registers, and arrays that are not in registers.
     """
-    sections = dict(_sections(cubin))
+    sections = {name: content for name, _, content in _sections(cubin)}
     names = list(_symbols(sections[".symtab"], sections[".strtab"]))
     usage: dict[str, dict[str, int]] = {}
     for attribute, symbol, value in _attributes(sections[".nv.info"]):
@@ -41,15 +49,39 @@ def usage(cubin: bytes) -> dict[str, dict[str, int]]:
     return usage
 
 
-def _sections(cubin: bytes) -> Iterator[tuple[str, bytes]]:
-    """Yield the name and content of each section of a 64-bit little-endian ELF file."""
+def contents(cubin: bytes, *, code_alone: bool = False) -> list[Section]:
+    """Return the name, header and content of each section that may affect how a kernel runs.
+
+    Line tables and other debug information, notes about the compiler, and names of symbols are left
+    out, because a comment or a new name of a variable changes them.
+
+    Args:
+        code_alone: whether to return only instructions and initial values of variables. Other
+            sections differ from compiler to compiler.
+    """
+    (flags,) = struct.unpack_from("<I", cubin, 0x30)
+    found: list[Section] = [] if code_alone else [("", (flags,), b"")]
+    for name, header, content in _sections(cubin):
+        if name.startswith(CODE if code_alone else "") and not UNSEEN.match(name):
+            numbers = range(4, len(content), 24) if name == ".symtab" else ()
+            values = b"".join(content[start : start + 20] for start in numbers)
+            found.append((name, () if code_alone else header, values or content))
+    return found
+
+
+def _sections(cubin: bytes) -> Iterator[Section]:
+    """Yield the name, header and content of each section of a 64-bit little-endian ELF file.
+
+    The header has type, flags, size, link, info, alignment and size of an entry, but no addresses.
+    """
     (start,) = struct.unpack_from("<Q", cubin, 0x28)
     length, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
-    headers = [struct.unpack_from("<II4Q", cubin, start + i * length) for i in range(count)]
+    headers = [struct.unpack_from("<II4QIIQQ", cubin, start + i * length) for i in range(count)]
     text = headers[names][4]
-    for name, _, _, _, offset, size in headers:
+    for name, kind, flags, _, offset, size, *others in headers:
         end = cubin.index(b"\0", text + name)
-        yield cubin[text + name : end].decode(), cubin[offset : offset + size]
+        content = b"" if kind == NOBITS else cubin[offset : offset + size]
+        yield cubin[text + name : end].decode(), (kind, flags, size, *others), content
 
 
 def _symbols(table: bytes, names: bytes) -> Iterator[str]:

@@ -8,14 +8,16 @@ counts as a change of both sides.
 from __future__ import annotations
 
 import ast
+import dis
 import functools
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import CodeType
 
 from . import normalize
-from .sources import libraries
+from .sources import libraries, reach
 
 CUDA_SUFFIXES = (".cu", ".cuh", ".h", ".hpp")
 DYNAMIC_IMPORTS = ("import_module", "__import__")
@@ -62,18 +64,60 @@ def used_files(page: Path, root: str, folders: Iterable[str]) -> dict[str, Path]
     return dict(sorted(found.items()))
 
 
-def contents(page: Path, root: str, folders: Iterable[str]) -> dict[str, str]:
-    """Return the normalized files that a page may use, except for the page, by relative path."""
+def imported_late(side: object, root: str) -> list[str]:
+    """Return the modules that a side imports only when it is called.
+
+    This includes imports in all code under `root` that the side uses, except for relative imports.
+    The digest does not include such modules.
+    """
+    things = [source.thing for source in reach([side], root).sources.values()]
+    codes = [getattr(thing, "__code__", None) for thing in things]
+    return sorted({name for code in codes if code is not None for name in _imports(code)})
+
+
+def _imports(code: CodeType) -> Iterator[str]:
+    steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
+    for level, _, step in zip(steps, steps[1:], steps[2:], strict=False):
+        if step.opname == "IMPORT_NAME" and level.argval == 0:
+            yield str(step.argval)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _imports(constant)
+
+
+NO_KERNELS: Mapping[str, Collection[str]] = {}
+
+
+def contents(
+    page: Path,
+    root: str,
+    folders: Iterable[str],
+    kernels: Mapping[str, Collection[str]] = NO_KERNELS,
+) -> dict[str, str]:
+    """Return the normalized files that a page may use, except for the page, by relative path.
+
+    Args:
+        kernels: the kernels to leave out, as `sources.kernel_sources` returns them.
+    """
     files = used_files(page, root, folders)
-    return {name: normalized_file(file) for name, file in files.items() if file != page.resolve()}
+    others = {name: file for name, file in files.items() if file != page.resolve()}
+    for name, functions in kernels.items():
+        if not functions:
+            others.pop(name, None)
+    return {name: normalized_file(file, kernels.get(name, ())) for name, file in others.items()}
 
 
-def normalized_file(path: Path) -> str:
-    """Return the content of a file without comments, docstrings and formatting."""
+def normalized_file(path: Path, without: Collection[str] = ()) -> str:
+    """Return the content of a file without comments, docstrings and formatting.
+
+    Args:
+        without: functions of a Python module to leave out.
+    """
     text = path.read_bytes().decode(errors="surrogateescape")
     if path.suffix in CUDA_SUFFIXES:
         return str(normalize.cuda([text]))
-    return (normalize.module(text) if path.suffix == ".py" else None) or text
+    plain = normalize.rest(text, without, tests=True) if path.suffix == ".py" else None
+    return plain or text
 
 
 @functools.lru_cache(maxsize=256)

@@ -19,13 +19,18 @@ Definition = tuple[int, str]
 """The first line and the name of a function. A class has line 0 and its qualified name."""
 
 
-def function(text: str, code: CodeType, *, docstrings: bool = False) -> str | None:
+def function(
+    text: str, code: CodeType, *, docstrings: bool = False, body: bool = True
+) -> str | None:
     """Return the normalized function with this `code` in `text`, the content of its file.
 
     Several lambdas that begin on one line are all included. If the file does not contain the
     function, because it was edited after the import or is not Python, return None.
+
+    Args:
+        body: False for decorators, parameters and annotations alone.
     """
-    return _definition(text, (code.co_firstlineno, code.co_name), docstrings)
+    return _definition(text, (code.co_firstlineno, code.co_name), docstrings, body)
 
 
 def class_(text: str, name: str, *, docstrings: bool = False) -> str | None:
@@ -39,29 +44,40 @@ def module(text: str, *, docstrings: bool = False) -> str | None:
     return None if tree is None else _python(tree, docstrings)
 
 
-def rest(text: str, names: Collection[str]) -> str | None:
+def rest(text: str, names: Collection[str], *, tests: bool = False) -> str | None:
     """Return a normalized page without its tests and without the top-level functions in `names`.
 
     If `text` is not Python, return None.
+
+    Args:
+        tests: True to include tests.
     """
     tree = _parsed(text)
     if tree is None:
         return None
-    kept = [node for node in tree.body if not _is_left_out(node, names)]
+    kept = [node for node in tree.body if not _is_left_out(node, names, tests)]
     return _python(ast.Module(kept, []), docstrings=False)
 
 
-def _is_left_out(node: ast.stmt, names: Collection[str]) -> bool:
+def _is_left_out(node: ast.stmt, names: Collection[str], tests: bool) -> bool:
     if isinstance(node, ast.ClassDef):
-        return node.name.startswith("Test")
+        return not tests and node.name.startswith("Test")
     return isinstance(node, ast.FunctionDef) and (
-        node.name in names or node.name.startswith("test_")
+        node.name in names or (not tests and node.name.startswith("test_"))
     )
 
 
-def _definition(text: str, key: Definition, docstrings: bool) -> str | None:
+def _definition(text: str, key: Definition, docstrings: bool, body: bool = True) -> str | None:
     found = _definitions(text).get(key)
-    return None if found is None else "\n".join(sorted(_python(n, docstrings) for n in found))
+    if found is None:
+        return None
+    nodes = found if body else [_without_body(node) for node in found]
+    return "\n".join(sorted(_python(node, docstrings) for node in nodes))
+
+
+def _without_body(node: ast.AST) -> ast.AST:
+    fields = {**dict(ast.iter_fields(node)), "body": []}
+    return type(node)(**fields) if isinstance(node, ast.FunctionDef) else node
 
 
 @functools.lru_cache(maxsize=8)

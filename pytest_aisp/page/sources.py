@@ -6,7 +6,6 @@ Earlier versions stored digests of text. Such a stored digest is compared with t
 
 from __future__ import annotations
 
-import dis
 import functools
 import hashlib
 import importlib.util
@@ -33,7 +32,7 @@ READS_DOCSTRINGS = ("__doc__", "getdoc")
 """Texts by which code shows that it reads docstrings. Then docstrings are part of the digest."""
 
 
-def digest(side: object, root: str, *, constants: bool = False) -> str:
+def digest(side: object, root: str, *, constants: bool = False, kernels: bool = True) -> str:
     """Return a digest of the source of `side` and of the code under `root` that it uses.
 
     The digest includes the functions, Triton kernels, kernel files with their headers, and modules
@@ -42,20 +41,24 @@ def digest(side: object, root: str, *, constants: bool = False) -> str:
     Args:
         constants: whether to include plain constants whose names the code uses, and the options of
             kernel files. It is True for comparing two commits, and False for stored results.
+        kernels: False to leave out code of kernels, but not the parameters of Triton kernels.
     """
-    sources = _reach([side], root).sources
-    docstrings = any(word in one.text for word in READS_DOCSTRINGS for one in sources.values())
-    parts = [
-        (name, one.normalized(root, docstrings), one.tuning, one.constants if constants else "")
-        for (name, *_), one in sources.items()
-    ]
+    used = reach([side], root)
+    docstrings = any(word in one.text for word in READS_DOCSTRINGS for one in used.sources.values())
+    parts = []
+    for (name, *_), one in used.sources.items():
+        whole = kernels or not (one.is_triton or _is_cuda_module(one.thing))
+        text = one.normalized(root, docstrings) if whole else ""
+        if name in used.kernels and not whole:
+            text = one.head(docstrings)
+        parts.append((name, text, one.tuning, one.constants if constants else ""))
     return f"syntax:{_hash(ascii(sorted(parts)))}"
 
 
 def text_digest(side: object, root: str) -> str:
     """Return the digest that earlier versions stored, which is of text."""
     texts: dict[str, str] = {}
-    for (name, *_), one in _reach([side], root).sources.items():
+    for (name, *_), one in reach([side], root).sources.items():
         texts.setdefault(name, one.text + one.tuning)
     return _hash("\0".join(f"{name}\0{texts[name]}" for name in sorted(texts)))
 
@@ -85,7 +88,7 @@ def source_files(sides: Iterable[object], page: Path, root: str) -> dict[str, st
     """
     under = Path(root).resolve()
     names = {page.resolve()}
-    for (name, *_), one in _reach(sides, root).sources.items():
+    for (name, *_), one in reach(sides, root).sources.items():
         names.add(under / name.rpartition(":")[0])
         names |= {Path(path).resolve() for path in getattr(one.thing, "sources", ())}
     below = sorted(path for path in names if path.is_relative_to(under) and path.is_file())
@@ -105,12 +108,28 @@ def is_blob(path: Path, blob: str) -> bool:
 
 def reached_names(sides: Iterable[object], root: str) -> set[str]:
     """Return the names of the functions under `root` that `sides` use."""
-    return {name.rpartition(":")[2] for (name, *_) in _reach(sides, root).sources} - {""}
+    return {name.rpartition(":")[2] for (name, *_) in reach(sides, root).sources} - {""}
 
 
 def kernel_files(sides: Iterable[object], root: str) -> list[CudaModule]:
     """Return the `cuda_module`s that `sides` use, in the order of their paths."""
     return [kernel for kernel in _sorted_kernels(sides, root) if _is_cuda_module(kernel)]
+
+
+def kernel_sources(sides: Iterable[object], root: str) -> dict[str, set[str]]:
+    """Return the files with kernels that `sides` use, each with the names of its Triton functions.
+
+    A file of CUDA C++ and its headers have none. The keys are paths relative to `root`.
+    """
+    under, found = Path(root).resolve(), dict[str, set[str]]()
+    for (name, *_), one in reach(sides, root).sources.items():
+        file, _, function = name.rpartition(":")
+        if one.is_triton:
+            found.setdefault(file, set()).add(function)
+        elif _is_cuda_module(one.thing):
+            paths = (Path(path).resolve() for path in one.thing.sources)
+            found |= {str(p.relative_to(under)): set() for p in paths if p.is_relative_to(under)}
+    return found
 
 
 def triton_kernels(sides: Iterable[object], root: str) -> list[FunctionType]:
@@ -121,27 +140,6 @@ def triton_kernels(sides: Iterable[object], root: str) -> list[FunctionType]:
     return [k for k in _sorted_kernels(sides, root) if isinstance(k, FunctionType)]
 
 
-def imported_late(side: object, root: str) -> list[str]:
-    """Return the modules that a side imports only when it is called.
-
-    This includes imports in all code under `root` that the side uses, except for relative imports.
-    The digest does not include such modules.
-    """
-    things = [source.thing for source in _reach([side], root).sources.values()]
-    codes = [getattr(thing, "__code__", None) for thing in things]
-    return sorted({name for code in codes if code is not None for name in _imports(code)})
-
-
-def _imports(code: CodeType) -> Iterator[str]:
-    steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
-    for level, _, step in zip(steps, steps[1:], steps[2:], strict=False):
-        if step.opname == "IMPORT_NAME" and level.argval == 0:
-            yield str(step.argval)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _imports(constant)
-
-
 @dataclass(frozen=True)
 class _Source:
     """The source of one object.
@@ -150,12 +148,14 @@ class _Source:
         text: the text of its definition, or of its file.
         tuning: the configurations of an autotuned kernel.
         constants: the plain constants whose names a function uses, or the options of a kernel file.
+        is_triton: whether it is a function that Triton compiles.
     """
 
     thing: Any
     text: str
     tuning: str
     constants: str
+    is_triton: bool
 
     def normalized(self, root: str, docstrings: bool) -> str:
         """Return the normalized source, or the text if the file does not contain the source."""
@@ -168,14 +168,21 @@ class _Source:
             found = self._definition(docstrings)
         return f"text {self.text}" if found is None else found
 
-    def _definition(self, docstrings: bool) -> str | None:
+    def head(self, docstrings: bool) -> str:
+        """Return the decorators and parameters of a Triton kernel, and nothing of a kernel file."""
+        if _is_cuda_module(self.thing):
+            return ""
+        head = self._definition(docstrings, body=False)
+        return f"text {self.text}" if head is None else head
+
+    def _definition(self, docstrings: bool, *, body: bool = True) -> str | None:
         try:
             text = "".join(inspect.findsource(self.thing)[0])
         except (OSError, TypeError):
             return normalize.module(self.text, docstrings=docstrings)
         code = getattr(self.thing, "__code__", None)
         if code is not None:
-            return normalize.function(text, code, docstrings=docstrings)
+            return normalize.function(text, code, docstrings=docstrings, body=body)
         return normalize.class_(text, self.thing.__qualname__, docstrings=docstrings)
 
 
@@ -191,7 +198,7 @@ def _normalized_cuda(kernels: CudaModule, root: str) -> str:
 
 
 @dataclass
-class _Reach:
+class Reach:
     """The objects under a root that sides use, directly or indirectly.
 
     Attributes:
@@ -220,20 +227,21 @@ class _Reach:
         if key in self.sources:
             return
         text = _text(thing, Path(file))
-        self.sources[key] = _Source(thing, text, _tuning(wrapped), _constants(thing))
+        self.sources[key] = _Source(thing, text, _tuning(wrapped), _constants(thing), is_kernel)
         for used in _used(thing):
             self.visit(used, from_kernel=is_kernel)
 
 
-def _reach(sides: Iterable[object], root: str) -> _Reach:
-    reach = _Reach(Path(root).resolve())
+def reach(sides: Iterable[object], root: str) -> Reach:
+    """Return what `sides` use."""
+    reach = Reach(Path(root).resolve())
     for side in sides:
         reach.visit(side)
     return reach
 
 
 def _sorted_kernels(sides: Iterable[object], root: str) -> list[object]:
-    return [kernel for _, kernel in sorted(_reach(sides, root).kernels.items())]
+    return [kernel for _, kernel in sorted(reach(sides, root).kernels.items())]
 
 
 def _constants(thing: object) -> str:

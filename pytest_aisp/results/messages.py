@@ -129,10 +129,12 @@ class CountTask(CaseTask, frozen=True, kw_only=True, tag="count"):
 class ChangedTask(CaseTask, frozen=True, kw_only=True, tag="changed"):
     """Name the sides whose sources differ from `past`, the page at a commit.
 
-    Without `past`, name the sides that a recorded run compared with a commit.
+    With `arch`, also compare what they launch there. Without `past`, name the sides that a recorded
+    run compared with a commit, or with `arch`, return digests of the machine code.
     """
 
     past: PageSource | None
+    arch: str = ""
 
 
 class SampleTask(CaseTask, frozen=True, kw_only=True, tag="sample"):

@@ -85,11 +85,21 @@ class TimeResult(Struct, kw_only=True):
 
 
 class ChangedResult(Struct):
-    """The result of a `ChangedTask`: the changed sides, or why sides cannot be compared."""
+    """The result of a `ChangedTask`: the changed sides, or why sides cannot be compared.
+
+    Attributes:
+        kernels_alone: the roles of changed sides of which only sources of kernels differ.
+        why_timed: for each of these, why it must be timed. It is empty if the side launches the
+            same machine code as before.
+        machine_code: by role, the digest of the machine code that the side launches.
+    """
 
     baseline: bool = False
     optimized: bool = False
     why: str = ""
+    kernels_alone: list[str] = []
+    why_timed: dict[str, str] = {}
+    machine_code: dict[str, str] = {}
 
     def roles(self) -> list[str]:
         """Return the changed sides' roles, the baseline's first."""

@@ -1,0 +1,142 @@
+"""Print why sides with changed Triton kernels must be timed, as JSON by the name of the change.
+
+Run as a program with a folder for the pages, without Triton's interpreter.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from pytest_aisp.results.messages import ChangedTask, PageSource
+from pytest_aisp.worker.changed_sides import changed_sides
+from pytest_aisp.worker.loader import TaskContext
+
+PAGE = """
+import torch
+import triton
+
+from pytest_aisp import Work, compare
+
+from .kernels import doubling_kernel, other_kernel, tuned_kernel
+
+
+def inputs(device, n):
+    return (torch.randn(n, device=device),)
+
+
+def added(x):
+    return x + x
+
+
+def doubled(x):
+    out = torch.empty_like(x)
+    doubling_kernel[(triton.cdiv(x.numel(), 1024),)](x, out, x.numel(), BLOCK=1024)
+    return out
+
+
+@compare(
+    baseline=added,
+    optimized=[doubled],
+    inputs=inputs,
+    reference=lambda x: 2 * x.double(),
+    sizes=[{"n": 4096}],
+    work=lambda n: Work(read=4 * n, write=4 * n),
+    bound="dram",
+    check_sizes=[{"n": 33}],
+)
+def test_doubling(pair):
+    pair.assert_equivalent()
+"""
+KERNELS = """
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def twice(value):
+    return 2.0 * value
+
+
+@triton.jit
+def doubling_kernel(x, out, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + at, twice(tl.load(x + at, mask=at < n)), mask=at < n)
+
+
+@triton.jit
+def other_kernel(x, out):
+    tl.store(out, tl.load(x))
+
+
+@triton.autotune([triton.Config({"BLOCK": 512}), triton.Config({"BLOCK": 1024})], key=["n"])
+@triton.jit
+def tuned_kernel(x, out, n, BLOCK: tl.constexpr):
+    to = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + to, 2 * tl.load(x + to, mask=to < n), mask=to < n)
+"""
+RENAMED = [("at = ", "where = "), ("+ at", "+ where"), ("=at", "=where")]
+LAUNCH = "doubling_kernel[(triton.cdiv(x.numel(), 1024),)](x, out, x.numel(), BLOCK=1024)"
+TUNED = (LAUNCH, "tuned_kernel[lambda m: (triton.cdiv(x.numel(), m['BLOCK']),)](x, out, x.numel())")
+COUNT = "torch.cuda.get_device_properties(x.device).multi_processor_count"
+BLOCK = ("BLOCK=1024", f"BLOCK=1024 if {COUNT} < 200 else 2048")
+# What differs from the texts above in both versions, and what only in the new version.
+CHANGES = {
+    "a local variable": ([], RENAMED),
+    "a line": ([], [("    at = ", "\n    where = \\\n"), *RENAMED]),
+    "a tuned kernel": ([TUNED], [("to = ", "where = "), ("+ to", "+ where"), ("=to", "=where")]),
+    "a function that a kernel calls": (
+        [],
+        [("2.0 * value", "2.0 * number"), ("(value)", "(number)")],
+    ),
+    "a constant": ([], [("2.0", "3.0")]),
+    "a configuration": ([TUNED], [('"BLOCK": 512', '"BLOCK": 256')]),
+    "warps": ([], [("BLOCK=1024)", "BLOCK=1024, num_warps=8)")]),
+    "a parameter": ([], [("BLOCK: tl.constexpr", "BLOCK: tl.constexpr = 1")]),
+    "a helper of kernels": (
+        [],
+        [("import triton\n", "import triton\n\ntriton.knobs.refresh_knobs\n")],
+    ),
+    "an error": ([], [("2.0 * value", "missing * value")]),
+    "a kernel that is not launched": (
+        [("return out", "return out if x.numel() else other_kernel[(1,)](x, out)")],
+        [("tl.load(x))", "tl.load(x) + 1)")],
+    ),
+    "another GPU": ([BLOCK], RENAMED),
+    "torch.compile": ([("import torch\n", "import torch\n# torch.compile\n")], RENAMED),
+}
+
+
+def why_timed(folder, name, before, after):
+    def write(tree, edits):
+        for file, text in {"triton_test.py": PAGE, "kernels.py": KERNELS}.items():
+            for old, new in edits:
+                text = text.replace(old, new)
+            path = folder / tree / f"ch{name}" / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        return str(folder / tree)
+
+    then, now = write(f"then{name}", before), write(f"now{name}", [*before, *after])
+    page, case = f"ch{name}/triton_test.py", f"ch{name}.triton_test"
+    old = PageSource(page=f"{then}/{page}", root=then, module=f"aisp_past_{name}.{case}")
+    task = ChangedTask(
+        page=f"{now}/{page}",
+        root=now,
+        module=case,
+        function="test_doubling",
+        variant="doubled",
+        size={"n": 4096},
+        arch="sm90",
+        past=old,
+    )
+    result = changed_sides(TaskContext(task, old))
+    assert result.why == "", result.why
+    return {role: result.why_timed.get(role) for role in result.roles()}
+
+
+if __name__ == "__main__":
+    found = {
+        name: why_timed(Path(sys.argv[1]), number, before, after)
+        for number, (name, (before, after)) in enumerate(CHANGES.items())
+    }
+    print(json.dumps(found))

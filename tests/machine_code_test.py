@@ -1,0 +1,328 @@
+"""A side whose kernels are as they were after compiling is not timed against its old version."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pytest_aisp.results.messages import ChangedTask, PageSource
+from pytest_aisp.worker.changed_sides import changed_sides
+from pytest_aisp.worker.loader import TaskContext
+
+pytest.importorskip("cuda.bindings", reason="needs NVRTC: pip install cuda-core cuda-bindings")
+
+PAGE = """
+import torch
+
+from pytest_aisp import Conditions, Work, compare, cuda_module, fresh_process
+from .helper import blocks
+
+kernels = cuda_module("scale.cu"{options})
+{defs}
+
+
+def inputs(device, n):
+    return (torch.randn(n, device=device),)
+
+
+{decorator}
+def added(x):
+    return x + x
+
+
+{decorator}
+def doubled(x):
+    out = torch.empty_like(x)
+    half = torch.empty_like(x)
+    {body}
+    return out
+
+
+@compare(
+    baseline=added,
+    optimized=[{variants}],
+    inputs=inputs,
+    reference=lambda x: 2 * x.double(),
+    sizes=[{{"n": 4096}}],
+    work=lambda n: Work(read=4 * n, write=4 * n),
+    bound="{bound}",
+    check_sizes=[{{"n": 33}}],
+    {more}
+)
+def test_doubling(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
+"""
+CUDA = """
+#include "factor.cuh"
+
+__constant__ float table[2] = {0.5f, 0.25f};
+
+extern "C" __global__ void halve(const float* x, float* out, int n) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n) out[i] = x[i] * table[i & 1];
+}
+
+extern "C" __global__ void scale(const float* x, float* out, int n) {
+  __shared__ float tile[256];
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  tile[threadIdx.x] = i < n ? x[i] : 0.0f;
+  __syncthreads();
+  if (i < n) out[i] = FACTOR * tile[threadIdx.x];
+}
+"""
+HALVE = "kernels.halve[blocks(x), 256](x, half, x.numel())"
+SCALE = "kernels.scale[blocks(x), 256](half, out, x.numel())"
+FILES = {
+    "scale.cu": CUDA,
+    "factor.cuh": "#define FACTOR 4.0f\n",
+    "helper.py": "def blocks(x):\n    return -(-x.numel() // 256)\n",
+}
+PARTS = {"body": f"{HALVE}\n    {SCALE}", "options": "", "defs": "", "decorator": ""}
+PARTS |= {"variants": "doubled", "bound": "dram", "more": ""}
+NUMBERS = itertools.count()
+VERSIONS = Path(__file__).parent / "data" / "triton_versions.py"
+
+
+@pytest.fixture
+def why_timed(tmp_path, monkeypatch):
+    """Write a page and a changed version of it; return why each changed side must be timed.
+
+    The text is empty for a side that launches the same, and None if not only kernels differ.
+    """
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    before = dict(sys.modules)
+
+    def write(name, files):
+        for file, text in files.items():
+            path = tmp_path / name / "ch99" / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        return tmp_path / name
+
+    def run(old="", new="", *, files=FILES, changed=None, **parts):
+        both = {"scale_test.py": PAGE.format(**{**PARTS, **parts}), **files}
+        then, now = write("then", both), write("now", {**both, **(changed or {})})
+        if old:
+            [file] = [name for name, text in both.items() if old in text]
+            write("now", {file: both[file].replace(old, new)})
+        sys.path.insert(0, str(now))
+        task = ChangedTask(
+            page=str(now / "ch99/scale_test.py"),
+            root=str(now),
+            module="ch99.scale_test",
+            function="test_doubling",
+            variant="doubled",
+            size={"n": 4096},
+            arch="sm90",
+            past=PageSource(
+                page=str(then / "ch99/scale_test.py"),
+                root=str(then),
+                module=f"aisp_past_{next(NUMBERS)}.ch99.scale_test",
+            ),
+        )
+        result = changed_sides(TaskContext(task, task.past))
+        assert result.why == ""
+        assert list(result.why_timed) == result.kernels_alone
+        return {role: result.why_timed.get(role) for role in result.roles()}
+
+    yield run
+    for name in sys.modules.keys() - before.keys():
+        del sys.modules[name]
+
+
+UNCHANGED = {"baseline": "", "optimized": ""}
+
+
+def test_a_comment_is_no_change(why_timed):
+    assert why_timed("if (i < n) out[i] = F", "// the last block\nif (i < n) out[i] = F") == {}
+
+
+@pytest.mark.parametrize("options", [', options={"lineinfo": True}'])
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (
+            "const int i = blockIdx.x * blockDim.x + threadIdx.x;\n  tile",
+            "int row = blockIdx.x * blockDim.x + threadIdx.x, i = row;\n  tile",
+        ),
+        ("tile", "cached"),
+        ("table", "weights"),
+        ("FACTOR 4.0f", "FACTOR (8.0f / 2)"),
+        ("__shared__ float tile[256];\n", "\n\n__shared__ float tile[512 / 2];\n"),
+    ],
+    ids=["a local variable", "a shared array", "a constant's name", "a header", "lines"],
+)
+def test_equal_machine_code_is_unchanged(why_timed, old, new, options):
+    assert why_timed(old, new, options=options) == UNCHANGED
+
+
+BIAS = "__device__ float bias[2] = {1.0f, 2.0f};\n"
+CODE = "the machine code of scale.cu differs"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("FACTOR 4.0f", "FACTOR 5.0f"),
+        ("0.25f", "0.125f"),
+        ("{1.0f, 2.0f}", "{1.0f, 3.0f}"),
+        ("void scale", "void __launch_bounds__(256) scale"),
+        ("tile[256]", "tile[300]"),
+        ("scale(const float* x, float* out", "scale(float* out, const float* x"),
+    ],
+    ids=["instructions", "constants", "globals", "launch bounds", "shared memory", "parameters"],
+)
+def test_other_machine_code_is_timed(why_timed, old, new):
+    cuda = CUDA.replace("out[i] = x[i] *", "out[i] = bias[i & 1] + x[i] *")
+    files = {**FILES, "scale.cu": BIAS + cuda}
+    assert why_timed(old, new, files=files) == {"baseline": "", "optimized": CODE}
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("kernels.scale[blocks(x), 256]", "kernels.scale[blocks(x) + 1, 256]"),
+        ("kernels.scale[blocks(x), 256]", "kernels.scale[blocks(x), 256, 1024]"),
+        ("kernels.scale[blocks(x), 256]", "kernels.scale.launch(blocks(x), 256, cluster=2)"),
+        (f"{HALVE}\n    {SCALE}", f"{SCALE}\n    {HALVE}"),
+        ("    return out\n", "    torch.mul(out, 1.0)\n    return out\n"),
+        ("return -(-x.numel() // 256)", "return (x.numel() + 255) // 256"),
+        ('scale.cu"', "scale.cu\", options={'use_fast_math': True}"),
+        ("kernels = cuda", "torch.set_num_threads(2)\nkernels = cuda"),
+    ],
+    ids=[
+        *("the grid", "shared memory", "a cluster", "the order", "another operator", "a helper"),
+        *("options", "the page's other code"),
+    ],
+)
+def test_other_host_code_is_timed(why_timed, old, new):
+    found = why_timed(old, new)
+    assert "optimized" in found
+    assert set(found.values()) == {None}
+
+
+READ = """import re
+    from pathlib import Path
+
+    text = (Path(__file__).parent / "scale.cu").read_text()
+    for name in re.search(r"ORDER (.*)", text)[1].split():
+        block = int(re.search(r"BLOCK (.*)", text)[1])
+        getattr(kernels, name)[blocks(x), block](x, out, x.numel())"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [
+        ("BLOCK 256", "BLOCK 128", "1 of its launches, halve, has other arguments or geometry"),
+        ("halve scale", "scale halve", "1 of its launches is scale instead of halve"),
+        ("halve scale", "halve", "2 of its launches is halve instead of scale"),
+    ],
+    ids=["geometry", "order", "number"],
+)
+def test_launches_that_depend_on_the_kernel_file_are_compared(why_timed, old, new, why):
+    cuda = CUDA + "\n#define UNUSED 1\n// BLOCK 256\n// ORDER halve scale\n"
+    changed = {"scale.cu": cuda.replace(old, new).replace("UNUSED", "OTHER")}
+    found = why_timed(files={**FILES, "scale.cu": cuda}, body=READ, changed=changed)
+    assert found == {"baseline": "", "optimized": f"number {why}"}
+
+
+RENAMED = "tile", "cached"
+SEVERAL = "it runs in several processes"
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (f"{SCALE}\n    out.mul_(1.0)", "it calls aten::mul_, whose kernels are not seen"),
+        (f"{SCALE}\n    out[0].item()", "on a fake GPU it raises RuntimeError"),
+    ],
+    ids=["a library", "an error"],
+)
+def test_a_side_whose_launches_are_not_known_is_timed(why_timed, body, why):
+    found = why_timed(*RENAMED, body=body)
+    assert found["optimized"] == why
+
+
+def test_a_grid_that_depends_on_the_gpu_is_unchanged(why_timed):
+    """The host's code is equal, so the grid is equal on each GPU."""
+    count = "torch.cuda.get_device_properties(x.device).multi_processor_count"
+    body = f"kernels.scale[{count}, 256](x, out, x.numel())"
+    assert why_timed(*RENAMED, body=body) == UNCHANGED
+
+
+def test_a_kernel_file_that_cannot_be_compiled_is_timed(why_timed):
+    found = why_timed("FACTOR *", "MISSING *")
+    assert found == {"baseline": "", "optimized": "scale.cu cannot be compiled"}
+
+
+def test_a_side_on_several_gpus_is_timed(why_timed):
+    more = "conditions=Conditions(gpus=2)"
+    assert why_timed(*RENAMED, more=more)["optimized"] == SEVERAL
+
+
+def test_a_side_in_fresh_processes_is_timed(why_timed):
+    found = why_timed(*RENAMED, decorator="@fresh_process", bound="host")
+    assert found["optimized"] == SEVERAL
+
+
+def test_a_side_that_may_launch_a_kernel_by_its_name_is_timed(why_timed):
+    """Another page's GPU may get another kernel of the table, which is not launched here."""
+    defs = """others = cuda_module("other.cu")
+TABLE = {"scale": others.scale}
+
+def other(x):
+    return others.scale[blocks(x), 256](x, x, x.numel())
+"""
+    body = "name = 'scale' if torch.cuda.is_available() else 'scale'\n"
+    body += "    TABLE[name][blocks(x), 256](x, out, x.numel())"
+    files = {**FILES, "other.cu": CUDA}
+    changed = {"other.cu": CUDA.replace(*RENAMED)}
+    given = {"body": body, "defs": defs, "files": files, "changed": changed}
+    found = why_timed(**given, variants="doubled, other")
+    assert found["optimized"] == "its launches may depend on torch.cuda.is_available"
+
+
+@pytest.fixture(scope="module")
+def triton(tmp_path_factory):
+    """Why sides with changed Triton kernels must be timed, by the name of the change."""
+    pytest.importorskip("triton")
+    done = subprocess.run(
+        [sys.executable, str(VERSIONS), str(tmp_path_factory.mktemp("versions"))],
+        env={**os.environ, "TRITON_INTERPRET": "0"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(
+    "change", ["a local variable", "a line", "a tuned kernel", "a function that a kernel calls"]
+)
+def test_equal_machine_code_of_triton_is_unchanged(triton, change):
+    assert triton[change] == UNCHANGED
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ("a constant", "the machine code of doubling_kernel differs"),
+        ("a configuration", None),
+        ("warps", None),
+        ("a parameter", None),
+        ("a helper of kernels", None),
+        ("an error", "doubling_kernel cannot be compiled"),
+        ("a kernel that is not launched", "a kernel differs that it did not launch"),
+        ("another GPU", "its launches may depend on torch.cuda.get_device_properties"),
+        ("torch.compile", "its kernels may be launched by torch.compile"),
+    ],
+)
+def test_other_code_of_triton_is_timed(triton, change, why):
+    assert triton[change]["optimized"] == why
