@@ -23,7 +23,8 @@ from typing import Any
 from code_gate_others import CALLS
 
 from pytest_aisp.results import stats, verdict
-from pytest_aisp.results.messages import CaseTask, FactsTask, Reply, TimeTask, plain
+from pytest_aisp.results.encoding import plain
+from pytest_aisp.results.messages import CaseTask, FactsTask, Reply, TimeTask
 from pytest_aisp.timing.schedule import Budget
 from pytest_aisp.util.device import Machine
 from pytest_aisp.worker.client import Worker, WorkerProcess

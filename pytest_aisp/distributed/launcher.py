@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from ..results import messages
+from ..results import encoding, messages
 from ..results.messages import ProgressUpdate, RankStarted, RankStep, Reply, Task, failed
 from ..worker.client import (
     START_SECONDS,
@@ -167,7 +167,7 @@ class RankSet:
         if not line:  # the rank has died; the launcher reports the cause when it exits
             connection.close()
             return
-        started = messages.decode(line)
+        started = encoding.decode(line)
         assert isinstance(started, RankStarted)
         connection.settimeout(None)
         number = started.rank
@@ -180,7 +180,7 @@ class RankSet:
         ranks = list(self._ranks.values())
         for rank in ranks:
             rank.reply, rank.step, rank.doing = None, 0, task.kind
-            rank.send(messages.encode(task))
+            rank.send(encoding.encode(task))
         deadline, grace_ends = time.monotonic() + seconds, float("inf")
         while any(rank.reply is None for rank in ranks):
             if any(rank.failed for rank in ranks):
@@ -204,7 +204,7 @@ class RankSet:
         for connection in select.select(list(open_ranks), [], [], seconds)[0]:
             rank = open_ranks[connection]
             for line in rank.lines():
-                message = messages.decode(line)
+                message = encoding.decode(line)
                 if isinstance(message, RankStep):
                     rank.step = message.number
                 elif isinstance(message, Reply):

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from ..page.sources import libraries
-from ..results import messages
+from ..results import encoding, messages
 from ..results.messages import (
     AT,
     Answer,
@@ -74,14 +74,14 @@ def serve(address: str) -> None:
         with connection.makefile("rb") as tasks, connection.makefile("wb", 0) as replies:
 
             def send(message: Answer) -> None:
-                replies.write(messages.encode(message))
+                replies.write(encoding.encode(message))
 
             send(RankStarted(rank, os.getpid()))
             _join(rank, world, lambda number: send(RankStep(number)))
             server = Server(lambda text: send(ProgressUpdate(text)))
             send(ProgressUpdate(messages.READY))
             for line in tasks:
-                task = messages.decode_task(line)
+                task = encoding.decode_task(line)
                 if isinstance(task, StopTask):
                     break
                 # Each machine's launcher has drawn its own seed, so all ranks use rank 0's.

@@ -1,18 +1,17 @@
-"""The messages between the pytest process and its worker processes: one JSON object per line.
+"""The messages between the pytest process and its worker processes.
 
-A `Task` goes to the worker process. `ProgressUpdate` messages and one `Reply` come back. Each class
-has a tag, from which both ends recognize its type. Only plain types go through the pipe. So the two
-ends may run different interpreters, and a recorded reply can be replayed.
+A `Task` goes to the worker process. `ProgressUpdate` messages and one `Reply` come back. Each has a
+tag, which tells its type. Only plain types go through the pipe (`encoding`). So the two ends may
+run different interpreters, and a recorded reply can be replayed.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import msgspec
-from msgspec import UNSET, Struct
+from msgspec import Struct
 
 Json: TypeAlias = Any
 """Any JSON value: a number, a text, a list or a table."""
@@ -115,6 +114,38 @@ class TimeTask(CaseTask, frozen=True, kw_only=True, tag="time"):
     planted: float = 0.0
     audit: bool = False
     timer: Mapping[str, Json] | None = None
+
+
+class HoldTask(CaseTask, frozen=True, kw_only=True, tag="hold"):
+    """Build two copies of the role `side`, and keep them ready to be timed window by window.
+
+    Attributes:
+        other: True in the other environment. A simulated timer needs to know it.
+        lap: number of the lap. In the first one, the copies are first built without timing.
+        known: the clock and the calls of both copies' windows, if they have been chosen before.
+    """
+
+    side: str
+    other: bool = False
+    lap: int = 0
+    known: tuple[str, list[int]] | None = None
+    budget: Mapping[str, Json] = {}
+    replicate: int = 0
+    timer: Mapping[str, Json] | None = None
+
+
+class WindowTask(CaseTask, frozen=True, kw_only=True, tag="window"):
+    """Time a window of `copy` 0 or 1 of the held side. With `refresh`, first write new values.
+
+    Before the ``last`` block, some of them are values that no side has seen.
+    """
+
+    copy: int
+    refresh: Literal["", "values", "last"] = ""
+
+
+class ReleaseTask(CaseTask, frozen=True, kw_only=True, tag="release"):
+    """Compare the outputs of the held side's last calls with the reference, and release it."""
 
 
 class CountTask(CaseTask, frozen=True, kw_only=True, tag="count"):
@@ -224,6 +255,9 @@ class StopTask(Task, frozen=True, kw_only=True, tag="stop"):
 AnyTask: TypeAlias = (
     CheckTask
     | TimeTask
+    | HoldTask
+    | WindowTask
+    | ReleaseTask
     | CountTask
     | ChangedTask
     | SampleTask
@@ -318,40 +352,3 @@ def failed(error: ErrorKind, message: str, doing: str, trace: str) -> Reply:
     """Return the reply for a failure during `doing`, a progress message."""
     work, _, size = doing.partition(AT)
     return Reply(error=error, message=f"{message} during: {work}", at=size, trace=trace)
-
-
-def encode(message: Task | Answer) -> bytes:
-    """Return the message as one line. Raise TypeError if a value has no plain type."""
-    return json.dumps(plain(message)).encode() + b"\n"
-
-
-def decode(line: bytes) -> Answer:
-    """Return the message that a worker process sent."""
-    answer: Answer = msgspec.convert(json.loads(line), Answer)
-    return answer
-
-
-def decode_task(line: bytes) -> AnyTask:
-    """Return the task that `encode` wrote."""
-    task: AnyTask = msgspec.convert(json.loads(line), AnyTask)
-    return task
-
-
-def plain(value: Json) -> Json:
-    """Return `value` with infinities as text and tuples as lists. Raise TypeError for others."""
-    if isinstance(value, float) and type(value) is float:
-        return value if value - value == 0 else str(value)
-    if isinstance(value, str):
-        return str(value)  # torch's version is a subclass of str
-    if value is None or type(value) in (bool, int):
-        return value
-    if isinstance(value, Mapping):
-        return {str(k): plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(v) for v in value]
-    if isinstance(value, Struct):
-        config = value.__struct_config__
-        tag = {config.tag_field: config.tag} if config.tag is not None else {}
-        fields = {name: getattr(value, name) for name in value.__struct_fields__}
-        return tag | {name: plain(v) for name, v in fields.items() if v is not UNSET}
-    raise TypeError(f"{type(value).__name__} is not a plain type: {value!r:.80}")

@@ -84,6 +84,35 @@ class TimeResult(Struct, kw_only=True):
     assembled: list[dict[str, Json]] | UnsetType = UNSET
 
 
+class HoldResult(Struct):
+    """The result of a `HoldTask`.
+
+    Attributes:
+        laps: the number of laps that such a side is timed in.
+        counted: calls that the time of a window is divided by, for each copy.
+        repeats: how much longer a window takes than its calls.
+    """
+
+    clock: str
+    laps: int
+    counted: list[int]
+    repeats: int
+
+
+class WindowResult(Struct):
+    """The result of a `WindowTask`.
+
+    Attributes:
+        seconds: seconds per call.
+        disturbed: what disturbed the window, or empty.
+        by_machine: False if the side itself did.
+    """
+
+    seconds: float
+    disturbed: str = ""
+    by_machine: bool = True
+
+
 class ChangedResult(Struct):
     """The result of a `ChangedTask`: the changed sides, or why sides cannot be compared.
 

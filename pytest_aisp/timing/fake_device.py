@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from ..isolation.interference import Cause
 from .neighbors import NO_VERDICT, Neighbors, Slices
-from .schedule import Budget, Samples, calls_to_plant, extra_calls, join, measure
+from .schedule import Budget, PairTimer, Samples, calls_to_plant, extra_calls, join, measure
 
 if TYPE_CHECKING:
     from ..results.messages import Json
@@ -191,6 +191,23 @@ class _PairTimer:
     def details(self) -> dict[str, object]:
         counted = [w.counted for w in self.windows]
         return {"calls": [w.calls for w in self.windows], "counted": counted, "slots": 1}
+
+
+def hold(name: str, options: Mapping[str, Json], seed: str, *, other: bool, lap: int) -> PairTimer:
+    """Return the timer of two copies of one side in a simulated process, for a `HoldTask`.
+
+    Args:
+        options: as for `simulate`; ``name@other`` is the side in the other environment.
+        seed: makes this process different from all others.
+    """
+    seconds = options["seconds"]
+    time = float(seconds.get(f"{name}@other", seconds[name]) if other else seconds[name])
+    seed = f"{options.get('seed', 0)}{seed}{other}"
+    process = Process((time, time), Noise(**options.get("noise", {})), random.Random(seed))
+    process.rng = random.Random(f"{seed}{lap}")
+    timer = _PairTimer(process, process.rng.gauss(0, process.noise.capture), WINDOW)
+    timer.windows = timer.windows[1], timer.windows[1]
+    return timer
 
 
 def simulate(

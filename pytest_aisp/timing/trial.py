@@ -113,9 +113,7 @@ class Trial:
             self.neighbors.before()
         details: dict[str, object] = {}
         if self._rebuilds():
-            # The captures of long calls vary least (spread.md).
-            laps = min(2, self.budget.laps) if self.round_seconds > LONG_ROUND else self.budget.laps
-            budget = self.budget.lap(laps)
+            laps, budget = self.laps, self.budget.lap(self.laps)
             details = self._build_untimed(budget)
             parts = [self._lap(budget, first=0, checks=True)]
             budget = budget.exactly(len(parts[0].blocks))
@@ -131,6 +129,14 @@ class Trial:
         if self.kernels:
             extra["kernels"] = {name: asdict(profile) for name, profile in self.kernels.items()}
         return schedule.join(parts), extra
+
+    @property
+    def laps(self) -> int:
+        """The number of times that both sides are built, after `ready` or `run` has begun."""
+        if not self._rebuilds():
+            return 1
+        # The captures of long calls vary least (spread.md).
+        return min(2, self.budget.laps) if self.round_seconds > LONG_ROUND else self.budget.laps
 
     def _rebuilds(self) -> bool:
         """Return whether each lap builds both sides again. This is done only if it is cheap."""

@@ -15,14 +15,14 @@ import faulthandler
 import sys
 from pathlib import Path
 
-from ..results import messages
+from ..results import encoding
 from .server import Server, main
 
 
 def run_file(path: str) -> int:
     """Run the task in the file `path` and return the exit code."""
     faulthandler.enable()  # a crash prints the side's line
-    task = messages.decode_task(Path(path).read_bytes())
+    task = encoding.decode_task(Path(path).read_bytes())
     reply = Server(lambda text: None).answer(task)
     if reply.error is not None:
         sys.stderr.write(f"{reply.trace}{reply.message}\n")

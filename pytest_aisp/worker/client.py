@@ -19,7 +19,7 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from ..results import messages, run_reader
+from ..results import encoding, messages, run_reader
 from ..results.export import path_below
 from ..results.messages import (
     CaseTask,
@@ -77,20 +77,25 @@ class WorkerProcess:
     Args:
         environment: variables to set for it; None as a value removes one.
         launcher: command that runs the interpreter, such as a sanitizer.
+        python: the command of another interpreter than this process's own.
 
     Attributes:
         outputs: the captured output of each process; here there is only one.
     """
 
     def __init__(
-        self, environment: Mapping[str, str | None] | None = None, launcher: Sequence[str] = ()
+        self,
+        environment: Mapping[str, str | None] | None = None,
+        launcher: Sequence[str] = (),
+        python: Sequence[str] = (),
     ) -> None:
         task_read, self._tasks = os.pipe()
         self._answers, answer_write = os.pipe()
         self.outputs = (OutputCapture(Stream(), Stream()),)
         self._buffer = b""
         self._ready = self._killed = False
-        self._process = self._launch(task_read, answer_write, environment or {}, launcher)
+        command = [*launcher, *(python or interpreter())]
+        self._process = self._launch(task_read, answer_write, environment or {}, command)
         os.close(task_read)
         os.close(answer_write)
 
@@ -99,10 +104,10 @@ class WorkerProcess:
         task_read: int,
         answer_write: int,
         environment: Mapping[str, str | None],
-        launcher: Sequence[str],
+        command: Sequence[str],
     ) -> Launched:
         return Popen(
-            [*launcher, *interpreter(), *PROGRAM, str(task_read), str(answer_write)],
+            [*command, *PROGRAM, str(task_read), str(answer_write)],
             stdin=DEVNULL,
             stdout=self.outputs[0].stdout.file,
             stderr=self.outputs[0].stderr.file,
@@ -132,7 +137,7 @@ class WorkerProcess:
         limit = seconds if self._ready else START_SECONDS + seconds
         deadline = time.monotonic() + limit
         try:
-            _write_all(self._tasks, messages.encode(replace(task, limit=seconds)))
+            _write_all(self._tasks, encoding.encode(replace(task, limit=seconds)))
             while True:
                 line = self._read_line(deadline)
                 if line is None:
@@ -140,7 +145,7 @@ class WorkerProcess:
                     return timeout_reply(limit, doing, self._trace())
                 if not line:
                     return self._dead(doing)
-                answer = messages.decode(line)
+                answer = encoding.decode(line)
                 if isinstance(answer, Reply):
                     # The next task needs a process that can use its GPU and does not occupy
                     # memory that other processes need.
@@ -307,9 +312,7 @@ class ReplayWorker:
             return Reply(error="page", message=f"the recording holds no {case}{why}")
         if isinstance(task, FactsTask):
             return Reply(result=row.environment)
-        kind = "timings"
-        if isinstance(task, (CheckTask, CountTask)):
-            kind = "checks"
+        kind = "checks" if isinstance(task, (CheckTask, CountTask)) else "timings"
         try:
             samples = run_reader.read(self._folder, row.samples)
         except run_reader.SamplesError as error:

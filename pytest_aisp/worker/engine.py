@@ -35,6 +35,7 @@ from ..util.process_group import current_group
 from . import input_process, sandbox
 from .changed_sides import changed_sides
 from .client import Progress
+from .held_side import Holder
 from .loader import Cache, DeclaredSide, TaskContext, pair_of, seed_of
 from .process_timer import ProcessSide, measure_processes, time_here
 
@@ -53,6 +54,7 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.cache = Cache(self.watch)
+        self._holder = Holder(self.cache, self._quiet_process, self.progress)
         if emulator := os.environ.get("AISP_CUDA_EMULATOR"):
             importlib.import_module(emulator).install()
         monkeypatches.remember()  # before any page is imported
@@ -64,6 +66,9 @@ class Engine:
                 return self.check(task)
             case messages.TimeTask():
                 return self.time(task)
+            case messages.HoldTask() | messages.WindowTask() | messages.ReleaseTask():
+                self._sandboxed = None
+                return self._holder.answer(task)
             case messages.CountTask():
                 return self.count(task)
             case messages.ChangedTask():
@@ -105,8 +110,7 @@ class Engine:
                 results[size_words(size)] = task_results.SizeCheck(**asdict(found))
             searched = self._search(context, rule) if task.search else []
         self.cache.release_memory(task.device)
-        sources, spent = context.sources(), self.watch.read()
-        return task_results.CheckResult(results, sources, searched, spent)
+        return task_results.CheckResult(results, context.sources(), searched, self.watch.read())
 
     def _check_at(
         self, context: TaskContext, size: Size, rule: Rule, count: int = 2, *, controls: bool = True
@@ -213,8 +217,7 @@ class Engine:
         side, precision = next((s, p) for s, p in sides if s.__name__ == task.side)
         seed = zlib.crc32(task.function.encode())
         pool = InputPool(pair, dict(task.size), task.device, seed, task.seed)
-        slot = pytree.clone(pool.value_set(0))
-        bound = BoundSide(side, [slot], None)
+        bound = BoundSide(side, [slot := pytree.clone(pool.value_set(0))], None)
         with self._quiet_process(task, pair):
             monkeypatches.refuse_tracers()
             warmup, load = getattr(side, "warmup", 3), CpuLoad()
@@ -264,8 +267,7 @@ class Engine:
         context = TaskContext(task)
         size = dict(context.sizes[-1])
         self._report(task.kind, size)
-        side, _ = context.side(task.side)
-        seed = seed_of(task, SANDBOX)
+        (side, _), seed = context.side(task.side), seed_of(task, SANDBOX)
         self._sandboxed = sandbox.SandboxedSide(context.pair, side, size, seed, task)
         return task_results.PrepareResult(self._sandboxed.unit)
 
@@ -288,8 +290,7 @@ class Engine:
     def compare(self, task: messages.CompareTask) -> dict[str, int]:
         """Compare the outputs that the sandboxed side wrote with the reference."""
         side, precision = TaskContext(task).side(task.side)
-        reference = self.cache.references[SANDBOX]
-        return {"compared": sandbox.compare(reference, side, precision, task)}
+        return {"compared": sandbox.compare(self.cache.references[SANDBOX], side, precision, task)}
 
     def facts(self, task: messages.FactsTask) -> task_results.Facts:
         """Return the libraries' versions and the name of this process's device."""
@@ -309,9 +310,8 @@ class Engine:
         from ..timing.collectives import sweep
 
         if current_group().world == 1:
-            raise PageError(
-                "collectives need several ranks; this is one process\n    aisp links nccl"
-            )
+            how = "\n    aisp links nccl"
+            raise PageError(f"collectives need several ranks; this is one process{how}")
         return sweep(task.ops, task.sizes, task.device, self.progress)
 
     def compile(self, task: messages.CompileTask) -> task_results.CompileResult:
@@ -320,7 +320,7 @@ class Engine:
 
         context = TaskContext(task)
         case = context.pair, context.pair.variant(task.variant), task.size
-        pairs = [p for p in map(pair_of, vars(sys.modules[task.module]).values()) if p is not None]
+        pairs = list(filter(None, map(pair_of, vars(sys.modules[task.module]).values())))
         assembly = Assembly(pairs, *case, root=task.root, progress=self.progress)
         assembly.run(task.archs)
         return task_results.CompileResult(

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from ..checking.page_values import Inputs, draw_inputs, seeded
 from ..isolation.protections import enabled
 from ..page.pair import PageError, Pair
-from ..results.messages import CheckTask, DrawTask, Json, Task, TimeTask, case_fields
+from ..results.messages import CheckTask, DrawTask, HoldTask, Json, Task, TimeTask, case_fields
 from ..util import pytree
 from .client import Launched, WorkerProcess
 
@@ -52,7 +52,7 @@ def fork_early(task: Task) -> None:
 
     This takes 10 ms instead of the two seconds in which a new process imports torch.
     """
-    if isinstance(task, (CheckTask, TimeTask)) and _wanted(task):
+    if isinstance(task, (CheckTask, HoldTask, TimeTask)) and _wanted(task):
         _processes.append(ForkedWorker())
 
 
@@ -170,7 +170,7 @@ def values_for(task: TimeTask) -> Iterator[InputProcess | None]:
         os.close(file)
 
 
-def _wanted(task: CheckTask | TimeTask) -> bool:
+def _wanted(task: CheckTask | HoldTask | TimeTask) -> bool:
     return task.device == "cpu" and hasattr(os, "memfd_create") and enabled("new-values")
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from ..results import messages
+from ..results import encoding
 from ..results.messages import ProfileTask, Reply, Task
 from . import ncu_counters
 from .client import (
@@ -128,7 +128,7 @@ def profile_side(
     report = folder / f"{side}{profiler.suffix}"
     report.unlink(missing_ok=True)
     task_file = folder / f"{side}.task.json"
-    task_file.write_bytes(messages.encode(task))
+    task_file.write_bytes(encoding.encode(task))
     values = {"range": range_name(side), "report": str(report.with_suffix(""))}
     options = [option.format(**values) for option in profiler.options]
     program = [*interpreter(), *PROGRAM, str(task_file)]

@@ -24,7 +24,7 @@ from typing import IO
 from msgspec.structs import replace
 
 from ..page.sources import PACKAGE
-from ..results import messages
+from ..results import encoding, messages
 from ..results.messages import ErrorKind, ProgressUpdate, Reply, StopTask, Task, failed
 
 LINE_BUFFERED = 1
@@ -42,7 +42,7 @@ def main(read_fd: int, write_fd: int) -> None:
     print_at_once()
     with os.fdopen(read_fd, "rb") as tasks, os.fdopen(write_fd, "wb", buffering=0) as replies:
         _close_in_children(tasks, replies)
-        server = Server(lambda text: replies.write(messages.encode(ProgressUpdate(text))))
+        server = Server(lambda text: replies.write(encoding.encode(ProgressUpdate(text))))
         importlib.import_module("torch")  # slow, so done before the first task's time limit
 
         gc.freeze()  # collections skip torch's half a million objects: 0.1 s faster each
@@ -51,7 +51,7 @@ def main(read_fd: int, write_fd: int) -> None:
 
         server.progress(messages.READY)
         for number, line in enumerate(tasks):
-            task = messages.decode_task(line)
+            task = encoding.decode_task(line)
             if number == 0:  # no page has been imported
                 fork_early(task)
             if isinstance(task, StopTask):
@@ -86,9 +86,9 @@ def _close_in_children(*pipes: IO[bytes]) -> None:
 def encode_reply(reply: Reply) -> bytes:
     """Return the line for `reply`, or for an error reply if `reply` cannot be encoded."""
     try:
-        return messages.encode(reply)
+        return encoding.encode(reply)
     except (TypeError, ValueError) as error:
-        return messages.encode(Reply(error="side", message=f"an answer cannot be sent: {error}"))
+        return encoding.encode(Reply(error="side", message=f"an answer cannot be sent: {error}"))
 
 
 class Server:

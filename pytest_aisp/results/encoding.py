@@ -1,0 +1,48 @@
+"""Messages as lines of JSON: the pipes between the pytest process and its worker processes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+import msgspec
+from msgspec import UNSET, Struct
+
+from .messages import Answer, AnyTask, Json, Task
+
+
+def encode(message: Task | Answer) -> bytes:
+    """Return the message as one line. Raise TypeError if a value has no plain type."""
+    return json.dumps(plain(message)).encode() + b"\n"
+
+
+def decode(line: bytes) -> Answer:
+    """Return the message that a worker process sent."""
+    answer: Answer = msgspec.convert(json.loads(line), Answer)
+    return answer
+
+
+def decode_task(line: bytes) -> AnyTask:
+    """Return the task that `encode` wrote."""
+    task: AnyTask = msgspec.convert(json.loads(line), AnyTask)
+    return task
+
+
+def plain(value: Json) -> Json:
+    """Return `value` with infinities as text and tuples as lists. Raise TypeError for others."""
+    if isinstance(value, float) and type(value) is float:
+        return value if value - value == 0 else str(value)
+    if isinstance(value, str):
+        return str(value)  # torch's version is a subclass of str
+    if value is None or type(value) in (bool, int):
+        return value
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(v) for v in value]
+    if isinstance(value, Struct):
+        config = value.__struct_config__
+        tag = {config.tag_field: config.tag} if config.tag is not None else {}
+        fields = {name: getattr(value, name) for name in value.__struct_fields__}
+        return tag | {name: plain(v) for name, v in fields.items() if v is not UNSET}
+    raise TypeError(f"{type(value).__name__} is not a plain type: {value!r:.80}")
