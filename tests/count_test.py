@@ -38,14 +38,15 @@ def test_launches_are_claimed_stored_and_held(page, launching, pytester):
     page(body=BODY.format(3))
     launching(63, 3)
     grown = pytester.runpytest_subprocess()
-    words = "launches: 3 against 2 (stored in baselines/simulated-gpu/ch99.json) -> red"
+    words = "launches: 3 against 2 (stored in baselines/simulated-gpu/ch99.json), margin 0%"
+    words += "; in 3 processes 3, 3, 3 -> red"
     grown.stdout.fnmatch_lines([f"E       AssertionError: {words}", "*REGRESSED*"])
     page(body=BODY.format(2))
     missed = pytester.runpytest_subprocess()
     missed.stdout.fnmatch_lines(
         [
             "E       AssertionError: launches: 63 / 3 launches a call, against 2"
-            " (assert_launches on the page) -> red"
+            " (assert_launches on the page); in 3 processes 3, 3, 3 -> red"
         ]
     )
 

@@ -165,5 +165,5 @@ def test_a_second_run_within_hours_is_reported_as_not_stored(timed_page, pyteste
     assert pytester.runpytest_subprocess(*UPDATE).ret == 0
     result = pytester.runpytest_subprocess(*UPDATE)
     assert result.ret == 0
-    soon = "not stored: *: its stored session is less than 6 hours away and not known to be *"
+    soon = "not stored: *: a stored session is less than 6 hours away and not known to be *"
     result.stdout.fnmatch_lines([soon])

@@ -246,7 +246,7 @@ def change_manifest(**fields):
             change_line(goals={"watts": {"baseline": 1, "optimized": 1}}),
             "results.jsonl: was not written by pytest-aisp: goals={'watts': {'baseline': 1,"
             " 'optimized': 1}} must be by memory or reserved or fragmentation or launches or energy"
-            " or goodput, amounts of baseline and optimized, and noise\n"
+            " or goodput, amounts of baseline and optimized, and noise and processes\n"
             "To make pytest write a run:\n    pytest --aisp-artifacts=DIR",
         ),
         (

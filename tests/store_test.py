@@ -154,7 +154,7 @@ def test_an_untimed_result_has_no_speedup_and_no_spread():
         ({"goals": {}}, r"goals must not be empty if nothing was timed"),
         ({"share": 0.5, "limit": "copy"}, "share=0.5 of copy must be None without a time"),
         ({"clock": "graph"}, "baseline_us is missing"),
-        ({"environments": ("a", "b")}, "must be one per session"),
+        ({"environments": ("a", "a")}, "must be one per session"),
     ],
 )
 def test_an_untimed_result_needs_goals_and_has_no_times(fields, says):
@@ -379,8 +379,8 @@ def test_a_second_session_starts_six_hours_after_the_first(path, session, is_sec
     if not is_second:
         assert found.results[KEY].goals == {**UNUSED, **TAKEN}
     soon = (
-        "its stored session is less than 6 hours away and not known to be on another board,"
-        " so this does not count as a second one"
+        "a stored session is less than 6 hours away and not known to be on another board,"
+        " so this is no further session"
     )
     assert why_kept(found, KEY, second, table) == ("" if is_second else soon)
 
@@ -418,8 +418,6 @@ def test_a_stored_result_has_no_reason_to_be_left_out(path):
     for session in "ab":
         record(path, {KEY: result(session)})
         assert why_kept(load(path), KEY, result(session), TABLE) == ""
-    third = {**TABLE, "d": {**FACTS, "date": "2026-08-23"}}
-    assert why_kept(load(path), KEY, result("d"), third) == ""
 
 
 @pytest.mark.parametrize("old", [result(), counted()], ids=["timed", "counted"])
@@ -430,7 +428,7 @@ def test_missing_times_and_goals_are_added_and_others_stay(path, old, new):
     record(path, {KEY: old})
     record(path, {KEY: replace(new, goals={**grown, **TAKEN})})
     found = load(path).results[KEY]
-    both = metric_limits.pooled([UNUSED["fragmentation"], grown["fragmentation"]])
+    both = metric_limits.with_session(UNUSED["fragmentation"], 1, grown["fragmentation"])
     second = bool(old.values and new.values)  # then both sessions have amounts
     assert found.goals == {"fragmentation": both if second else UNUSED["fragmentation"], **TAKEN}
     assert found.values == old.values + new.values
@@ -532,11 +530,43 @@ def test_committed_files_are_rewritten_byte_for_byte(file, tmp_path):
         assert dump(load(file)).encode() == file.read_bytes()
 
 
-def test_a_third_session_is_left_alone(path):
-    table = {**TABLE, "d": {**FACTS, "date": "2026-08-23"}}
-    for session in "abd":
-        write(path, PRODUCT, {KEY: result(session)}, table, replace=False)
-    assert load(path).results[KEY].environments == ("a", "b")
+def test_up_to_five_sessions_are_kept_in_the_order_of_their_dates(path):
+    names = [f"2026-08-{day}T120000Z" for day in (25, 21, 23, 24, 22, 26)]
+    table = {name: {**FACTS, "date": name[:10]} for name in names}
+    sizes = dict(zip(names, (1.0, 2.0, 4.0, 8.0, 16.0, 32.0), strict=True))
+    for name, size in sizes.items():
+        taken = {"reserved": {"baseline": 2 * size, "optimized": size}}
+        new = result(name, (size,), baseline_us=size, goals=taken, samples=f"{int(size):02x}")
+        write(path, PRODUCT, {KEY: new}, table, replace=False)
+    found = load(path).results[KEY]
+    assert found.environments == tuple(sorted(names[:5]))
+    assert found.values == tuple((sizes[name],) for name in sorted(names[:5]))
+    assert found.baseline_us == pytest.approx(4.0, rel=1e-3)
+    assert found.goals["reserved"]["optimized"] == pytest.approx(31 / 5)
+    assert found.goals["reserved"]["processes"] == 5
+    assert found.samples == "01"  # of the latest session
+    full = "it has 5 sessions, and more are not kept"
+    assert why_kept(load(path), KEY, new, table) == full
+
+
+def test_a_third_session_must_be_apart_from_both(path):
+    names = [NOON, "2026-08-20T120100.000000Z", "2026-08-20T120200.000000Z"]
+    table = {n: {**TABLE["a"], "board": b} for n, b in zip(names, "aba", strict=True)}
+    for name in names:
+        write(path, PRODUCT, {KEY: result(name)}, table, replace=False)
+    assert load(path).results[KEY].environments == tuple(names[:2])
+    assert why_kept(load(path), KEY, result(names[2]), table).startswith("a stored session is less")
+
+
+def test_a_result_without_times_gets_a_second_session(path):
+    grown = {"fragmentation": {"baseline": 2576980378.0, "optimized": 80502835.0}}
+    for session, goals in (("a", UNUSED), ("a", grown), ("b", grown)):
+        record(path, {KEY: counted(session, goals=goals)})
+    found = load(path).results[KEY]
+    assert (found.environments, found.values) == (("a", "b"), ())
+    both = metric_limits.with_session(UNUSED["fragmentation"], 1, grown["fragmentation"])
+    assert found.goals == {"fragmentation": both}
+    assert both["noise"] == pytest.approx(1e7 / 70502835)
 
 
 def test_an_unchanged_store_is_not_rewritten(path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import math
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,12 +10,14 @@ from dataclasses import dataclass
 import msgspec
 from msgspec.structs import asdict
 
-from .metric_limits import pooled
+from .metric_limits import with_session
 from .models import Environments, Result, Results, Stored, base_of, differences
 from .row import Recording
 
 HOURS_APART = 6
 """Runs that start fewer hours apart count as one session: clocks and temperature change slowly."""
+MOST_SESSIONS = 5
+"""A sixth session would narrow the margin by less than 5 % (spread.md)."""
 
 
 NO_TEXTS: Mapping[str, Mapping[str, str]] = {}
@@ -49,11 +50,11 @@ def merge(
 
     Args:
         environments: the facts of each environment that `new` names.
-        replace: True rewrites existing entries. False keeps them, but adds a second session to an
-            entry that has one, and adds times or goals that an entry lacks. A second session must
-            be at least `HOURS_APART` from the first or on another board. An addition must have the
-            same sources, clock and tuning choices as the entry, and there must be no `differences`
-            between their environments.
+        replace: True rewrites existing entries. False keeps them, but adds one more session, up to
+            `MOST_SESSIONS`, and adds times or goals that an entry lacks. From each stored session,
+            the new one must be at least `HOURS_APART`, or it must be on another board. An addition
+            must have the same sources, clock and tuning choices as the entry, and there must be no
+            `differences` between their environments.
         texts: the digests of today's texts, by key. In an entry that has such a digest, it is
             replaced by the new digest of syntax.
     """
@@ -73,9 +74,9 @@ def merge(
             old = msgspec.structs.replace(old, files=result.files)
         results[key] = old
         if not _unlike(old, result, table, several):
-            second = _could_be_second(old, result) and _are_apart(old, result, table)
-            gained = _with_session(old, result, table) if second else _completed(old, result)
-            results[key] = gained
+            more = old.sessions < MOST_SESSIONS and _could_be_session(old, result)
+            more = more and _is_apart(old, result, table)
+            results[key] = (_with_session if more else _completed)(old, result, table)
     changed = sorted(key for key in new if results[key] != stored.results.get(key))
     changes = [Change(key, stored.results.get(key), results[key]) for key in changed]
     return tidy(stored, table, results), changes
@@ -84,7 +85,7 @@ def merge(
 def why_kept(stored: Stored, key: str, new: Result, environments: Environments) -> str:
     """Return why `merge` with ``replace=False`` did not add `new` to `stored`, or an empty text.
 
-    The text is also empty if `new` is comparable and the stored result already has two sessions.
+    The text is also empty if `new` can only add times or goals.
     """
     old = stored.results.get(key)
     if old is None or set(new.environments) <= set(old.environments):
@@ -92,11 +93,12 @@ def why_kept(stored: Stored, key: str, new: Result, environments: Environments) 
     table = _table(stored, environments)
     if names := _unlike(old, new, table, _several(stored)):
         return f"it differs from the stored result in {', '.join(names)}"
-    if _could_be_second(old, new) and not _are_apart(old, new, table):
-        near = f"its stored session is less than {HOURS_APART} hours away"
-        near += " and not known to be on another board"
-        return f"{near}, so this does not count as a second one"
-    return ""
+    if not _could_be_session(old, new):
+        return ""
+    if not _is_apart(old, new, table):
+        near = f"a stored session is less than {HOURS_APART} hours away"
+        return f"{near} and not known to be on another board, so this is no further session"
+    return f"it has {old.sessions} sessions, and more are not kept"
 
 
 def _table(stored: Stored, environments: Environments) -> Environments:
@@ -118,16 +120,23 @@ def _unlike(old: Result, new: Result, table: Environments, several: bool) -> lis
     return names + differences(*facts, old.clock or new.clock or "", several=several)
 
 
-def _could_be_second(old: Result, new: Result) -> bool:
-    return (len(old.values), len(new.values)) == (1, 1) and old.environments != new.environments
+def _could_be_session(old: Result, new: Result) -> bool:
+    """Return whether `new` is one session that measured the same as `old`."""
+    timed = bool(old.values), bool(new.values)
+    alike = all(timed) or (not any(timed) and old.goals.keys() == new.goals.keys())
+    return alike and new.sessions == 1 and new.environments[0] not in old.environments
 
 
-def _are_apart(old: Result, new: Result, table: Environments) -> bool:
-    """Return whether the sessions are hours apart or on other boards.
+def _is_apart(old: Result, new: Result, table: Environments) -> bool:
+    """Return whether `new` is hours apart from each session of `old`, or on another board."""
+    return all(_are_apart(name, new.environments[0], table) for name in old.environments)
+
+
+def _are_apart(one: str, other: str, table: Environments) -> bool:
+    """Return whether two sessions are hours apart or on other boards.
 
     Only sessions since 2026-11-26 name their board. If a key has no time, dates are compared.
     """
-    one, other = old.environments[0], new.environments[0]
     boards = table[one].get("board"), table[other].get("board")
     if None not in boards and boards[0] != boards[1]:
         return True
@@ -146,7 +155,7 @@ def _start(name: str) -> datetime.datetime | None:
     return None
 
 
-def _completed(old: Result, new: Result) -> Result:
+def _completed(old: Result, new: Result, table: Environments) -> Result:
     """Return `old` with the times and goals that only `new` has."""
     gained = msgspec.structs.replace(old if old.values else new, goals={**new.goals, **old.goals})
     return gained if gained == old else msgspec.structs.replace(gained, samples=new.samples)
@@ -164,37 +173,38 @@ def recorded_result(recorded: Recording, environment: str, samples: str | None) 
     return Result.of({**fields, "environments": [environment], "samples": samples})
 
 
-def _pooled_goals(
-    one: Mapping[str, Mapping[str, float]], other: Mapping[str, Mapping[str, float]]
-) -> dict[str, Mapping[str, float]]:
-    """Return the amounts of both sessions. Where both have a metric, they are pooled."""
-    both = {**one, **other}
-    return {n: pooled([one[n], other[n]]) if n in one and n in other else both[n] for n in both}
-
-
 def _with_session(old: Result, new: Result, table: Environments) -> Result:
-    """Return one result that has the sessions of both, ordered by date.
+    """Return `old` with the session of `new`. The sessions are ordered by date.
 
     Its times and its share are geometric means, because the speedup is one, too. So the times give
     the speedup.
     """
-    names = {result.environments[0]: result for result in (old, new)}
-    first, last = sorted(names, key=lambda name: (str(table[name].get("date", "")), name))
-    one, other = names[first], names[last]
+    names, values = old.environments + new.environments, old.values + new.values
+    order = sorted(
+        range(len(names)), key=lambda i: (str(table[names[i]].get("date", "")), names[i])
+    )
+    latest = new if order[-1] == old.sessions else old
+    both = {
+        n: with_session(old.goals[n], old.sessions, a)
+        for n, a in new.goals.items()
+        if n in old.goals
+    }
     return msgspec.structs.replace(
-        other,
-        goals=_pooled_goals(one.goals, other.goals),
-        values=one.values + other.values,
-        environments=(first, last),
-        baseline_us=_mean(one.baseline_us, other.baseline_us),
-        optimized_us=_mean(one.optimized_us, other.optimized_us),
-        share=_mean(one.share, other.share) if one.limit == other.limit else other.share,
+        latest,
+        goals={**old.goals, **new.goals, **both},
+        values=tuple(values[i] for i in order if values),
+        environments=tuple(names[i] for i in order),
+        baseline_us=_mean(old, old.baseline_us, new.baseline_us),
+        optimized_us=_mean(old, old.optimized_us, new.optimized_us),
+        share=_mean(old, old.share, new.share) if old.limit == new.limit else latest.share,
     )
 
 
-def _mean(one: float | None, other: float | None) -> float | None:
-    """Return the geometric mean, or the later value if there is only one."""
-    return other if one is None or other is None else math.sqrt(one * other)
+def _mean(old: Result, one: float | None, other: float | None) -> float | None:
+    """Return the geometric mean over the sessions of `old` and one more; None without both."""
+    if one is None or other is None:
+        return None
+    return float((one**old.sessions * other) ** (1 / (old.sessions + 1)))
 
 
 def tidy(stored: Stored, table: Environments, results: Results) -> Stored:

@@ -1,8 +1,8 @@
 """Metrics besides time that a page may limit: memory, launches, energy and goodput.
 
-Noise of a metric counts in favor of the optimized side: a limit is missed only if the amount is
-beyond it by more than the noise. What an allocator takes from the GPU differs between boards, so a
-stored amount of one session has a larger margin.
+A count has a spread too. What an allocator takes from the GPU differs between processes and between
+boards. So a recording counts in several processes and sessions. The margin against a stored amount
+follows from their spread. A metric that all processes count alike, such as launches, has none.
 """
 
 from __future__ import annotations
@@ -15,7 +15,12 @@ from typing import Literal
 from .row import amount
 
 Amounts = Mapping[str, float]
-"""The amount per call of ``baseline`` and ``optimized``, and the relative ``noise`` of both."""
+"""The amount per call of ``baseline`` and ``optimized``, and the relative ``noise`` of both.
+
+`noise` is half the relative range of several counts, or the noise of one. ``processes`` is the
+number of counts if there are several.
+"""
+ROLES, SIGNS = ("baseline", "optimized"), (-1, 1)
 Name = Literal["memory", "reserved", "fragmentation", "launches", "energy", "goodput"]
 
 
@@ -28,11 +33,11 @@ class Metric:
         assertion: the method of `pair` that limits it.
         unit: function that formats one amount.
         relative: True if the limit is a share of the baseline's amount.
-        margin, slack: the allowed loss against the stored amount: the share `margin` of it, plus
-            the amount `slack`.
+        margin, slack: the allowed loss against a stored amount without noise: the share `margin`
+            of it, plus the amount `slack`.
         rises: True if a larger amount is better.
-        one_session: the share that is allowed if the stored amount is of one session.
-        exact: True if two processes always count the same.
+        one_session: the least share that is allowed if the stored amount is of one session. With S
+            sessions, it is divided by S.
     """
 
     what: str
@@ -43,7 +48,6 @@ class Metric:
     slack: float
     rises: bool = False
     one_session: float = 0.0
-    exact: bool = False
 
     def describe(self, amounts: Amounts, limit: float) -> str:
         """Return the text with both amounts and the limit."""
@@ -63,33 +67,54 @@ class Metric:
         limit *= amounts["baseline"] if self.relative else 1
         return self._beyond(amounts["optimized"], limit, amounts.get("noise", 0.0))
 
-    def worse(self, before: Amounts, amounts: Amounts, sessions: int = 2) -> bool:
+    def worse(self, before: Amounts, amounts: Amounts, sessions: int = 1) -> bool:
         """Return whether the optimized side is worse than `before`, beyond margin and noise.
 
         Args:
             sessions: the number of sessions that `before` was counted in.
         """
         sign = -1 if self.rises else 1
-        margin = max(self.margin, self.one_session if sessions < 2 else 0.0)
-        limit = before["optimized"] * (1 + sign * margin) + sign * self.slack
-        noise = before.get("noise", 0.0) + amounts.get("noise", 0.0)
-        return self._beyond(amounts["optimized"], limit, noise)
+        share = self.allowed(before, sessions)
+        limit = before["optimized"] * (1 + sign * share) + sign * self.slack
+        return self._beyond(amounts["optimized"], limit, amounts.get("noise", 0.0))
+
+    def allowed(self, before: Amounts, sessions: int) -> float:
+        """Return the share of the stored amount `before` that is no loss, apart from `slack`.
+
+        A few counts cover only a part of the range of all. So with N sessions, or with N processes
+        of one session, half of their range counts 1.5 + 3 / (N - 1) times.
+        """
+        count = sessions if sessions > 1 else before.get("processes", 1)
+        spread = before.get("noise", 0.0) * (1.5 + 3 / (count - 1) if count > 1 else 1)
+        return max(self.margin + spread, self.one_session / sessions)
 
     def _beyond(self, now: float, limit: float, noise: float) -> bool:
         return now * (1 + noise) < limit if self.rises else now * (1 - noise) > limit
 
 
 def pooled(amounts: Sequence[Amounts]) -> Amounts:
-    """Return the median amount of each side. Half of their relative range is noise."""
+    """Return the median amount of each side over processes. Half of the range is noise."""
     if len(amounts) == 1:
         return amounts[0]
-    roles = ("baseline", "optimized")
-    result = {role: float(median(each[role] for each in amounts)) for role in roles}
-    noise = max(each.get("noise", 0.0) for each in amounts)
-    for role, middle in result.items():
-        values = [each[role] for each in amounts]
-        noise = max(noise, (max(values) - min(values)) / 2 / middle if middle else 0.0)
-    return {**result, "noise": noise} if noise else result
+    return _around({role: median(each[role] for each in amounts) for role in ROLES}, amounts)
+
+
+def with_session(stored: Amounts, sessions: int, new: Amounts) -> Amounts:
+    """Return the mean over the `sessions` of `stored` and one more. Half of the range is noise."""
+    means = {role: (sessions * stored[role] + new[role]) / (sessions + 1) for role in ROLES}
+    return _around(means, [stored, new])
+
+
+def _around(middles: Mapping[str, float], amounts: Sequence[Amounts]) -> Amounts:
+    noise = 0.0
+    for role, middle in middles.items():
+        ends = [
+            each[role] * (1 + sign * each.get("noise", 0)) for each in amounts for sign in SIGNS
+        ]
+        noise = max(noise, (max(ends) - min(ends)) / 2 / middle if middle else 0.0)
+    result = {role: float(middle) for role, middle in middles.items()}
+    result |= {"noise": noise} if noise else {}
+    return {**result, "processes": sum(each.get("processes", 1) for each in amounts)}
 
 
 def shares(busy: Amounts, seconds: Sequence[float]) -> dict[str, float]:
@@ -97,7 +122,7 @@ def shares(busy: Amounts, seconds: Sequence[float]) -> dict[str, float]:
 
     Under the profiler the GPU's clocks may differ, so kernels can seem busy for longer than a call.
     """
-    both = zip(("baseline", "optimized"), seconds, strict=True)
+    both = zip(ROLES, seconds, strict=True)
     return {role: min(1.0, busy[role] / lasts) for role, lasts in both}
 
 
@@ -112,8 +137,9 @@ def joules(value: float) -> str:
 def check_goals(goals: Mapping[str, Amounts]) -> None:
     """Raise ValueError if a metric is unknown, or if an amount of it is missing or unknown."""
     for metric, amounts in goals.items():
-        if metric not in METRICS or amounts.keys() - {"noise"} != {"baseline", "optimized"}:
-            legal = f"by {' or '.join(METRICS)}, amounts of baseline and optimized, and noise"
+        if metric not in METRICS or amounts.keys() - {"noise", "processes"} != set(ROLES):
+            legal = f"by {' or '.join(METRICS)}, amounts of baseline and optimized,"
+            legal += " and noise and processes"
             raise ValueError(f"goals={goals} must be {legal}")
 
 
@@ -129,9 +155,7 @@ METRICS: dict[str, Metric] = {
     "fragmentation": Metric(
         "taken and unused", "assert_memory", amount, True, *_SEGMENTS, one_session=_BOARDS
     ),
-    "launches": Metric(
-        "launches a call", "assert_launches", "{:g}".format, False, 0.0, 0.0, exact=True
-    ),
+    "launches": Metric("launches a call", "assert_launches", "{:g}".format, False, 0.0, 0.0),
     # Leakage grows with temperature, and two GPUs of one product use different amounts of power.
     "energy": Metric("a call", "assert_energy", joules, True, 0.05, 0.0),
     # Data loaders and hosts vary more than GPU clocks.

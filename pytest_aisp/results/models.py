@@ -61,13 +61,11 @@ class Result(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkno
         limit: name of that limit, such as ``copy``.
         clock: ``graph``, ``queue``, ``host``, ``cpu`` or ``process``.
         values: for each session, ln(speedup) of each process, rounded to 0.00001.
-        environments: for each session, its key in the file's table of environments. A case that
-            was not timed has one session.
+        environments: for each session, its key in the file's table of environments.
         sources: digests of the sources of both sides.
         files: the git blob of the page and of each file that the sides use, by path.
         choices: tuning choices of the sides.
-        goals: by metric, the amounts per call of ``baseline`` and ``optimized``, and the relative
-            ``noise`` of both.
+        goals: by metric, the `metric_limits.Amounts` of all sessions together.
         samples: SHA-256 of the file of samples of the run that last wrote this result. It is None
             if that run kept no artifacts.
 
@@ -121,7 +119,7 @@ class Result(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkno
             raise ValueError(f"sources={self.sources} must be of baseline and optimized")
         check_goals(self.goals)
         names = self.environments
-        if not len(set(names)) == len(names) == max(1, len(self.values)):
+        if not len(set(names)) == len(names) == (len(self.values) or max(1, len(names))):
             raise ValueError(f"environments={names} must be one per session, all different")
 
     @property

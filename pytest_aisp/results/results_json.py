@@ -224,7 +224,7 @@ class Goal(Struct, kw_only=True, omit_defaults=True):
     ]
     stored: Annotated[int | float | None, about("The optimized side's stored amount.")]
     margin: Annotated[
-        float, about("More than stored by this share, `slack` and the noise of both is a loss.")
+        float, about("Beyond stored by this share and `slack` is a loss. Noise adds to it.")
     ]
     slack: Annotated[int | float, about("An additional allowed loss, in the metric's own unit.")]
 

@@ -22,14 +22,8 @@ from ..results.verdict import Cause, Finding
 from .canary import offer_to_canary
 from .case_client import CaseClient
 from .collect import CaseLocation
-from .counting import REPEATS, count, count_again
-from .judge import (
-    Judgement,
-    MetricJudgement,
-    judge_changed_side,
-    judge_metric,
-    judge_speedup,
-)
+from .counting import MetricJudgement, count_and_judge
+from .judge import Judgement, judge_changed_side, judge_speedup
 from .measurement import Timing, read_timing
 from .placement import kernels_of, placement_of
 from .recording import add_sources_and_metrics, record, repeat_aa
@@ -204,16 +198,7 @@ class CaseRun:
                     f"{method}() before assert_speedup(): goodput is a share of the call's time\n"
                     "Call pair.assert_speedup() first"
                 )
-            settings, amounts = self.run.settings, count(self, metric)
-            judge = functools.partial(
-                judge_metric, self.stored, metric, limit, self.environment(), self.sources()
-            )
-            judged = judge(amounts, self.judgement)
-            recording = settings.update is not None
-            more = settings.processes - 1 if recording else REPEATS * judged.is_suspect
-            if more and not metric_limits.METRICS[metric].exact and not settings.in_process:
-                judged = judge(count_again(self, metric, amounts, more), self.judgement)
-            self.metrics[metric] = judged
+            self.metrics[metric] = judged = count_and_judge(self, metric, limit)
             self.findings += judged.findings
             self._stop_if_red(accept=True)
             if self.run.settings.update is not None:

@@ -1,52 +1,153 @@
-"""Count a metric of a case, such as memory: once, and in fresh processes if that decides something.
+"""Count a metric of a case, such as memory, and judge the amounts.
 
-The amount that an allocator takes depends on the state of the machine. So an amount that would be
-red is counted again in fresh processes, and a recording counts in each of its processes. What is
-judged and stored is the median, with the half of the range as noise. Launches are exact.
+The amount that an allocator takes differs from process to process. So an amount that would be red
+is counted again in fresh processes, whose votes decide. A recording counts in each of its
+processes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ..results import metric_limits
 from ..results.messages import CountTask
-from ..results.metric_limits import Amounts, Name, pooled
+from ..results.metric_limits import METRICS, Amounts, Metric, Name, pooled, shares
 from ..results.task_results import Amounts as Counted
+from ..results.verdict import VOTES, Finding
 from .run_context import Unrecorded
+from .stored_result import Differences
 
 if TYPE_CHECKING:
     from ..worker.client import Worker
     from .case import CaseRun
 
-REPEATS = 2
-"""How many more processes count an amount that would be red."""
+
+@dataclass
+class MetricJudgement:
+    """The amount of a metric per call of each side.
+
+    Attributes:
+        limit: the page's limit.
+        stored: the optimized side's stored amount.
+        remark: a text with both amounts; empty in an A/A trial.
+    """
+
+    amounts: Amounts
+    limit: float
+    stored: float | None = None
+    remark: str = ""
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether the amount misses the page's limit, or is worse than the stored amount."""
+        return any(finding.verdict not in ("new", "pass") for finding in self.findings)
 
 
-def count(case: CaseRun, metric: Name, worker: Worker | None = None) -> Amounts:
+def count_and_judge(case: CaseRun, name: Name, limit: float) -> MetricJudgement:
+    """Count a metric, again in other processes if the run records or the amount would be red."""
+    settings, counted = case.run.settings, [_count(case, name)]
+    judged = _judge(case, name, limit, counted)
+    if settings.in_process:
+        return judged
+    if judged.is_suspect:
+        # Only the votes decide. The first amount is biased: it led to votes by being extreme.
+        votes = _votes(case, name, lambda vote: _judge(case, name, limit, [vote]))
+        judged = _judge(case, name, limit, votes) if votes else judged
+        counted += votes
+    if settings.update is not None and not judged.is_suspect:
+        numbers = range(len(counted), settings.processes)
+        others = [_count_again(case, name, number) for number in numbers]
+        counted += [amounts for amounts in others if amounts is not None]
+        judged = _judge(case, name, limit, counted)
+    return judged
+
+
+def _count(case: CaseRun, name: Name, worker: Worker | None = None) -> Amounts:
     """Return the amounts per call of both sides, counted in one process."""
     client, run = case.client, case.run
-    task = client.task(CountTask, metric=metric, timer=run.timer)
+    task = client.task(CountTask, metric=name, timer=run.timer)
     amounts = run.when_quiet(lambda: client.ask(task, Counted, worker), lambda: None)
     case.checks.append(amounts)
-    if metric == "goodput" and case.timing is not None:
-        return metric_limits.shares(amounts, case.timing.pair_seconds)
+    if name == "goodput" and case.timing is not None:
+        return shares(amounts, case.timing.pair_seconds)
     return amounts
 
 
-def count_again(case: CaseRun, metric: Name, first: Amounts, processes: int) -> Amounts:
-    """Return `first` pooled with the amounts that `processes` more processes count."""
-    run, found = case.run, [first]
-    for number in range(processes):
-        run.progress(f"count {metric} again, {number + 1}/{processes}")
-        worker = run.replay or case.client.fresh_worker()
-        try:
-            found.append(count(case, metric, worker))
-        except Unrecorded:  # the recorded run did not count again
+def _count_again(case: CaseRun, name: Name, number: int, *, vote: bool = False) -> Amounts | None:
+    """Return what process `number` counts; None if the recorded run did not count again.
+
+    A vote is counted in a fresh process. Every second process of a recording is fresh too. In the
+    others, the allocator has been used before.
+    """
+    case.run.progress(f"count {name} again, {number}")
+    fresh = case.run.replay is None and (vote or number % 2 == 0)
+    worker = case.client.fresh_worker() if fresh else case.run.replay or case.client.worker(number)
+    try:
+        amounts = _count(case, name, worker)
+    except Unrecorded:
+        return None
+    finally:
+        if fresh:
+            worker.close()
+    both = METRICS[name].both(amounts)
+    case.notes.append(f"{name} in {'fresh ' * fresh}process {number}: {both}")
+    return amounts
+
+
+def _votes(case: CaseRun, name: Name, judge: Callable[[Amounts], MetricJudgement]) -> list[Amounts]:
+    """Return the amounts of fresh processes. They end when `VOTES` of them agree."""
+    found: list[Amounts] = []
+    reds = 0
+    while VOTES not in (reds, len(found) - reds):
+        vote = _count_again(case, name, len(found) + 1, vote=True)
+        if vote is None:
             break
-        finally:
-            if run.replay is None:
-                worker.close()
-    if len(found) > 1:
-        case.notes.append(f"{metric} was counted in {len(found)} processes")
-    return pooled(found)
+        found.append(vote)
+        reds += judge(vote).is_suspect
+    return found
+
+
+def _judge(case: CaseRun, name: Name, limit: float, counted: Sequence[Amounts]) -> MetricJudgement:
+    """Compare what most of the processes counted with the page's limit and the stored amount."""
+    stored, settings, metric = case.stored, case.run.settings, METRICS[name]
+    amounts = pooled(counted)
+    if settings.aa:
+        return MetricJudgement(amounts, limit)
+    text = f"{name}: {metric.describe(amounts, limit)}"
+    mine = stored.result
+    before = mine.goals.get(name) if mine is not None else None
+    judged = MetricJudgement(amounts, limit, before["optimized"] if before else None, text)
+    votes = _listed(metric, counted)
+    if _most(lambda each: metric.missed(each, limit), counted):
+        reason = f"{text} ({metric.assertion} on the page){votes} -> red"
+        judged.findings.append(Finding("fail", (reason,)))
+        return judged
+    if mine is None or before is None or settings.update == "all":
+        judged.findings.append(Finding("new" if before is None else "pass"))
+        return judged
+    if not _most(lambda each: metric.worse(before, each, mine.sessions), counted):
+        judged.findings.append(Finding("pass"))
+        return judged
+    found = case.judgement.differences if case.judgement is not None else Differences()
+    if not found.lines():
+        found = stored.differences(mine, case.environment(), case.sources(), mine.clock or "")
+    now, then = metric.unit(amounts["optimized"]), metric.unit(before["optimized"])
+    margin = f"{metric.allowed(before, mine.sessions):.0%}"
+    margin += f" + {metric.unit(metric.slack)}" * bool(metric.slack)
+    origin = f"(stored in {stored.relative()}), margin {margin}"
+    reason = f"{name}: {now} against {then} {origin}{votes} -> red"
+    word = "stale" if found.lines() else "regressed"
+    judged.findings.append(Finding(word, (reason, *found.lines()), stored.cause(found)))
+    return judged
+
+
+def _most(is_red: Callable[[Amounts], bool], counted: Sequence[Amounts]) -> bool:
+    return 2 * sum(map(is_red, counted)) > len(counted)
+
+
+def _listed(metric: Metric, counted: Sequence[Amounts]) -> str:
+    """Return the amounts of several processes as text, or an empty text for one process."""
+    amounts = ", ".join(metric.unit(each["optimized"]) for each in counted)
+    return f"; in {len(counted)} processes {amounts}" if len(counted) > 1 else ""

@@ -1,4 +1,4 @@
-"""Judge a case: compare its speedup, its changed sides and its metrics with their limits.
+"""Judge a case: compare its speedup and its changed sides with their limits.
 
 The functions return findings, from which the verdict is computed elsewhere. None of them changes
 the row.
@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import fmean
 
 from ..page.pair import Claim
-from ..results import metric_limits, models, verdict
-from ..results.messages import Json
+from ..results import models, verdict
 from ..results.row import bare, ratio
 from ..results.verdict import CODE_IS_AS_FAST, Decision, Finding, Gate, Reading
 from ..worker.client import Worker
@@ -46,28 +45,6 @@ class Judgement:
     stored_in: str
     differences: Differences
     findings: list[Finding]
-
-
-@dataclass
-class MetricJudgement:
-    """The amount of a metric per call of each side.
-
-    Attributes:
-        limit: the page's limit.
-        stored: the optimized side's stored amount.
-        remark: a text with both amounts; empty in an A/A trial.
-    """
-
-    amounts: metric_limits.Amounts
-    limit: float
-    stored: float | None = None
-    remark: str = ""
-    findings: list[Finding] = field(default_factory=list)
-
-    @property
-    def is_suspect(self) -> bool:
-        """Whether the amount misses the page's limit, or is worse than the stored amount."""
-        return any(finding.verdict not in ("new", "pass") for finding in self.findings)
 
 
 def judge_speedup(
@@ -210,40 +187,6 @@ def judge_changed_side(
     if outcome == "red":
         return [Finding("regressed", (reason,), "code")]
     return [Finding("inconclusive", (reason,), "noise")]
-
-
-def judge_metric(
-    stored: StoredResult,
-    name: metric_limits.Name,
-    limit: float,
-    environment: Mapping[str, Json],
-    sources: Mapping[str, str],
-    amounts: metric_limits.Amounts,
-    speedup: Judgement | None,
-) -> MetricJudgement:
-    """Compare both sides' `amounts` of a metric with the page's limit and the stored amount."""
-    settings, metric = stored.run.settings, metric_limits.METRICS[name]
-    if settings.aa:
-        return MetricJudgement(amounts, limit)
-    text = f"{name}: {metric.describe(amounts, limit)}"
-    mine = stored.result
-    before = mine.goals.get(name) if mine is not None else None
-    sessions = mine.sessions if mine is not None else 0
-    judged = MetricJudgement(amounts, limit, before["optimized"] if before else None, text)
-    if metric.missed(amounts, limit):
-        reason = f"{text} ({metric.assertion} on the page) -> red"
-        judged.findings.append(Finding("fail", (reason,)))
-    elif mine and before and settings.update != "all" and metric.worse(before, amounts, sessions):
-        found = speedup.differences if speedup is not None else Differences()
-        if not found.lines():
-            found = stored.differences(mine, environment, sources, mine.clock or "")
-        now, then = metric.unit(amounts["optimized"]), metric.unit(before["optimized"])
-        reason = f"{name}: {now} against {then} (stored in {stored.relative()}) -> red"
-        word = "stale" if found.lines() else "regressed"
-        judged.findings.append(Finding(word, (reason, *found.lines()), stored.cause(found)))
-    else:
-        judged.findings.append(Finding("new" if before is None else "pass"))
-    return judged
 
 
 def judge_recorded_claim(
