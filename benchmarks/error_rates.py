@@ -2,6 +2,7 @@
 
     python benchmarks/error_rates.py            quick: 1,500 case-runs a noise model
     python benchmarks/error_rates.py --code     the code gate (`--aisp-against`) instead
+    python benchmarks/error_rates.py --environments   the gate of `--aisp-against-python` instead
     python benchmarks/error_rates.py --canary   how often a run's canary misbehaves by chance
     python benchmarks/error_rates.py --full     15,000 and 2,000 planted losses, the table of
     docs/explanation/verdict.md
@@ -18,14 +19,16 @@ import math
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from multiprocessing import Pool
 from typing import NamedTuple
 
+from pytest_aisp.isolation.interference import Cause
 from pytest_aisp.results import stats, verdict
 from pytest_aisp.session import canary
-from pytest_aisp.timing.fake_device import Noise, Process
-from pytest_aisp.timing.schedule import Budget
+from pytest_aisp.timing.fake_device import Noise, Process, hold
+from pytest_aisp.timing.schedule import Budget, PairTimer, Samples, join
+from pytest_aisp.timing.schedule import measure as schedule_measure
 
 CASES, PROCESSES = 250, 8
 BUDGET = Budget()
@@ -151,6 +154,55 @@ def judge_code(
     return "regressed" if decision.outcomes["code"] == "red" else "pass"
 
 
+class Both:
+    """One side in two simulated processes, as a pair whose windows alternate between them."""
+
+    clock = "graph"
+
+    def __init__(self, there: PairTimer, here: PairTimer) -> None:
+        self.timers = there, here
+        self.windows = there.windows[0], here.windows[0]
+
+    def refresh(self, *, last: bool) -> None:
+        pass
+
+    def disturbance(self) -> Cause | None:
+        return next(filter(None, [timer.disturbance() for timer in self.timers]), None)
+
+    def details(self) -> dict[str, object]:
+        return {}
+
+
+def measure_environments(case: Recorded, noise: Noise, rng: random.Random) -> verdict.Reading:
+    """Return the reading of a side in one process of each environment, as the plugin times it."""
+    budget, parts, seed = BUDGET.lap(), list[Samples](), str(rng.random())
+    options = {"seconds": {"side": case.seconds[0]}, "noise": asdict(noise)}
+    for lap in range(BUDGET.laps):
+        both = Both(*(hold("side", options, seed, other=there, lap=lap) for there in (True, False)))
+        parts.append(schedule_measure(both, budget, rng, lap % 2))
+        budget = budget.exactly(len(parts[0].blocks))
+    samples = join(parts)
+    return verdict.Reading(samples.value, samples.error)
+
+
+def judge_environments(
+    case: Recorded, spread: float, session: Session, planted: bool, rng: random.Random
+) -> str:
+    """Return the verdict on a side in two environments. All processes are of one session."""
+    noise = replace(case.noise, capture=case.noise.capture * session.restless)
+    spread = max(spread, verdict.DEFAULT_SPREAD["graph"])
+    first = measure_environments(case, noise, rng)
+    loss = verdict.DETECTABLE_CODE * verdict.effective_spread(spread, first) if planted else 0.0
+
+    def less(reading: verdict.Reading) -> verdict.Reading:
+        return reading._replace(value=reading.value - loss)
+
+    gate = verdict.code_gate(spread, first)
+    votes = (less(measure_environments(case, noise, rng)) for _ in range(verdict.ATTEMPTS))
+    decision = verdict.decide(less(first), [gate], lambda: next(votes))
+    return "regressed" if decision.outcomes["code"] == "red" else "pass"
+
+
 def judge_canary(case: Recorded, spread: float, session: Session, rng: random.Random) -> str:
     """Return which error a run's canary finds on this case, or ``pass``."""
     noise = replace(case.noise, capture=case.noise.capture * session.restless)
@@ -183,8 +235,9 @@ def trial(args: tuple[str, int, int, int, int, str]) -> tuple[str, Counter[str],
                 session = Session.draw(MODELS[name], RESTLESS.get(name, 1.0), rng)
                 if gate == "canary":
                     outcome = judge_canary(case, spread, session, rng)
-                elif gate == "code":
-                    outcome = judge_code(case, spread, session, planted, rng)
+                elif gate:
+                    judged = judge_code if gate == "code" else judge_environments
+                    outcome = judged(case, spread, session, planted, rng)
                 else:
                     outcome = judge(case, spread, session_sd, session, planted, rng)
                 verdicts[planted][outcome] += 1
@@ -245,10 +298,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--full", action="store_true")
     parser.add_argument("--code", action="store_true", help="the gate against a commit instead")
+    parser.add_argument("--environments", action="store_true", help="the gate of two environments")
     parser.add_argument("--canary", action="store_true", help="each run's canary instead")
     options = parser.parse_args()
     sizes = (6, CASES, 10, 2) if options.full else (1, CASES, 6, 1)
-    gate = "canary" if options.canary else "code" if options.code else ""
+    gate = next((g for g in ("canary", "code", "environments") if getattr(options, g)), "")
     if gate == "canary":
         sizes = (*sizes[:3], 0)
     show(CANARY_HEADS if gate == "canary" else HEADS, table(*sizes, gate=gate))

@@ -30,6 +30,10 @@ LETTERS = {
 """Letter and word of each verdict in pytest's own summary."""
 
 
+IN_BOTH = "@environments"
+"""Added to the role of a side in `Row.against` if it was timed in two environments."""
+
+
 class Profile(ProfileResult, omit_defaults=True):
     """The files that the profiler `tool` wrote below `folder`; empty without a profile."""
 
@@ -240,7 +244,8 @@ class Row(CaseRecord):
 
     Attributes:
         checks, timings: the replies, in the order in which they arrived.
-        against: replies of processes that timed a changed side against its version at a commit.
+        against: replies of processes that timed a changed side against its version at a commit, or
+            a side in two environments (`IN_BOTH` is added to the role).
     """
 
     checks: list[dict[str, Json]] = []
@@ -301,6 +306,7 @@ def rerun_command(case: str, options: Mapping[str, Json], seed: int = 0) -> str:
         "--aisp-aa": "" if options.get("aa") else None,
         "--aisp-compile": ",".join(map(str, archs)) or None,
         "--aisp-against": options.get("against"),
+        "--aisp-against-python": options.get("against_python"),
         "--aisp-untrusted": "" if options.get("untrusted") else None,
         "--aisp-reproducible": "" if options.get("reproducible") else None,
         "--aisp-seed": seed if seed and not archs else None,

@@ -31,6 +31,7 @@ from .run_context import EndOfBody, Failed, MachineDisturbed, RunContext
 from .sandbox_and_profile import run_sandboxed
 from .stored_result import StoredResult
 from .terminal import accept_commands
+from .two_environments import judge_environments
 
 
 class CaseRun:
@@ -132,6 +133,8 @@ class CaseRun:
         recorded = functools.partial(stored.recorded_tree, page, timing.sources)
         for role in self.client.changed_sides(recorded) if self.case.judged else ():
             self.findings += judge_changed_side(self.client, self.stored, timing, role)
+        if self.case.judged:
+            self.findings += judge_environments(self.client, self.stored, timing)
         self._stop_if_red(accept=True)
         if settings.untrusted:
             run_sandboxed(self.client, timing)

@@ -77,6 +77,10 @@ class CaseClient:
         recorded = run.replay is not None and run.machine.arch == "cpu"  # maybe on another CPU
         return run.machine if on_gpu or recorded or run.timer is not None else cpu_machine()
 
+    def side_name(self, role: str) -> str:
+        """Return the name of the side with this role."""
+        return self.case.variant_name if role == "optimized" else self.case.pair.baseline.__name__
+
     def task(self, kind: type[T], **fields: Json) -> T:
         """Return a task of the type `kind` for this case."""
         settings = self.run.settings
@@ -162,7 +166,7 @@ class CaseClient:
         return rerun_commands(self.run.settings, self.location.typed, seed)
 
     def _time(self, worker: Worker | None, **fields: Json) -> TimeResult:
-        task = self.task(TimeTask, timer=self.run.timer, budget=self._budget(), **fields)
+        task = self.task(TimeTask, timer=self.run.timer, budget=self.budget(), **fields)
         result = self.ask(task, TimeResult, worker)
         if (neighbor := result.details.get("neighbor")) is not None:
             self.neighbors.append((neighbor["share"], neighbor["text"]))
@@ -288,7 +292,7 @@ class CaseClient:
         module = f"aisp_past_{past.sha[:12]}.{self.location.module}"
         return PageSource(page=str(page), root=str(past.tree), module=module)
 
-    def _budget(self) -> dict[str, float]:
+    def budget(self) -> dict[str, float]:
         """Return the arguments for `schedule.Budget` that the ini file sets."""
         settings = self.run.settings
         budget: dict[str, float] = {}

@@ -44,6 +44,7 @@ def read_settings(config: pytest.Config) -> Settings:
         compile=_archs(get("aisp_compile")),
         aa=get("aisp_aa"),
         against=get("aisp_against"),
+        against_python=get("aisp_against_python"),
         replay=Path(get("aisp_replay")) if get("aisp_replay") else None,
         update=update,
         artifacts=artifacts,
@@ -209,6 +210,7 @@ COMPILE, REPLAY, UPDATE = "--aisp-compile", "--aisp-replay", "--aisp-update-expe
 MODES = ("--aisp-sanitize", "--aisp-check", "--aisp-aa", COMPILE, REPLAY, UPDATE)
 """The options that choose what a run does. At most one of them may be given."""
 IN_THIS_PROCESS, XDIST = "in-process", "xdist"
+PYTHON = "--aisp-against-python"
 CONFLICTS = [
     (UPDATE, IN_THIS_PROCESS, "stored results must come from separate processes"),
     (UPDATE, XDIST, "results are recorded on a quiet machine"),
@@ -219,6 +221,9 @@ CONFLICTS = [
     ("--aisp-against", COMPILE, "it runs nothing, so there is nothing to compare"),
     ("--aisp-against", REPLAY, "it runs nothing, so there is nothing to compare"),
     ("--aisp-against", "--aisp-aa", "both sides would be the same"),
+    (PYTHON, "--aisp-against", "compare one thing at a time, the code or the environment"),
+    *((PYTHON, mode, "only a run that measures and judges compares") for mode in MODES),
+    (PYTHON, IN_THIS_PROCESS, "each environment needs a process"),
     ("--aisp-untrusted", COMPILE, "it runs nothing"),
     ("--aisp-untrusted", REPLAY, "it runs nothing"),
     ("--aisp-untrusted", IN_THIS_PROCESS, "untrusted sides need separate processes"),

@@ -6,6 +6,7 @@ the row.
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,7 @@ from statistics import fmean
 from ..page.pair import Claim
 from ..results import models, verdict
 from ..results.row import bare, ratio
-from ..results.verdict import CODE_IS_AS_FAST, Decision, Finding, Gate, Reading
+from ..results.verdict import CODE_IS_AS_FAST, Cause, Decision, Finding, Gate, Reading
 from ..worker.client import Worker
 from .case_client import CaseClient, reading
 from .measurement import Timing
@@ -160,9 +161,8 @@ def _listed(decision: Decision) -> str:
 def judge_changed_side(
     client: CaseClient, stored: StoredResult, timing: Timing, role: str
 ) -> list[Finding]:
-    """Compare a changed side with its old version. A loss confirmed by votes is red."""
-    case, past = client.case, client.past
-    name = case.pair.baseline.__name__ if role == "baseline" else case.variant_name
+    """Compare a changed side with its old version."""
+    name, past = client.side_name(role), client.past
     where = past.label if past is not None else "in the replayed run"
     try:
         first = client.time_against(role, 0)
@@ -171,21 +171,41 @@ def judge_changed_side(
         client.remarks.append(f"{name} is {verdict.NOT_COMPARED} {where}: {why}")
         return []
     gate = verdict.code_gate(stored.spread(timing.clock), first)
-    decision = _decide(client, first, [gate], lambda *vote: client.time_against(role, *vote))
+    again = functools.partial(client.time_against, role)
+    found = judge_against(client, name, first, gate, again, f"its version {where}", "code")
+    return found or [CODE_IS_AS_FAST]
+
+
+def judge_against(
+    client: CaseClient,
+    name: str,
+    first: Reading,
+    gate: Gate,
+    measure: Measure,
+    than: str,
+    cause: Cause,
+) -> list[Finding]:
+    """Compare the side `name` with another state of it. Return nothing if it is as fast.
+
+    Args:
+        first: ln of the ratio of the times of that state and of today's.
+        measure: a function that measures this again.
+        than: what the side is compared with.
+        cause: the cause of a loss.
+    """
+    decision = _decide(client, first, [gate], measure)
     value = fmean(vote.value for vote in decision.votes or (first,))
     smallest = 1 - math.exp(-verdict.DETECTABLE_CODE * gate.spread)
-    client.notes.append(
-        f"{name} against its version {where}: {ratio(value)}; detects {smallest:.1%}"
-    )
-    outcome = decision.outcomes["code"]
+    client.notes.append(f"{name} against {than}: {ratio(value)}; detects {smallest:.1%}")
+    outcome = decision.outcomes[gate.name]
     if outcome in ("clear", "green"):
-        return [CODE_IS_AS_FAST]
+        return []
     reason = (
-        f"{name} runs at {ratio(value)} of its version {where}: margin {gate.red:.2%};"
+        f"{name} runs at {ratio(value)} of {than}: margin {gate.red:.2%};"
         f" votes of fresh processes: {_listed(decision)} -> {outcome}"
     )
     if outcome == "red":
-        return [Finding("regressed", (reason,), "code")]
+        return [Finding("regressed", (reason,), cause)]
     return [Finding("inconclusive", (reason,), "noise")]
 
 

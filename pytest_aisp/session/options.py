@@ -65,6 +65,8 @@ def add_options(parser: pytest.Parser) -> None:
     flag("--aisp-check", "check results only, time nothing")
     optional_value("--aisp-compile", "ARCHS", "compile each page's kernels for these archs")
     value("--aisp-against", "REF", "judge changed sides against REF, not against the record")
+    python = "--aisp-against-python"
+    group.addoption(python, metavar="PYTHON", default=None, help=argparse.SUPPRESS)
     flag("--aisp-aa", "time each side against a copy of itself")
     value("--aisp-replay", "FOLDER", "judge the samples of a recorded run again")
     update = "--aisp-update-expectations"
@@ -150,6 +152,7 @@ class Settings:
     compile: tuple[str, ...]
     aa: bool
     against: str | None
+    against_python: str | None
     replay: Path | None
     update: str | None
     artifacts: Path | None

@@ -8,7 +8,7 @@ import random
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -33,8 +33,10 @@ from .shared_workers import SharedWorkers
 
 if TYPE_CHECKING:
     from .case import CaseRun
+    from .other_environment import OtherEnvironment
 
 T = TypeVar("T")
+Variables = Mapping[str, str] | None
 FIRST_PAUSE = 1.0
 """Seconds that a disturbed case waits before it is measured again. Each pause is twice as long."""
 RUN_WAITS = 5
@@ -87,6 +89,7 @@ class RunContext:
         emulator: a module from a hook that emulates CUDA C++ on the CPU, or None.
         xdist_worker: the number of this xdist worker, which determines its GPU.
         past: the pages as of the commit of ``--aisp-against``.
+        other: the environment of ``--aisp-against-python``.
         progress: a function that shows a text about the current work.
         announce: a function that shows why the run waits, also where `progress` shows nothing.
         times_cpu: True if a machine with a GPU times sizes for CPUs too.
@@ -105,6 +108,7 @@ class RunContext:
     xdist_worker: int = 0
     replay: Worker | None = None
     past: GitSnapshot | None = None
+    other: OtherEnvironment | None = None
     progress: Callable[[str], None] = lambda text: None
     announce: Callable[[str], None] = lambda text: None
     times_cpu: bool = False
@@ -130,11 +134,7 @@ class RunContext:
         return 0 if self.settings.reproducible else self.secret
 
     def worker(
-        self,
-        device: str,
-        number: int = 0,
-        ranks: int = 1,
-        variables: Mapping[str, str] | None = None,
+        self, device: str, number: int = 0, ranks: int = 1, variables: Variables = None
     ) -> Worker:
         """Return worker process `number` for `device`, or `ranks` with environment `variables`.
 
@@ -146,9 +146,9 @@ class RunContext:
         return self.shared.at(place) or self.shared.put(place, self.start(device, ranks, variables))
 
     def start(
-        self, device: str, ranks: int = 1, variables: Mapping[str, str] | None = None
+        self, device: str, ranks: int = 1, variables: Variables = None, python: Sequence[str] = ()
     ) -> Worker:
-        """Start one more worker process for `device`, or `ranks` that work together."""
+        """Start one more process, of the command `python`, or `ranks` that work together."""
         settings = self.settings
         if settings.in_process:
             if ranks > 1:
@@ -156,16 +156,16 @@ class RunContext:
                     f"{ranks} ranks cannot run inside pytest; leave out --pdb and the like"
                 )
             return InProcess()
-        environment = self.environment(device, ranks)
+        environment = {**self.environment(device, ranks), **(variables or {})}
         worker: WorkerProcess | RankSet
         if ranks > 1:
-            worker = RankSet(ranks, {**environment, **(variables or {})})
+            worker = RankSet(ranks, environment)
         elif settings.sanitize and device == "cuda":
             from ..worker.nvidia_tools import SanitizedWorker
 
             worker = SanitizedWorker(settings.sanitize, environment)
         else:
-            worker = WorkerProcess(environment)
+            worker = WorkerProcess(environment, python=python)
         self._printing.append(worker)
         return worker
 
@@ -335,6 +335,8 @@ class RunContext:
     def end_workers(self) -> None:
         """End every worker process, and delete its caches."""
         self.shared.close()
+        if self.other is not None:
+            self.other.close()
         for folder in self._caches:
             shutil.rmtree(folder, ignore_errors=True)
         self._caches.clear()

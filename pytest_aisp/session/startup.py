@@ -65,6 +65,10 @@ def configure(config: pytest.Config) -> None:
             run.past = GitSnapshot.at(settings.root, settings.against)
         except GitError as error:
             raise pytest.UsageError(str(error)) from None
+    if settings.against_python is not None:
+        from .other_environment import find
+
+        run.other = find(settings.against_python, machine)
     if worker is None:
         config.pluginmanager.register(LiveProgress(config, run), "aisp-live")
     if settings.replay is not None:

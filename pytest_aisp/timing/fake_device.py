@@ -27,6 +27,8 @@ THROTTLING = 0.2
 """Logarithm of the factor by which a throttled block is slower."""
 SLICE_SECONDS = 0.5e-3
 """Length of a time slice of the other process, in seconds."""
+LAP_SECONDS = 0.024
+"""Device time of a lap of a held side: six blocks with two windows of 1 ms and two replays each."""
 DIP_WITHIN, DIP_SECONDS = 0.06, 0.01
 """A dip begins in the first 60 ms of device time and lasts for 5 to 15 ms."""
 
@@ -202,9 +204,11 @@ def hold(name: str, options: Mapping[str, Json], seed: str, *, other: bool, lap:
     """
     seconds = options["seconds"]
     time = float(seconds.get(f"{name}@other", seconds[name]) if other else seconds[name])
-    seed = f"{options.get('seed', 0)}{seed}{other}"
-    process = Process((time, time), Noise(**options.get("noise", {})), random.Random(seed))
-    process.rng = random.Random(f"{seed}{lap}")
+    seed, noise = f"{options.get('seed', 0)}{seed}", Noise(**options.get("noise", {}))
+    device = Process((time, time), noise, random.Random(seed))
+    process = Process((time, time), noise, random.Random(seed := f"{seed}{other}"))
+    process.dip = device.dip  # it is the same for both processes
+    process.rng, process.now = random.Random(f"{seed}{lap}"), lap * LAP_SECONDS
     timer = _PairTimer(process, process.rng.gauss(0, process.noise.capture), WINDOW)
     timer.windows = timer.windows[1], timer.windows[1]
     return timer

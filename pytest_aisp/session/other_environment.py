@@ -1,0 +1,214 @@
+"""The other environment of ``--aisp-against-python``: its interpreter, versions and processes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+
+import msgspec
+import pytest
+from msgspec import Struct
+
+from ..page.sources import PACKAGE
+from ..results.messages import Json
+from ..util.device import Machine
+from ..worker.client import Worker, WorkerProcess, worker_environment
+from .run_context import RunContext
+
+OPTION = "--aisp-against-python"
+PROBE_SECONDS = 60
+PROBE = """
+import importlib.metadata, importlib.util, json, os, runpy, sys
+sys.path[:] = [path for path in sys.path if path]
+found = {"python": sys.version.split()[0], "safe_path": sys.version_info >= (3, 11)}
+plugin, torch = map(importlib.util.find_spec, ("pytest_aisp", "torch"))
+if plugin and plugin.origin:
+    found["folder"] = os.path.dirname(plugin.origin)
+    try:
+        found["version"] = importlib.metadata.version("pytest-aisp")
+        import pytest_aisp.results.messages
+    except ImportError as error:
+        found["lacks"] = str(error)
+if torch:
+    facts = runpy.run_path(os.path.join(os.path.dirname(torch.origin), "version.py"))
+    found.update(torch=str(facts["__version__"]), cuda=facts["cuda"])
+print(json.dumps(found))
+"""
+"""The program that the other interpreter runs first. It neither loads torch nor uses a GPU."""
+
+
+class Found(Struct):
+    """What `PROBE` has found.
+
+    Attributes:
+        python, torch, cuda: the versions. That of CUDA is the one that torch was built for.
+        safe_path: whether the interpreter has the option ``-P``.
+        folder, version: this plugin's folder, and the version of its installed package.
+        lacks: the error of importing the plugin, or empty.
+    """
+
+    python: str
+    safe_path: bool
+    folder: str = ""
+    version: str = "of unknown version"
+    lacks: str = ""
+    torch: str = ""
+    cuda: str | None = None
+
+
+@dataclass
+class OtherEnvironment:
+    """The other environment, and the pairs of processes that the cases share.
+
+    Attributes:
+        python: the interpreter, as it was given.
+        differences: by library, its versions there and here. None until both are known.
+    """
+
+    python: str
+    found: Found
+    differences: dict[str, tuple[Json, Json]] | None = None
+    _shared: dict[str, tuple[Worker, Worker]] = field(default_factory=dict)
+
+    @contextmanager
+    def processes(
+        self, run: RunContext, device: str, today: Worker | None
+    ) -> Iterator[tuple[Worker, Worker]]:
+        """Yield a process of this environment and one of today's.
+
+        Args:
+            today: a fresh process, for which a fresh one of this environment is started. With None,
+                the shared pair is used. If it fails, it is replaced, as it may still hold a side.
+        """
+        if today is None:
+            try:
+                yield self._shared_pair(run, device)
+            except BaseException:
+                self._end(device)
+                raise
+            return
+        there = self._start(run, device)
+        try:
+            yield there, today
+        finally:
+            there.close()
+
+    def _shared_pair(self, run: RunContext, device: str) -> tuple[Worker, Worker]:
+        pair = self._shared.get(device, ())
+        if not pair or not all(isinstance(w, WorkerProcess) and w.alive for w in pair):
+            self._end(device)
+            self._shared[device] = self._start(run, device), run.start(device)
+        return self._shared[device]
+
+    def _start(self, run: RunContext, device: str) -> Worker:
+        command = [self.python, *["-P"] * self.found.safe_path]
+        return run.start(device, variables={"PYTHONPATH": import_path()}, python=command)
+
+    def _end(self, device: str) -> None:
+        for worker in self._shared.pop(device, ()):
+            worker.close()
+
+    def close(self) -> None:
+        """End the shared processes."""
+        for device in list(self._shared):
+            self._end(device)
+
+    def text(self) -> str:
+        """Return the interpreter and the versions that differ: ``python (torch 2.10 -> 2.11)``."""
+        known = (self.differences or {}).items()
+        changes = [f"{name} {there} -> {here}" for name, (there, here) in known]
+        return f"{self.python} ({', '.join(changes) or 'the same versions'})"
+
+
+def import_path() -> str:
+    """Return the folders of `sys.path` that belong to no environment, such as those of the ini key.
+
+    The other interpreter must import its own libraries.
+    """
+    own = tuple(os.path.realpath(p) + os.sep for p in (sys.prefix, sys.base_prefix))
+    libraries = {"site-packages", "dist-packages"}
+    return os.pathsep.join(
+        path
+        for path in sys.path
+        if os.path.isdir(path)
+        and not f"{os.path.realpath(path)}{os.sep}".startswith(own)
+        and not libraries & set(Path(path).parts)
+    )
+
+
+def find(python: str, machine: Machine) -> OtherEnvironment:
+    """Return the environment of the interpreter `python`.
+
+    Args:
+        machine: the machine that the cases are timed on.
+
+    Raises:
+        pytest.UsageError: if it cannot be compared with today's environment on this machine.
+    """
+    found = _probe(python)
+    if why := _problem(found, machine):
+        raise pytest.UsageError(f"{OPTION}={python}: {why.format(python=python)}")
+    return OtherEnvironment(python, found)
+
+
+def _probe(python: str) -> Found:
+    hint = f"Give the Python of an environment:\n    pytest {OPTION}=/old/venv/bin/python"
+    try:
+        done = subprocess.run(
+            [python, "-c", PROBE],
+            env=worker_environment({"PYTHONPATH": import_path()}),
+            capture_output=True,
+            text=True,
+            timeout=PROBE_SECONDS,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        why = getattr(error, "strerror", None) or f"no answer within {PROBE_SECONDS} s"
+        raise pytest.UsageError(f"{OPTION}={python}: no such interpreter: {why}\n{hint}") from None
+    with suppress(ValueError):
+        return msgspec.json.decode(done.stdout, type=Found)
+    last = [*done.stderr.strip().splitlines(), "it printed no versions"][-1 if done.stderr else 0]
+    raise pytest.UsageError(f"{OPTION}={python}: not a Python that can be used: {last}\n{hint}")
+
+
+def _problem(found: Found, machine: Machine) -> str:
+    """Return why the environment cannot be used, with the remedy, or an empty text."""
+    needed = metadata.version("pytest-aisp")
+    install = (
+        f"\nInstall the same version there:\n    {{python}} -m pip install pytest-aisp=={needed}"
+    )
+    if not found.folder:
+        return f"it has no pytest-aisp; this run needs {needed} there{install}"
+    if _digest(found.folder) != _digest(PACKAGE):
+        same = found.version == needed
+        other = "with other files than here" if same else f"and this run needs {needed}"
+        return f"it has pytest-aisp {found.version}, {other}{install}"
+    if found.lacks:
+        return f"its pytest-aisp cannot be imported: {found.lacks}{install}"
+    if not found.torch:
+        return "it has no torch\nInstall it there:\n    {python} -m pip install torch"
+    driver = machine.versions.get("cuda")
+    if driver is None:
+        return ""
+    if found.cuda is None:
+        return f"its torch {found.torch} was built without CUDA, and the cases run on a GPU"
+    if int(found.cuda.partition(".")[0]) > int(driver.partition(".")[0]):
+        return (
+            f"its torch {found.torch} needs a driver for CUDA {found.cuda}, and this driver"
+            f" supports CUDA {driver}: both environments must work with one driver"
+        )
+    return ""
+
+
+def _digest(folder: str) -> str:
+    """Return a hash of the plugin's code. Both processes must measure in the same way."""
+    hashed = hashlib.sha256()
+    for file in sorted(p for p in Path(folder).rglob("*") if p.suffix in (".py", ".cu")):
+        hashed.update(f"{file.relative_to(folder)}\0".encode() + file.read_bytes() + b"\0")
+    return hashed.hexdigest()

@@ -1,0 +1,244 @@
+"""Time each side in two environments at once, and judge the ratio of its times.
+
+One process of each environment holds two copies of the side ready. `schedule.measure` runs in the
+pytest process, as if the two processes were the two sides of a pair. It asks them for windows in
+the order ABBA or BAAB, so at any moment only one of them works.
+"""
+
+from __future__ import annotations
+
+import functools
+import platform
+import random
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ..isolation.interference import Cause, Disturbed
+from ..page.pair import ROLES, SideError
+from ..results import verdict
+from ..results.messages import (
+    ChangedTask,
+    CompareTask,
+    DrawTask,
+    FactsTask,
+    HoldTask,
+    Json,
+    PrepareTask,
+    ReleaseTask,
+    ShowTask,
+    WindowTask,
+)
+from ..results.models import HOST_CLOCKS
+from ..results.row import IN_BOTH
+from ..results.task_results import Facts, HoldResult, PrepareResult, TimeResult, WindowResult
+from ..results.verdict import Finding, Reading
+from ..timing import schedule
+from ..timing.schedule import Budget, Samples, join
+from ..worker.client import Worker
+from .case_client import CaseClient, reading
+from .judge import judge_against
+from .measurement import Timing
+from .other_environment import OtherEnvironment
+from .run_context import Failed, MachineDisturbed
+from .stored_result import StoredResult
+
+IDLE_SECONDS = 0.03
+"""Seconds before a window on a host clock. The other process's idle threads of OpenMP spin for up
+to 15 ms, and would take the cores."""
+Processes = tuple[Worker, Worker]
+"""A process of the other environment, and one of today's."""
+
+
+def judge_environments(client: CaseClient, stored: StoredResult, timing: Timing) -> list[Finding]:
+    """Compare the times of both sides in the other environment and in today's, if both run them.
+
+    A side that only one of them can run is named, and not timed.
+    """
+    other, findings = client.run.other, list[Finding]()
+    sides: dict[str, Callable[..., Reading]] = {}
+    than = "its speed in the other environment of the recorded run"
+    if client.run.replay is not None:
+        found = client.ask(client.task(ChangedTask, past=None), dict[str, Json])
+        recorded = [role for role in ROLES if role + IN_BOTH in found]
+        sides = {r: functools.partial(client.time_against, r + IN_BOTH) for r in recorded}
+    elif other is not None:
+        case = _CaseInBoth(client, other)
+        sides = {r: functools.partial(case.time, r) for r in case.comparable_roles()}
+        than = f"its speed with {other.text()}"
+    for role, measure in sides.items():
+        name = client.side_name(role)
+        try:
+            first = measure(0)
+        except MachineDisturbed:
+            raise
+        except Failed as failure:
+            why = str(failure).partition("\n")[0]
+            client.remarks.append(f"{name} is not compared with {than}: {why}")
+            continue
+        gate = verdict.code_gate(_spread(stored, timing), first)
+        findings += judge_against(client, name, first, gate, measure, than, "environment")
+    return findings
+
+
+def _spread(stored: StoredResult, timing: Timing) -> float:
+    """Return the assumed spread of a ratio of times in two processes.
+
+    The recorded spread may be smaller, but it is of a ratio of times in one process, in which the
+    noise of both sides partly cancels.
+    """
+    return max(stored.spread(timing.clock), verdict.DEFAULT_SPREAD[timing.clock])
+
+
+@dataclass
+class _CaseInBoth:
+    """One case in both environments."""
+
+    client: CaseClient
+    other: OtherEnvironment
+
+    def comparable_roles(self) -> list[str]:
+        """Return the sides that both environments can run with the right results. Name the others.
+
+        The outputs of the other environment are compared with today's reference, on the same
+        values.
+        """
+        client, roles = self.client, []
+        if why := self._refused():
+            client.remarks.append(f"not timed with {self.other.python}: {why}")
+            return []
+        for role in ROLES:
+            try:
+                with self._processes(None) as processes:
+                    self._note_versions(processes)
+                    self._check(role, processes)
+                roles.append(role)
+            except MachineDisturbed:
+                raise
+            except Failed as failure:
+                name, why = client.side_name(role), str(failure).partition("\n")[0]
+                client.remarks.append(f"{name} is not timed with {self.other.python}: {why}")
+        return roles
+
+    def _refused(self) -> str:
+        if self.client.case.gpus > 1:
+            return "cases on several GPUs are timed in one environment only"
+        if hasattr(self.client.case.pair.baseline, "environment"):
+            return "each sample of a process side is a process of its own"
+        return ""
+
+    def _processes(self, today: Worker | None) -> AbstractContextManager[Processes]:
+        return self.other.processes(self.client.run, self.client.placement.device, today)
+
+    def _note_versions(self, processes: Processes) -> None:
+        if self.other.differences is not None:
+            return
+        task = self.client.task(FactsTask)
+        there, here = (self.client.ask(task, Facts, worker) for worker in processes)
+        there = {"python": self.other.found.python, **there}
+        here = {"python": platform.python_version(), **here}
+        self.other.differences = {
+            n: (there.get(n), v) for n, v in here.items() if there.get(n) != v
+        }
+
+    def _check(self, role: str, processes: Processes) -> None:
+        """Compare the outputs of a side in the other environment with today's reference."""
+        ask, task = self.client.ask, self.client.task
+        there, here = processes
+        with tempfile.TemporaryDirectory(prefix="aisp-environments-") as folder:
+            values, outputs = str(Path(folder, "values.pt")), str(Path(folder, "outputs.pt"))
+            ask(task(DrawTask, values=values), dict[str, Json], here)
+            prepare = task(PrepareTask, side=role, clock="", counted=1, slots=1)
+            ask(prepare, PrepareResult, there)
+            show = task(ShowTask, side=role, values=values, outputs=outputs, slots=(0,))
+            ask(show, dict[str, Json], there)
+            compare = task(CompareTask, side=role, outputs=outputs, steps=1)
+            ask(compare, dict[str, Json], here)
+
+    def time(self, role: str, number: int, today: Worker | None = None) -> Reading:
+        """Time the side `role` in both environments, and return ln of the ratio of its times.
+
+        The value is negative if the side is slower in today's environment.
+        """
+        with self._processes(today) as processes:
+            try:
+                samples = self._samples(role, number, processes)
+            except Disturbed as error:
+                raise MachineDisturbed(str(error)) from None
+            except SideError as error:
+                raise Failed(str(error)) from None
+        samples.details.update(python=self.other.python, versions=self.other.differences)
+        result = TimeResult(**asdict(samples), value=samples.value, error=samples.error)
+        self.client.against.append((role + IN_BOTH, result))
+        return reading(result)
+
+    def _samples(self, role: str, number: int, processes: Processes) -> Samples:
+        """Time all laps. The process that builds the side first changes from lap to lap."""
+        client = self.client
+        rng = random.Random(f"{client.location.nodeid}{role}{number}")
+        options: dict[str, Json] = {"side": role, "replicate": number, "timer": client.run.timer}
+        options["budget"] = client.budget()
+        share = budget = Budget(**options["budget"])
+        parts, laps = list[Samples](), 1
+        known: tuple[str, list[int]] | None = None
+        while len(parts) < laps:
+            lap, windows = len(parts), dict[int, _RemoteWindow]()
+            for index in (lap % 2, 1 - lap % 2):
+                task = client.task(HoldTask, other=index == 0, lap=lap, known=known, **options)
+                held = client.ask(task, HoldResult, processes[index])
+                windows[index] = _RemoteWindow(client, processes[index], held)
+                known = known or (held.clock, held.counted)
+            if lap == 0:
+                laps, share = held.laps, budget.lap(held.laps)
+            timer = _BothTimer(held.clock, (windows[0], windows[1]))
+            parts.append(schedule.measure(timer, share, rng, lap % 2))
+            for worker in processes:
+                client.ask(client.task(ReleaseTask), dict[str, Json], worker)
+            share = share.exactly(len(parts[0].blocks))
+        return join(parts)
+
+
+class _RemoteWindow:
+    """Windows of a side in one process. They alternate between its two copies."""
+
+    def __init__(self, client: CaseClient, worker: Worker, held: HoldResult) -> None:
+        self._client, self._worker, self._turn = client, worker, 0
+        self._clock = held.clock
+        self.calls = self.counted = max(held.counted)
+        self.repeats = held.repeats
+        self.refresh = ""
+        self.cause: Cause | None = None
+
+    def __call__(self) -> float:
+        if self._clock in HOST_CLOCKS:
+            time.sleep(IDLE_SECONDS)
+        task = self._client.task(WindowTask, copy=self._turn % 2, refresh=self.refresh)
+        result = self._client.ask(task, WindowResult, self._worker)
+        self._turn, self.refresh = self._turn + 1, ""
+        if result.disturbed:
+            self.cause = Cause(result.disturbed, result.by_machine)
+        return result.seconds
+
+
+@dataclass
+class _BothTimer:
+    """A `schedule.PairTimer` whose two sides are one side in two processes."""
+
+    clock: str
+    windows: tuple[_RemoteWindow, _RemoteWindow]
+
+    def refresh(self, *, last: bool) -> None:
+        for window in self.windows:
+            window.refresh = "last" if last else "values"
+
+    def disturbance(self) -> Cause | None:
+        causes = [window.cause for window in self.windows if window.cause is not None]
+        for window in self.windows:
+            window.cause = None
+        return causes[0] if causes else None
+
+    def details(self) -> dict[str, object]:
+        return {"counted": [window.counted for window in self.windows]}
