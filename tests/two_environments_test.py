@@ -17,6 +17,7 @@ from pytest_aisp.results.messages import HoldTask, ReleaseTask, WindowTask
 from pytest_aisp.session.other_environment import OPTION, Found, find
 from pytest_aisp.util.device import Machine
 from pytest_aisp.worker.engine import Engine
+from pytest_aisp.worker.server import Server
 
 SECONDS = {"added": 2e-5, "doubled": 1e-5}
 NEEDED = metadata.version("pytest-aisp")
@@ -155,11 +156,15 @@ def test_a_case_on_several_gpus_is_named(page, gpu, run):
     result.stdout.fnmatch_lines([f"*: not timed with {sys.executable}{named}"])
 
 
+def fields(path):
+    """Return the fields of the tasks about the page `path`."""
+    names = {"module": "held_doubling", "function": "test_doubling", "variant": "doubled"}
+    return {"page": str(path), "root": str(path.parent), "size": {"n": 33}, **names}
+
+
 def held_by(page, optimized="2 * x"):
     """Hold `doubled` in this process. Return an engine, and the fields of its tasks."""
-    place = {"page": str(page(optimized)), "module": "held_doubling", "variant": "doubled"}
-    place |= {"root": str(page(optimized).parent), "function": "test_doubling", "size": {"n": 33}}
-    engine = Engine()
+    engine, place = Engine(), fields(page(optimized))
     held = engine.answer(HoldTask(**place, side="optimized", budget={"window": 1e-4, "warmup": 1}))
     assert (held.clock, held.laps) == ("cpu", 1)
     return engine, place
@@ -182,6 +187,17 @@ def test_an_output_of_a_timed_window_that_is_wrong_is_found(page):
         engine.answer(ReleaseTask(**place))
     with pytest.raises(PageError, match="no side is held that could answer 'window'"):
         engine.answer(WindowTask(**place, copy=0))
+
+
+def test_a_process_is_not_replaced_before_its_last_lap(page):
+    place, server = fields(page()), Server(lambda text: None)
+    server.engine.cache.exhausted = True
+    timer = {"target": "pytest_aisp.timing.fake_device:simulate"}
+    timer["options"] = {"seconds": {"doubled": 1e-5}}
+    holds = [HoldTask(**place, side="optimized", timer=timer, lap=lap) for lap in (0, 1)]
+    released = [ReleaseTask(**place, last=False), ReleaseTask(**place)]
+    tasks = [holds[0], WindowTask(**place, copy=0), released[0], holds[1], released[1]]
+    assert [server.answer(task).exhausted for task in tasks] == [False] * 4 + [True]
 
 
 @pytest.mark.parametrize(

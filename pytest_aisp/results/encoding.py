@@ -4,11 +4,58 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from typing import TypeAlias
 
 import msgspec
 from msgspec import UNSET, Struct
 
-from .messages import Answer, AnyTask, Json, Task
+from .messages import (
+    Answer,
+    ChangedTask,
+    CheckTask,
+    CollectivesTask,
+    CompareTask,
+    CompileTask,
+    CountTask,
+    DrawTask,
+    FactsTask,
+    HoldTask,
+    Json,
+    PeaksTask,
+    PerformTask,
+    PrepareTask,
+    ProfileTask,
+    ReleaseTask,
+    SampleTask,
+    ShowTask,
+    StopTask,
+    Task,
+    TimeTask,
+    WindowTask,
+)
+
+AnyTask: TypeAlias = (
+    CheckTask
+    | TimeTask
+    | HoldTask
+    | WindowTask
+    | ReleaseTask
+    | CountTask
+    | ChangedTask
+    | SampleTask
+    | CompileTask
+    | ProfileTask
+    | FactsTask
+    | DrawTask
+    | PrepareTask
+    | PerformTask
+    | ShowTask
+    | CompareTask
+    | PeaksTask
+    | CollectivesTask
+    | StopTask
+)
+"""Every request that a worker process answers."""
 
 
 def encode(message: Task | Answer) -> bytes:

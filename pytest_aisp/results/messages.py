@@ -145,7 +145,12 @@ class WindowTask(CaseTask, frozen=True, kw_only=True, tag="window"):
 
 
 class ReleaseTask(CaseTask, frozen=True, kw_only=True, tag="release"):
-    """Compare the outputs of the held side's last calls with the reference, and release it."""
+    """Compare the outputs of the held side's last calls with the reference, and release it.
+
+    Unless it is the `last` lap, the process keeps its memory for the next one.
+    """
+
+    last: bool = True
 
 
 class CountTask(CaseTask, frozen=True, kw_only=True, tag="count"):
@@ -250,30 +255,6 @@ class CollectivesTask(Task, frozen=True, kw_only=True, tag="collectives"):
 
 class StopTask(Task, frozen=True, kw_only=True, tag="stop"):
     """End the process."""
-
-
-AnyTask: TypeAlias = (
-    CheckTask
-    | TimeTask
-    | HoldTask
-    | WindowTask
-    | ReleaseTask
-    | CountTask
-    | ChangedTask
-    | SampleTask
-    | CompileTask
-    | ProfileTask
-    | FactsTask
-    | DrawTask
-    | PrepareTask
-    | PerformTask
-    | ShowTask
-    | CompareTask
-    | PeaksTask
-    | CollectivesTask
-    | StopTask
-)
-"""Every request that a worker process answers."""
 
 
 def case_fields(task: CaseTask) -> dict[str, Json]:

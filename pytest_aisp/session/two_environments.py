@@ -196,7 +196,8 @@ class _CaseInBoth:
             timer = _BothTimer(held.clock, (windows[0], windows[1]))
             parts.append(schedule.measure(timer, share, rng, lap % 2))
             for worker in processes:
-                client.ask(client.task(ReleaseTask), dict[str, Json], worker)
+                release = client.task(ReleaseTask, last=len(parts) == laps)
+                client.ask(release, dict[str, Json], worker)
             share = share.exactly(len(parts[0].blocks))
         return join(parts)
 

@@ -54,7 +54,7 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.cache = Cache(self.watch)
-        self._holder = Holder(self.cache, self._quiet_process, self.progress)
+        self.holder = Holder(self.cache, self._quiet_process, self.progress)
         if emulator := os.environ.get("AISP_CUDA_EMULATOR"):
             importlib.import_module(emulator).install()
         monkeypatches.remember()  # before any page is imported
@@ -68,7 +68,7 @@ class Engine:
                 return self.time(task)
             case messages.HoldTask() | messages.WindowTask() | messages.ReleaseTask():
                 self._sandboxed = None
-                return self._holder.answer(task)
+                return self.holder.answer(task)
             case messages.CountTask():
                 return self.count(task)
             case messages.ChangedTask():

@@ -74,25 +74,32 @@ class HeldSide:
 
 @dataclass
 class Holder:
-    """Answers the tasks about a held side. A process holds at most one."""
+    """Answers the tasks about a held side. A process holds at most one.
+
+    Attributes:
+        busy: True until the last lap of a side is over. The process must not be replaced.
+    """
 
     cache: Cache
     quiet: Quiet
     progress: Progress
+    busy: bool = False
     _held: HeldSide | None = None
 
     def answer(self, task: Held) -> Struct | Mapping[str, Json]:
         """Return the result of `task`."""
         if isinstance(task, HoldTask):
+            self.busy = True
             self._held = hold(task, self.cache, self.quiet, self.progress)
             return self._held.result()
         if self._held is None:
             raise PageError(f"no side is held that could answer {task.kind!r}")
         if isinstance(task, WindowTask):
             return self._held.window(task)
-        held, self._held = self._held, None
+        held, self._held, self.busy = self._held, None, not task.last
         details = held.release()
-        self.cache.release_memory(task.device)
+        if task.last:
+            self.cache.release_memory(task.device)
         return details
 
 

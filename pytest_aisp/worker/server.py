@@ -122,7 +122,7 @@ class Server:
         with suppress(Exception):  # a page may have replaced stdout
             sys.stdout.flush()
         exhausted = self.engine.cache.exhausted or bool(cuda_graph.abandoned)
-        return replace(reply, exhausted=exhausted)
+        return replace(reply, exhausted=exhausted and not self.engine.holder.busy)
 
 
 class InProcess:
