@@ -14,6 +14,7 @@ from pytest_aisp.page.pair import PageError
 from pytest_aisp.page.sources import PACKAGE
 from pytest_aisp.results import run_reader
 from pytest_aisp.results.messages import HoldTask, ReleaseTask, WindowTask
+from pytest_aisp.results.verdict import Finding, case_cause
 from pytest_aisp.session.other_environment import OPTION, Found, find
 from pytest_aisp.util.device import Machine
 from pytest_aisp.worker.engine import Engine
@@ -95,6 +96,11 @@ def test_a_loss_in_todays_environment_is_red(page, gpu, run, pytester):
     again.stdout.fnmatch_lines(
         ["E  *doubled runs at 0.98*x of its speed in the other environment *"]
     )
+
+
+def test_the_direct_comparison_decides_the_cause():
+    findings = [Finding("regressed", (), cause) for cause in ("machine", "environment")]
+    assert case_cause(findings, "regressed") == "environment"
 
 
 def test_equal_environments_and_gains_are_green(page, gpu, run, pytester):

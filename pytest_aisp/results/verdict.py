@@ -246,8 +246,12 @@ def case_cause(findings: Sequence[Finding], word: str) -> Cause:
     words = ("stale", word) if word == "regressed" else (word,)
     decisive = [finding for finding in findings if finding.verdict in words]
     causes = [finding.cause for finding in decisive if finding.cause]
-    if "code" in causes:
-        return "code"
+    compared: tuple[Cause, ...] = (
+        "code",
+        "environment",
+    )  # a direct comparison is the best evidence
+    if found := [cause for cause in compared if cause in causes]:
+        return found[0]
     if causes or word not in ("regressed", "stale"):
         return causes[0] if causes else ""
     return "machine" if any(finding is CODE_IS_AS_FAST for finding in findings) else ""
