@@ -25,15 +25,16 @@ from .run_context import RunContext
 OPTION = "--aisp-against-python"
 PROBE_SECONDS = 60
 PROBE = """
-import importlib.metadata, importlib.util, json, os, runpy, sys
+import contextlib, importlib.metadata, importlib.util, json, os, runpy, sys
 sys.path[:] = [path for path in sys.path if path]
 found = {"python": sys.version.split()[0], "safe_path": sys.version_info >= (3, 11)}
 plugin, torch = map(importlib.util.find_spec, ("pytest_aisp", "torch"))
 if plugin and plugin.origin:
     found["folder"] = os.path.dirname(plugin.origin)
-    try:
+    with contextlib.suppress(ImportError):
         found["version"] = importlib.metadata.version("pytest-aisp")
-        import pytest_aisp.results.messages
+    try:
+        import pytest_aisp.page.declare, pytest_aisp.results.messages
     except ImportError as error:
         found["lacks"] = str(error)
 if torch:
