@@ -134,7 +134,7 @@ class CaseRun:
         for role in self.client.changed_sides(recorded) if self.case.judged else ():
             self.findings += judge_changed_side(self.client, self.stored, timing, role)
         if self.case.judged:
-            self.findings += judge_environments(self.client, self.stored, timing)
+            self.findings += judge_environments(self.client, self.stored)
         self._stop_if_red(accept=True)
         if settings.untrusted:
             run_sandboxed(self.client, timing)

@@ -41,19 +41,18 @@ from ..timing.schedule import Budget, Samples, join
 from ..worker.client import Worker
 from .case_client import CaseClient, reading
 from .judge import judge_against
-from .measurement import Timing
 from .other_environment import OtherEnvironment
 from .run_context import Failed, MachineDisturbed
 from .stored_result import StoredResult
 
 IDLE_SECONDS = 0.03
-"""Seconds before a window on a host clock. The other process's idle threads of OpenMP spin for up
-to 15 ms, and would take the cores."""
+"""Seconds before a window on a host clock. After its window, the other process's threads of OpenMP
+spin for some milliseconds, and would take the cores."""
 Processes = tuple[Worker, Worker]
 """A process of the other environment, and one of today's."""
 
 
-def judge_environments(client: CaseClient, stored: StoredResult, timing: Timing) -> list[Finding]:
+def judge_environments(client: CaseClient, stored: StoredResult) -> list[Finding]:
     """Compare the times of both sides in the other environment and in today's, if both run them.
 
     A side that only one of them can run is named, and not timed.
@@ -79,18 +78,18 @@ def judge_environments(client: CaseClient, stored: StoredResult, timing: Timing)
             why = str(failure).partition("\n")[0]
             client.remarks.append(f"{name} is not compared with {than}: {why}")
             continue
-        gate = verdict.code_gate(_spread(stored, timing), first)
+        gate = verdict.code_gate(_spread(stored, client.against[-1][1].clock), first)
         findings += judge_against(client, name, first, gate, measure, than, "environment")
     return findings
 
 
-def _spread(stored: StoredResult, timing: Timing) -> float:
+def _spread(stored: StoredResult, clock: str) -> float:
     """Return the assumed spread of a ratio of times in two processes.
 
     The recorded spread may be smaller, but it is of a ratio of times in one process, in which the
     noise of both sides partly cancels.
     """
-    return max(stored.spread(timing.clock), verdict.DEFAULT_SPREAD[timing.clock])
+    return max(stored.spread(clock), verdict.DEFAULT_SPREAD[clock])
 
 
 @dataclass
