@@ -226,12 +226,13 @@ def trial(args: tuple[str, int, int, int, int, str]) -> tuple[str, Counter[str],
     suite = record(MODELS[name], cases, rng)
     owns = [case.own for case in suite]
     assumed = verdict.UNKNOWN_SESSION["graph"]
-    session_sd = stats.session_spread([case.sessions for case in suite], assumed)
+    pool = stats.session_spread([case.sessions for case in suite], assumed)
+    session_sds = [stats.case_session_spread(case.sessions, pool) for case in suite]
     spreads = [stats.pooled_spread(own, 2 * PROCESSES, owns) for own in owns]
     verdicts: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
     for planted, count in ((False, runs), (True, losses)):
         for _ in range(count):
-            for case, spread in zip(suite, spreads, strict=True):
+            for case, spread, session_sd in zip(suite, spreads, session_sds, strict=True):
                 session = Session.draw(MODELS[name], RESTLESS.get(name, 1.0), rng)
                 if gate == "canary":
                     outcome = judge_canary(case, spread, session, rng)

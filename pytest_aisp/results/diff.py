@@ -160,7 +160,9 @@ def of_stored(stored: Stored, chapter: str) -> Iterator[Measured]:
             limit=result.limit or "",
             goals=result.goals,
             spread=result.own_spread,
-            session=session_sd(stored.results.values(), result.clock) if result.clock else None,
+            session=session_sd(stored.results.values(), result.clock, result)
+            if result.clock
+            else None,
         )
 
 

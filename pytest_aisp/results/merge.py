@@ -17,7 +17,7 @@ from .row import Recording
 HOURS_APART = 6
 """Runs that start fewer hours apart count as one session: clocks and temperature change slowly."""
 MOST_SESSIONS = 5
-"""A sixth session would narrow the margin by less than 5 % (spread.md)."""
+"""A sixth session would narrow the margin by at most 6 % (spread.md)."""
 
 
 NO_TEXTS: Mapping[str, Mapping[str, str]] = {}

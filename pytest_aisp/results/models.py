@@ -15,7 +15,7 @@ from msgspec.structs import force_setattr, replace
 
 from .messages import Json
 from .metric_limits import check_goals
-from .stats import rms, session_spread, trimmed_spread
+from .stats import case_session_spread, rms, session_spread, trimmed_spread
 from .verdict import UNKNOWN_SESSION
 
 Environment: TypeAlias = Mapping[str, Json]
@@ -223,10 +223,17 @@ def pooled(results: Iterable[Result], clock: str) -> list[float]:
     return [spread for spread in spreads if spread is not None]
 
 
-def session_sd(results: Iterable[Result], clock: str) -> float:
-    """Return the standard deviation between sessions on `clock`. Without data, it is assumed."""
+def session_sd(results: Iterable[Result], clock: str, mine: Result | None = None) -> float:
+    """Return the standard deviation between sessions on `clock`. Without data, it is assumed.
+
+    Args:
+        results: all results of the file.
+        mine: the result of a case, to return the spread of this case.
+    """
     cases = [result.values for result in results if result.clock == clock]
-    return session_spread(cases, UNKNOWN_SESSION[clock])
+    pool = session_spread(cases, UNKNOWN_SESSION[clock])
+    known = mine is not None and mine.clock == clock
+    return case_session_spread(mine.values, pool) if known and mine is not None else pool
 
 
 def _rounded(value: float | None, form: str) -> float | None:

@@ -140,6 +140,20 @@ def session_spread(cases: Sequence[Sequence[Sequence[float]]], assumed: float) -
     return math.sqrt(max(0.0, total / count))
 
 
+def case_session_spread(sessions: Sequence[Sequence[float]], pool: float) -> float:
+    """Shrink the spread between one case's sessions toward `pool`, the spread of all cases.
+
+    Cases differ: a ratio of two unlike kernels depends more on the board. `pool` has the weight of
+    `ASSUMED` more sessions. Sessions that agree by chance cannot reduce it further than by their
+    number.
+
+    Args:
+        sessions: a list of the values of its processes for each session.
+    """
+    least = pool * math.sqrt(ASSUMED / (ASSUMED + max(0, len(sessions) - 1)))
+    return max(least, session_spread([sessions], pool))
+
+
 def _variance(values: Sequence[float]) -> float:
     return trimmed_spread(values) ** 2 if len(values) >= 3 else (values[0] - values[1]) ** 2 / 2
 

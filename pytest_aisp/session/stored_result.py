@@ -113,8 +113,8 @@ class StoredResult:
         return stats.rms(others) if len(others) >= 3 else verdict.DEFAULT_SPREAD[clock]
 
     def session_spread(self, clock: str) -> float:
-        """Return the spread from session to session on this product and clock."""
-        return models.session_sd(self.run.stored(self.path).results.values(), clock)
+        """Return the spread of this case from session to session on this product and clock."""
+        return models.session_sd(self.run.stored(self.path).results.values(), clock, self.result)
 
     def differences(
         self,
