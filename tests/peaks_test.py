@@ -230,9 +230,12 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_the_cpu_can_be_measured(tmp_path):
+def test_the_cpu_can_be_measured(tmp_path, monkeypatch):
     import torch
 
+    # Rates are no more exact than that here, and some CPUs have caches of 500 MB.
+    monkeypatch.setattr(measure_peaks, "_last_level_caches", lambda: 0)
+    monkeypatch.setattr(measure_peaks, "WINDOWS", 3)
     before = torch.backends.cuda.matmul.fp32_precision
     measured = measure_peaks.measure("cpu")
     assert torch.backends.cuda.matmul.fp32_precision == before
