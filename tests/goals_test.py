@@ -50,10 +50,12 @@ def test_energy_is_measured_on_request_and_when_recording(page, counting_gpu, py
     recorded.stdout.fnmatch_lines([f"*: {message}"])
     assert stored(pytester) == {"energy": JOULES}
     counting_gpu(energy=JOULES | {"optimized": 1.1e-3})
-    grown = pytester.runpytest_subprocess("--aisp-energy")
+    grown = pytester.runpytest_subprocess("--aisp-energy", "--aisp-artifacts=kept")
     words = "energy: 1.1 mJ against 1 mJ (stored in baselines/simulated-gpu/ch99.json), margin 6%"
     words += "; in 3 processes 1.1 mJ, 1.1 mJ, 1.1 mJ -> red"
-    grown.stdout.fnmatch_lines([f"E       AssertionError: {words}", "*REGRESSED*"])
+    for result in (grown, pytester.runpytest_subprocess("--aisp-replay=kept")):
+        result.stdout.fnmatch_lines([f"E       AssertionError: {words}", "*REGRESSED*"])
+        assert result.ret == 1
 
 
 def test_goodput_is_a_share_of_the_measured_time(page, counting_gpu, pytester):

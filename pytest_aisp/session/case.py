@@ -22,7 +22,7 @@ from ..results.verdict import Cause, Finding
 from .canary import offer_to_canary
 from .case_client import CaseClient
 from .collect import CaseLocation
-from .counting import MetricJudgement, count_and_judge
+from .counting import MetricJudgement, count_and_judge, replays
 from .judge import Judgement, judge_changed_side, judge_speedup
 from .measurement import Timing, read_timing
 from .placement import kernels_of, placement_of
@@ -267,7 +267,7 @@ class CaseRun:
         """Return why `metric` is not measured here, or an empty text."""
         if self.placement.device == "cpu" and self.run.timer is None:
             return "measured on GPUs only"
-        if metric == "energy" and not self.run.settings.energy:
+        if metric == "energy" and not (self.run.settings.energy or replays(self.run, metric)):
             return "measured with --aisp-energy, and when recording"
         return ""
 

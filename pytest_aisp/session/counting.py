@@ -15,7 +15,8 @@ from ..results.messages import CountTask
 from ..results.metric_limits import METRICS, Amounts, Metric, Name, pooled, shares
 from ..results.task_results import Amounts as Counted
 from ..results.verdict import VOTES, Finding
-from .run_context import Unrecorded
+from ..worker.client import ReplayWorker
+from .run_context import RunContext, Unrecorded
 from .stored_result import Differences
 
 if TYPE_CHECKING:
@@ -62,6 +63,12 @@ def count_and_judge(case: CaseRun, name: Name, limit: float) -> MetricJudgement:
         counted += [amounts for amounts in others if amounts is not None]
         judged = _judge(case, name, limit, counted)
     return judged
+
+
+def replays(run: RunContext, name: str) -> bool:
+    """Return whether this run judges a recorded run again that counted this metric."""
+    rows = run.replay.rows.values() if isinstance(run.replay, ReplayWorker) else ()
+    return any(name in row.goals for row in rows)
 
 
 def _count(case: CaseRun, name: Name, worker: Worker | None = None) -> Amounts:
