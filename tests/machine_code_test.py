@@ -8,13 +8,19 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from msgspec.structs import replace
 
-from pytest_aisp.results.messages import ChangedTask, PageSource
+from pytest_aisp.results import run_reader, store
+from pytest_aisp.results.messages import ChangedTask, PageSource, Reply
+from pytest_aisp.results.models import Stored
+from pytest_aisp.session import changed_code
 from pytest_aisp.worker.changed_sides import changed_sides
 from pytest_aisp.worker.loader import TaskContext
 
+pytest.importorskip("triton")
 pytest.importorskip("cuda.bindings", reason="needs NVRTC: pip install cuda-core cuda-bindings")
 
 PAGE = """
@@ -292,7 +298,6 @@ def other(x):
 @pytest.fixture(scope="module")
 def triton(tmp_path_factory):
     """Why sides with changed Triton kernels must be timed, by the name of the change."""
-    pytest.importorskip("triton")
     done = subprocess.run(
         [sys.executable, str(VERSIONS), str(tmp_path_factory.mktemp("versions"))],
         env={**os.environ, "TRITON_INTERPRET": "0"},
@@ -326,3 +331,116 @@ def test_equal_machine_code_of_triton_is_unchanged(triton, change):
 )
 def test_other_code_of_triton_is_timed(triton, change, why):
     assert triton[change]["optimized"] == why
+
+
+LAUNCHED = """
+from pytest_aisp import cuda_module
+
+kernels = cuda_module("scale.cu")
+
+
+def added(x):
+    return x if x.is_cuda else x + x  # on a fake GPU, an addition imports torch._dynamo for 1 s
+
+
+def launched(x):
+    if not x.is_cuda:
+        return 2 * x
+    out = torch.empty_like(x)
+    kernels.scale[-(-x.numel() // 256), 256](x, out, x.numel())
+    return out
+"""
+STORED = "baselines/simulated-gpu/ch99.json"
+SAME = "unchanged, because it launches the same machine code"
+
+
+@pytest.fixture
+def recorded(page, gpu, commit, pytester, module_cache):
+    """Record a page with a kernel on a simulated GPU, and commit it; return the kernel's file."""
+    gpu(**SECONDS)
+    path = page("launched(x)", defs=LAUNCHED)
+    for name in ("scale.cu", "factor.cuh"):
+        path.with_name(name).write_text(FILES[name])
+    commit()
+    stored = pytester.path / STORED
+    if "stored" not in module_cache:
+        assert (
+            pytester.runpytest_subprocess("--aisp-update-expectations", "--aisp-processes=1").ret
+            == 0
+        )
+        module_cache["stored"] = stored.read_text()
+    stored.parent.mkdir(parents=True, exist_ok=True)
+    stored.write_text(module_cache["stored"])
+    commit()
+    return path.with_name("scale.cu")
+
+
+SECONDS = {"added": 2e-5, "doubled": 1e-5, "doubled@old": 0.98e-5}
+
+
+def run(pytester, *options):
+    """Run pytest, and return its result and the row of the case."""
+    result = pytester.runpytest_subprocess("--aisp-artifacts=kept", "-vv", *options)
+    [row] = run_reader.load(pytester.path / "kept").rows()
+    return result, row
+
+
+def edit(path, old, new):
+    path.write_text(path.read_text().replace(old, new))
+
+
+def test_a_new_name_in_a_kernel_costs_nothing(recorded, pytester):
+    edit(recorded, *RENAMED)
+    result, row = run(pytester)
+    assert result.ret == 0
+    result.stdout.fnmatch_lines([f"*doubled against its version in {STORED}: {SAME}"])
+    assert row.against == []
+    assert row.unchanged == ["baseline", "optimized"]
+    again = pytester.runpytest_subprocess("--aisp-replay=kept", "-vv")
+    again.stdout.fnmatch_lines([f"*doubled against its version in the replayed run: {SAME}"])
+
+
+def test_other_machine_code_is_timed_and_named(recorded, pytester):
+    edit(recorded, "FACTOR * tile", "FACTOR + tile")
+    result, row = run(pytester, "--aisp-against=HEAD", "-o", "aisp_confirm_budget=0")
+    assert row.verdict == "inconclusive"
+    why = "timed, because the machine code of scale.cu differs"
+    result.stdout.fnmatch_lines([f"*doubled against its version at *: {why}"])
+    result.stdout.fnmatch_lines(["inconclusive: *doubled runs at 0.9*x of its version at *"])
+    assert row.unchanged == ["baseline"]
+
+
+def test_another_compiler_explains_a_loss(recorded, pytester, gpu):
+    store_file = pytester.path / STORED
+    stored = store.load(store_file)
+    [(key, result)] = stored.results.items()
+    assert list(result.machine_code) == ["optimized"]
+    gpu(**{**SECONDS, "doubled": 1.5e-5})
+    other = replace(result, machine_code={"optimized": "0123456789abcdef"})
+    store_file.write_text(store.dump(Stored(stored.product, stored.environments, {key: other})))
+    for options in ("--aisp-artifacts=kept",), ("--aisp-replay=kept",):
+        result = pytester.runpytest_subprocess(*options)
+        assert result.ret == 0
+        why = "doubled has other machine code than when stored, from the same source"
+        result.stdout.fnmatch_lines([f"stale: *{why}", "stale: *: cause: environment"])
+
+
+@pytest.mark.parametrize(
+    ("fault", "notes"),
+    [
+        (Reply(error="page", message="no page\nmore"), ["its machine code is not known: no page"]),
+        (Reply(error="timeout"), ["its machine code is not known: timeout"]),
+        (None, []),
+    ],
+)
+def test_without_an_answer_of_the_compiler_a_side_is_timed(fault, notes):
+    """Inside pytest, no process can compile."""
+    worker = SimpleNamespace(ask=lambda *_: fault)
+    settings = SimpleNamespace(in_process="" if fault else "--pdb")
+    run = SimpleNamespace(replay=None, settings=settings, progress=len, worker=lambda _: worker)
+    machine = SimpleNamespace(arch="sm90")
+    client = SimpleNamespace(
+        run=run, machine=machine, task=lambda *_, **__: None, timeout=1, notes=[]
+    )
+    assert changed_code._launched(client, None).why_timed == {}
+    assert client.notes == notes

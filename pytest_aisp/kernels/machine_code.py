@@ -22,6 +22,7 @@ from ..page.pair import Pair, Side, Size
 from . import nvrtc, sass
 from .capture_launches import CapturedLaunch, capture_launches
 from .cuda_cpp import CudaModule
+from .fake_gpu import FakeDriver
 
 CALLS = 2
 ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
@@ -174,8 +175,10 @@ def _watching(found: LaunchedCode) -> Iterator[None]:
     noted: dict[str, Any] = {n: noting(n, getattr(torch.cuda, n)) for n in QUERIES}
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.multiple(torch.cuda, **noted))
-        if "triton" in sys.modules:
-            utils = sys.modules["triton"].runtime.driver.active.utils
+        triton = sys.modules.get("triton")
+        driver = triton.runtime.driver._active if triton is not None else None
+        if isinstance(driver, FakeDriver):
+            utils = driver.utils
             properties = noting("get_device_properties", utils.get_device_properties)
             stack.enter_context(mock.patch.object(utils, "get_device_properties", properties))
         mode: Any = Operators

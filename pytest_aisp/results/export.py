@@ -81,6 +81,7 @@ def case(line: JournalLine, root: str) -> Case:
         launch_bound=line.launch_bound,
         environment=line.environment,
         sources=line.sources,
+        unchanged=line.unchanged,
         wall=line.wall,
         samples=line.samples,
     )

@@ -196,7 +196,7 @@ def lines_of(run: RecordedRun) -> Iterator[HistoryLine]:
 
 def _code_gate(run: RecordedRun, line: JournalLine, commit: str) -> CodeGate | None:
     plain = msgspec.to_builtins(exported(line, run.manifest.root))
-    values: dict[str, list[float]] = {}
+    values: dict[str, list[float]] = {side: [0.0] for side in line.unchanged}
     for reply in run.samples(plain)["against"]:
         side, value = msgspec.convert((reply["side"], reply["value"]), tuple[str, float])
         values.setdefault(side, []).append(value)

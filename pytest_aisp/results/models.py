@@ -64,6 +64,7 @@ class Result(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkno
         environments: for each session, its key in the file's table of environments.
         sources: digests of the sources of both sides.
         files: the git blob of the page and of each file that the sides use, by path.
+        machine_code: by role, a digest of the machine code of the kernels that the side launches.
         choices: tuning choices of the sides.
         goals: by metric, the `metric_limits.Amounts` of all sessions together.
         samples: SHA-256 of the file of samples of the run that last wrote this result. It is None
@@ -82,6 +83,7 @@ class Result(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkno
     environments: tuple[Name, ...]
     sources: Mapping[str, Digest]
     files: Mapping[Name, Blob] = {}
+    machine_code: Mapping[Role, Hash] = {}
     choices: Mapping[str, Json] = {}
     goals: Mapping[str, Mapping[str, Amount]] = {}
     samples: Hash | None = None
@@ -100,6 +102,7 @@ class Result(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkno
             "environments": tuple(self.environments),
             "sources": dict(sorted(self.sources.items())),
             "files": dict(sorted(self.files.items())),
+            "machine_code": dict(sorted(self.machine_code.items())),
             "choices": _sorted_table("choices", self.choices),
             "goals": _sorted_table("goals", self.goals),
         }

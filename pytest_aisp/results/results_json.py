@@ -21,7 +21,7 @@ SCHEMA = 1
 """The version number in `results.json`, in the manifest, and in each line of the journal."""
 NEWER_FIELDS = {
     "Manifest": {"no_canary", "timer"},
-    "Case": {"cause", "gpus", "predicted", "sweep", "unexplained"},
+    "Case": {"cause", "gpus", "predicted", "sweep", "unchanged", "unexplained"},
     "Claim": {"versus"},
     "Goal": {"noise", "stored", "margin", "slack"},
 }
@@ -312,6 +312,7 @@ class Case(Struct, kw_only=True):
         dict[str, Json], about("Libraries, driver, power limit: what the result depends on.")
     ]
     sources: Annotated[dict[str, str], about("Hashes of both sides' sources.")]
+    unchanged: Annotated[list[str], about("Changed sides with the same machine code.")] = []
     wall: Annotated[float, about("Seconds the whole case took.")]
     samples: SampleFile | None
 

@@ -60,6 +60,7 @@ class Recording(Struct, omit_defaults=True, kw_only=True):
     values: list[list[float]] = []
     sources: dict[str, str] = {}
     files: dict[str, str] = {}
+    machine_code: dict[str, str] = {}
     choices: Mapping[str, object] = {}
     goals: dict[str, Amounts] = {}
     text_sources: dict[str, str] = {}
@@ -95,6 +96,10 @@ class CaseRecord(Struct):
         origins: the places where ``claim``, ``stored`` and ``limit`` are written.
         work: the bytes and the operations that a call needs at least.
         sources: hashes of both sides' sources.
+        unchanged: roles of changed sides that launch the same machine code as their old version.
+            They were not timed against it.
+        machine_code: by role, a digest of the machine code that the side launches, if the run
+            recorded it or compared it with the stored one.
         spread, session: spread of one process's ln(speedup), and spread from session to session.
         detectable: the smallest loss of ln(speedup) that is detected in 99 % of trials.
         votes: ln(speedup) of every fresh process that voted.
@@ -141,6 +146,8 @@ class CaseRecord(Struct):
     origins: dict[str, str] = {}
     work: dict[str, int | float | Amounts] = {}
     sources: dict[str, str] = {}
+    unchanged: list[str] = []
+    machine_code: dict[str, str] = {}
     spread: float | None = None
     session: float | None = None
     detectable: float | None = None

@@ -21,6 +21,7 @@ from ..results.task_results import Amounts, CheckResult, CompileResult
 from ..results.verdict import Cause, Finding
 from .canary import offer_to_canary
 from .case_client import CaseClient
+from .changed_code import sides_to_time
 from .collect import CaseLocation
 from .counting import MetricJudgement, count_and_judge, replays
 from .judge import Judgement, judge_changed_side, judge_speedup
@@ -131,8 +132,9 @@ class CaseRun:
         self.findings += self.judgement.findings
         page, stored = self.location.page, self.stored
         recorded = functools.partial(stored.recorded_tree, page, timing.sources)
-        for role in self.client.changed_sides(recorded) if self.case.judged else ():
+        for role in sides_to_time(self.client, recorded) if self.case.judged else ():
             self.findings += judge_changed_side(self.client, self.stored, timing, role)
+        self.findings += [verdict.CODE_IS_AS_FAST] * bool(self.client.unchanged)
         if self.case.judged:
             self.findings += judge_environments(self.client, self.stored)
         self._stop_if_red(accept=True)
@@ -148,6 +150,7 @@ class CaseRun:
         client, canary = self.client, self.run.canary_case
         lists: tuple[list[Json], ...] = (self.findings, self.notes, self.remarks, self.trials)
         lists += client.timings, client.against, client.missing_votes, client.neighbors
+        lists += (client.unchanged,)
         lengths = [len(each) for each in lists]
 
         def forget() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NoReturn, TypeVar
 
 from msgspec.structs import replace
@@ -13,7 +13,6 @@ from ..distributed.launcher import RankSet
 from ..page.pair import Case
 from ..results.messages import (
     CaseTask,
-    ChangedTask,
     CheckTask,
     CompileTask,
     FactsTask,
@@ -24,10 +23,10 @@ from ..results.messages import (
     TimeTask,
 )
 from ..results.row import size_text
-from ..results.task_results import ChangedResult, CompileResult, Facts, TimeResult
-from ..results.verdict import NOT_COMPARED, Reading
+from ..results.task_results import CompileResult, Facts, TimeResult
+from ..results.verdict import Reading
 from ..util.device import VERSIONS, Machine, cpu_machine
-from ..util.git import GitError, GitSnapshot, SnapshotError
+from ..util.git import SnapshotError
 from ..worker.client import START_SECONDS, Worker, WorkerProcess
 from .collect import CaseLocation
 from .placement import COMPILER, Placement
@@ -50,6 +49,9 @@ class CaseClient:
         against: the full replies of all processes that timed a changed side against its old
             version.
         past: the tree with the old code that changed sides are compared with, or None.
+        unchanged: roles of changed sides that launch the same machine code as their old version.
+        machine_code: by role, a digest of the machine code that the side launches; None if no stage
+            has asked for it.
         missing_votes: the reasons why votes are missing.
         neighbors: for each timing beside another process on the GPU, its share and a text.
         notes, remarks: further facts. Notes are shown only with ``-vv``, remarks always.
@@ -67,6 +69,8 @@ class CaseClient:
         self.timings: list[TimeResult] = []
         self.against: list[tuple[str, TimeResult]] = []
         self.past = run.past
+        self.unchanged: list[str] = []
+        self.machine_code: dict[str, str] | None = None
         self.missing_votes: list[str] = []
         self.neighbors: list[tuple[float, str]] = []
         self.notes: list[str] = []
@@ -203,42 +207,9 @@ class CaseClient:
             why = (reply.message.splitlines() or [reply.error])[0]
             self.notes.append(f"the resources of its kernels are unknown: {why}")
 
-    def changed_sides(self, recorded: Callable[[], GitSnapshot | None]) -> list[str]:
-        """Return the sides that differ from their version at the commit of ``--aisp-against``.
-
-        Without this option, return the sides that differ from their recorded version.
-
-        Args:
-            recorded: a function that returns the tree with the recorded code, or None if the code
-                has not changed.
-        """
-        settings = self.run.settings
-        if self.run.replay is not None:
-            changed = self.ask(self.task(ChangedTask, past=None), ChangedResult)
-            return changed.roles()
-        against = settings.against is not None
-        then = "at the commit" if against else "when it was recorded"
-        try:
-            if not against and not settings.aa and settings.update is None:
-                self.past = recorded()
-        except GitError as error:
-            self.remarks.append(f"changed, but {NOT_COMPARED} {then}: {error}")
-        if self.past is None:
-            return []
-        if why := self.past.unreached(self.location.page):
-            self.remarks.append(f"{NOT_COMPARED} {then}: {why}")
-            return []
-        source = self._past()
-        if source is None:
-            return []
-        changed = self.ask(self.task(ChangedTask, past=source), ChangedResult)
-        if changed.why:
-            self.remarks.append(f"{NOT_COMPARED} {then}: {changed.why}")
-        return changed.roles()
-
     def time_against(self, role: str, replicate: int, worker: Worker | None = None) -> Reading:
         """Time the side `role` against its old version in one process."""
-        past = self._past()
+        past = self.past_page()
         result = self._time(worker, versus="old", side=role, past=past, replicate=replicate)
         self.against.append((role, result))
         return reading(result)
@@ -281,7 +252,8 @@ class CaseClient:
         alone = self.placement.kind not in ("time", "check") or self.run.timer is not None
         return 1 if alone else self.case.gpus
 
-    def _past(self) -> PageSource | None:
+    def past_page(self) -> PageSource | None:
+        """Return the page in `past`, or None."""
         past = self.past
         try:
             page = past.page(self.location.page) if past is not None and past.moved else None

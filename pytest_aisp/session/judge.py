@@ -20,6 +20,7 @@ from ..results.row import bare, ratio
 from ..results.verdict import CODE_IS_AS_FAST, Cause, Decision, Finding, Gate, Reading
 from ..worker.client import Worker
 from .case_client import CaseClient, reading
+from .changed_code import with_compiler
 from .measurement import Timing
 from .run_context import Failed, Unrecorded
 from .stored_result import Differences, StoredResult
@@ -72,6 +73,7 @@ def judge_speedup(
     if not stored.case.judged and not settings.aa:
         gates, differences = [], Differences()
     decision = _decide(client, timing.reading, gates, client.vote)
+    differences = with_compiler(client, stored, differences, decision)
     votes = [vote.value for vote in decision.votes]
     if votes:
         # Only the votes are averaged. The first value is biased: it led to votes by being extreme.

@@ -250,6 +250,8 @@ def build_row(run: CaseRun) -> Row:
         profile=run.profile,
         recorded=run.recorded,
         sources=run.sources() if measured else {},
+        unchanged=list(client.unchanged),
+        machine_code=client.machine_code or {},
         environment=run.environment() if measured else {},
         checks=msgspec.to_builtins(run.checks),
         timings=msgspec.to_builtins(client.timings),

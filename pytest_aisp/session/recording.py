@@ -9,6 +9,7 @@ from ..kernels.capture_launches import merge_choices
 from ..page.pair import ROLES
 from ..results.row import Recording
 from ..results.verdict import Finding
+from .changed_code import machine_code
 from .judge import judge_aa_repeat, judge_recorded_claim
 from .measurement import Timing
 from .run_context import Failed
@@ -49,6 +50,7 @@ def add_sources_and_metrics(case: CaseRun) -> None:
     recorded = case.recorded
     recorded.sources, recorded.text_sources = case.sources(), case.stored.text_sources
     recorded.files = case.stored.files(case.location.page)
+    recorded.machine_code = machine_code(case.client) if any(case.kernels) else {}
     recorded.goals = {name: dict(judged.amounts) for name, judged in case.metrics.items()}
     recorded.replace = case.run.settings.update == "all"
 

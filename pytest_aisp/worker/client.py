@@ -305,8 +305,7 @@ class ReplayWorker:
         if not isinstance(task, CaseTask):
             return Reply(error="page", message=f"the recording holds no {task.kind}")
         name = _name_of_task(task)
-        row = self.rows.get(name)
-        if row is None:
+        if (row := self.rows.get(name)) is None:
             case = f"{task.function}[{task.variant}] at {dict(task.size)}"
             why = f"; {self.dropped}" if self.dropped else ""
             return Reply(error="page", message=f"the recording holds no {case}{why}")
@@ -321,7 +320,8 @@ class ReplayWorker:
         for result in samples["against"]:
             against.setdefault(result["side"], []).append(result)
         if isinstance(task, ChangedTask):
-            return Reply(result=dict.fromkeys(against, True))
+            code = {"why_timed": dict.fromkeys(row.unchanged, ""), "machine_code": row.machine_code}
+            return Reply(result={**dict.fromkeys(against, True), **code})
         answers = samples["checks"] if kind == "checks" else samples["timings"]
         if isinstance(task, TimeTask) and task.versus == "old":
             kind, answers = f"timings against a commit ({task.side})", against.get(task.side, [])
