@@ -226,7 +226,7 @@ RECORDED = {
 }
 
 
-def run(folder, *, key="b", **changes):
+def run(folder, *, key="b", board="one", **changes):
     """Record a result as a run that keeps its artifacts in `folder` does."""
     fake_results.artifacts(Path(folder), [], code=None)
     case = fake_results.case("ch07:b")
@@ -235,7 +235,7 @@ def run(folder, *, key="b", **changes):
     hook = SimpleNamespace(pytest_aisp_result=lambda config, row: None)
     recorder = Recorder(settings, SimpleNamespace(hook=hook))
     recorder.artifacts.start(run_reader.manifest(Path(folder)))
-    recorder.add(Row.of({**row, "environment": fake_results.FACTS}))
+    recorder.add(Row.of({**row, "environment": {**fake_results.FACTS, "board": board}}))
     assert recorder.errors == []
     git("add", "baselines")
 
@@ -253,6 +253,15 @@ def test_a_result_is_compared_with_the_run_that_recorded_it(file, capsys):
     run("again", key="c")
     assert seals(capsys, "--artifacts=out", "--artifacts=again")[0] == 0
     assert_unproved(capsys, "c", "its samples, ????????????..., are in none of these artifacts")
+
+
+def test_further_sessions_are_compared_with_their_runs(file, capsys):
+    goals = {"memory": {"baseline": 4096, "optimized": 3072}}
+    for number, board in enumerate(("one", "two", "three")):
+        run(f"out{number}", board=board, baseline_us=2.0 + number, goals=goals if number else {})
+        assert seals(capsys, f"--artifacts=out{number}")[0] == 0
+        git("commit", "-q", "-m", board)
+    assert store.load(file).results["b"].sessions == 3
 
 
 def assert_unproved(capsys, key, why):

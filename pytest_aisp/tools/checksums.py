@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from ..results import run_reader
-from ..results.merge import recorded_result
+from ..results.merge import merge, recorded_result
 from ..results.models import Result, Stored
 from ..results.run_reader import RunError
 from ..results.store import COMMITTED, StoreError, parse
@@ -22,6 +22,8 @@ ADVICE = (
     "Restore the file, or record on the machine itself:",
     "    pytest --aisp-update-expectations",
 )
+RUN = "of the run"
+"""The name of a run's environment."""
 STAGED = ""
 """The empty ref. In ``git show :FILE``, it stands for git's index."""
 
@@ -86,7 +88,7 @@ def _recorded(artifacts: Sequence[Path]) -> Recorded:
             run = run_reader.load(folder)
             for line, row in zip(run.lines, run.rows(), strict=True):  # `rows` checks the samples
                 if row.recorded and line.samples is not None:
-                    result = recorded_result(row.recorded, "of the run", line.samples.sha256)
+                    result = recorded_result(row.recorded, RUN, line.samples.sha256)
                     one = Recording(result, row.environment)
                     found.setdefault((row.product, row.key), []).append(one)
     except (RunError, ValueError) as error:
@@ -129,7 +131,7 @@ def _unproved(now: Stored, before: Stored, recorded: Recorded) -> Iterator[tuple
             yield key, "it names no samples, because the run that recorded it kept no artifacts"
         elif run is None:
             yield key, f"its samples, {result.samples[:12]}..., are in none of these artifacts"
-        elif wrong := _other_than_recorded(result, old, run, [one.result for one in runs]):
+        elif wrong := _other_than_recorded(result, _sources(before, key, run), runs):
             yield key, f"the run recorded other {', '.join(wrong)}"
         else:
             new = [n for n in result.environments if n not in before.environments]
@@ -137,17 +139,26 @@ def _unproved(now: Stored, before: Stored, recorded: Recorded) -> Iterator[tuple
                 yield key, "the run recorded another environment"
 
 
+def _sources(before: Stored, key: str, run: Recording) -> list[Result]:
+    """Return the result of the run, the one before it, and the old one with the run's session."""
+    old = before.results.get(key)
+    if old is None:
+        return [run.result]
+    merged, _ = merge(before, {key: run.result}, {RUN: run.environment}, replace=False)
+    return [run.result, old, merged.results[key]]
+
+
 def _other_than_recorded(
-    result: Result, old: Result | None, run: Recording, runs: Sequence[Result]
+    result: Result, sources: Sequence[Result], runs: Sequence[Recording]
 ) -> list[str]:
-    """Return the fields of `result` that neither `old` nor the run has like this."""
-    sources = [one for one in (run.result, old) if one is not None]
+    """Return the fields of `result` that no result in `sources` has like this."""
     wrong = [
         name
         for name in (*FIELDS, "sources", "choices")
         if getattr(result, name) not in [getattr(one, name) for one in sources]
     ]
-    sessions = [values for one in (*runs, *sources) for values in one.values]
+    recorded = [*(one.result for one in runs), *sources]
+    sessions = [values for one in recorded for values in one.values]
     wrong += ["values"] if any(values not in sessions for values in result.values) else []
     return wrong + [
         metric
