@@ -90,8 +90,8 @@ def issued(each, special):
     baseline=accurate,
     optimized=[
         Variant(flag, sass="MUFU.SQRT", at_least={"sm90": 1.7}),
-        Variant(reciprocal_root, sass="MUFU.RSQ"),
-        Variant(root_and_flag, sass="MUFU.RSQ"),
+        Variant(reciprocal_root, sass="MUFU.RSQ", at_least={"sm90": 1.9}),
+        Variant(root_and_flag, sass="MUFU.RSQ", at_least={"sm90": 2.4}),
     ],
     inputs=inputs,
     reference=reference,
