@@ -179,6 +179,15 @@ def stored_shifts() -> Iterator[tuple[store.Stored, str, models.Result, float]]:
                 yield stored, key, result, (second - first) / math.sqrt(2)
 
 
+def by_speedup() -> Iterator[list[str]]:
+    """Yield the rows of the table of stored shifts by the size of ln(speedup)."""
+    found = [(abs(result.value or 0.0), abs(shift)) for _, _, result, shift in stored_shifts()]
+    for low, high in itertools.pairwise((0.0, 0.05, 0.2, 0.5, 1.0, math.inf)):
+        mine = [shift for value, shift in found if low <= value < high]
+        size = f"{low:g} to {high:g}"
+        yield [size, str(len(mine)), f"{median(mine):.2%}", f"{stats.rms(mine):.2%}"]
+
+
 def left_out() -> Iterator[list[str]]:
     """Yield the rows of the third table: each stored session judges the other one."""
     rows: dict[str, list[tuple[float, float]]] = {}
@@ -229,6 +238,7 @@ def main() -> None:
         chapters = 500 if options.full else 50
         show(("shifts", *heads), table(chapters))
         show(("the case's spread", *heads), odd_cases(chapters))
+    show(("size of ln(speedup)", "cases", "median shift", "root mean square"), by_speedup())
     show(("product", "sessions left out", "margin", "red", "nearest"), left_out())
     show(("product", "stored cases", "chapter: detects", "case: detects"), stored_detects())
 
