@@ -10,16 +10,22 @@ Optimized  compiled: of chain, through `torch.compile`.
            short rows at once. It exists up to rows of 32768 elements.
            walked: of chain. One Triton kernel walks the row twice in steps of 4096, once for the
            sum of squares and once for the results. It exists from rows of 4096 on.
+           clustered: of fused. In CUDA C++, the blocks of a cluster share a row and keep it in
+           their shared memory. Each adds up its own squares and reads the sums of the others. It
+           exists from rows of 32768 on, and needs a multiple of 8 elements (16 bytes). An SM of an
+           H200 holds four blocks with 32 KiB of a row each, or three with 64 KiB.
            library: `torch.nn.functional.rms_norm`.
-Bound      DRAM. fused reads and writes each element once, 4 bytes in all. The chain also reads and
-           writes fp32 copies. walked reads a row twice. As long as the rows of all running programs
-           fit the L2 together, only the first of its reads comes from DRAM. That is so up to rows
-           of 16384 elements. torch's kernel has a block of 128 threads for each row. With rows of
-           256 elements, the starts of a million blocks take longer than the bytes.
+Bound      DRAM. fused and clustered read and write each element once, 4 bytes in all. The chain
+           also reads and writes fp32 copies. walked reads a row twice. As long as the rows of all
+           running programs fit the L2 together, only the first of its reads comes from DRAM. That
+           is so up to rows of 16384 elements. torch's kernel has a block of 128 threads for each
+           row. With rows of 256 elements, the starts of a million blocks take longer than the
+           bytes.
 Use when   Always fuse a norm, by the library or the compiler. Write your own kernel when it does
-           more than the norm, as in dropout_norm_test.py. Keep the row in registers while it fits.
-           The backward is norm_backward_test.py. `../ch10/cluster_reduction_test.py` keeps
-           longer rows in the shared memory of a cluster.
+           more than the norm, as in dropout_norm_test.py. Keep the row in registers while it fits,
+           and longer rows in the shared memory of a cluster. How the blocks of a cluster share
+           their sums is the subject of `../ch10/cluster_reduction_test.py`. The backward is
+           norm_backward_test.py.
 """
 
 import functools
@@ -30,7 +36,9 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from pytest_aisp import Cost, Sweep, Variant, Work, compare
+from pytest_aisp import Cost, Sweep, Variant, Work, compare, cuda_module
+
+kernels = cuda_module("rms_norm.cu")
 
 TOTAL = 2**28  # elements of a matrix
 EPS = 1e-5
@@ -39,6 +47,8 @@ LONGEST = 32768  # elements of a row that fused keeps in registers
 LENGTHS = (256, 4096, 32768, 262144)
 RUNNING = 132 * 8  # programs of walked that an H200 holds at once: 32 registers per thread
 L2 = 60 * 2**20
+BLOCK, MOST_BLOCKS = 256, 8  # threads of a block of clustered, blocks of its largest cluster
+SLICE = 32 * 2**10  # bytes of a row that a block keeps, or more if the largest cluster needs it
 
 
 @triton.jit
@@ -116,6 +126,17 @@ def walked(x, weight):
     return out
 
 
+def clustered(x, weight):
+    (rows, n), out = x.shape, torch.empty_like(x)
+    if n % 8:
+        raise ValueError(f"rows of {n} elements; clustered needs a multiple of 8")
+    blocks = min(triton.next_power_of_2(triton.cdiv(2 * n, SLICE)), MOST_BLOCKS)
+    shared = 16 * triton.cdiv(n, 8 * blocks)
+    launch = kernels.clustered.launch((blocks, rows), BLOCK, shared, cluster=(blocks, 1))
+    launch(x, weight, out, n, EPS)
+    return out
+
+
 def library(x, weight):
     return F.rms_norm(x, x.shape[1:], weight, EPS)
 
@@ -160,17 +181,30 @@ def library_cost(rows, n):
         compiled,
         Variant(fused, when=lambda rows, n: n <= LONGEST),
         Variant(walked, when=lambda rows, n: n >= STEP),
+        Variant(
+            clustered,
+            when=lambda rows, n: n >= LONGEST,
+            needs=("clusters", "dsmem"),
+            sass=("UCGABAR_WAIT", "LDGSTS.E.BYPASS.128"),
+        ),
         Variant(library, at_least="yardstick"),
     ],
     inputs=inputs,
     reference=reference,
     sizes=[{"rows": TOTAL // n, "n": n} for n in LENGTHS],
-    check_sizes=[{"rows": 17, "n": 255}, {"rows": 3, "n": 1023}, {"rows": 2, "n": 9001}],
+    # Rows begin at multiples of 16 bytes. With 17000, clustered has two blocks, which differ in
+    # their number of vectors, as some of their threads do.
+    check_sizes=[
+        {"rows": 17, "n": 248},
+        {"rows": 3, "n": 1016},
+        {"rows": 2, "n": 9000},
+        {"rows": 3, "n": 17000},
+    ],
     work=lambda rows, n: Work(read=2 * rows * n + 2 * n, write=2 * rows * n, terms=n, roundings=2),
     bound="dram",
     costs={
         chain: chain_cost,
-        fused: one_kernel,
+        **dict.fromkeys([fused, clustered], one_kernel),
         **dict.fromkeys([compiled, walked], walked_cost),
         library: library_cost,
     },

@@ -1,0 +1,68 @@
+// RMS norm of fp16 rows: x divided by the root of its row's mean square, times the weight.
+//
+// clustered: the blocks of a cluster share a row and keep it in their shared memory, so it is read
+//   once. They read each other's sums from shared memory too.
+//
+// Rows begin at multiples of 16 bytes, which are 8 elements.
+
+#include <cuda_fp16.h>
+
+#include "cluster_rows.cuh"
+
+constexpr unsigned AHEAD = 4;  // vectors of the weight that a thread loads before it uses the first
+
+// 8 elements. A pair has 4 bytes.
+union Vector {
+  uint4 bytes;
+  __half2 pair[4];
+};
+
+__device__ float squares(uint4 bytes) {
+  const Vector x{bytes};
+  float sum = 0.0f;
+#pragma unroll
+  for (const __half2 pair : x.pair) {
+    const float2 value = __half22float2(pair);
+    sum += value.x * value.x + value.y * value.y;
+  }
+  return sum;
+}
+
+__device__ uint4 scaled(uint4 bytes, uint4 weights, float scale) {
+  Vector x{bytes};
+  const Vector weight{weights};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 value = __half22float2(x.pair[i]), by = __half22float2(weight.pair[i]);
+    x.pair[i] = __floats2half2_rn(value.x * scale * by.x, value.y * scale * by.y);
+  }
+  return x.bytes;
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK, 4)
+    clustered(const uint4* __restrict__ x, const uint4* __restrict__ weight,
+              uint4* __restrict__ out, unsigned n, float eps) {
+  extern __shared__ uint4 kept[];
+  const auto cluster = cooperative_groups::this_cluster();
+  const Slice part = slice(n / 8);
+  keep(kept, x + part.first, part.count);
+  float sum = 0.0f;
+  for (unsigned i = threadIdx.x; i < part.count; i += BLOCK) sum += squares(kept[i]);
+  sum = over_cluster(cluster, over_block(sum));
+
+  const float scale = 1.0f / sqrtf(sum / static_cast<float>(n) + eps);
+  weight += part.begin;
+  out += part.first;
+  unsigned i = threadIdx.x;
+  for (; i + (AHEAD - 1) * BLOCK < part.count; i += AHEAD * BLOCK) {
+    uint4 weights[AHEAD];
+#pragma unroll
+    for (unsigned k = 0; k < AHEAD; ++k) weights[k] = weight[i + k * BLOCK];
+#pragma unroll
+    for (unsigned k = 0; k < AHEAD; ++k) {
+      out[i + k * BLOCK] = scaled(kept[i + k * BLOCK], weights[k], scale);
+    }
+  }
+  for (; i < part.count; i += BLOCK) out[i] = scaled(kept[i], weight[i], scale);
+  cluster.barrier_wait();
+}
