@@ -1,6 +1,7 @@
 # make bench     measure the first chapter on this machine
 # make test      lint, build the docs, check every page, assemble it for sm90 and sm100, run the tests
 # make compile   assemble every page for every GPU
+# make slow      the tests that make test leaves out: wrong sides of each page, large tensors
 # make lint      ruff, mypy, and the import layers of pyproject.toml
 # make docs      build the documentation site into site/
 # make release   build the sdist and the wheel into dist/ and try the wheel out
@@ -11,7 +12,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PY := $(VENV)/bin/python
 
-.PHONY: bench test compile lint docs release browser
+.PHONY: bench test compile slow lint docs release browser
 
 # The tests start pytest hundreds of times: keep compiled modules and rewritten assertions.
 unexport PYTHONDONTWRITEBYTECODE
@@ -26,10 +27,13 @@ bench: $(VENV)/.ready
 test: $(VENV)/.ready lint docs browser
 	$(ONE_THREAD) $(PY) -m pytest -q -n 2 --aisp-check suites
 	$(ONE_THREAD) $(PY) -m pytest -q -n 2 --aisp-compile=sm90,sm100 suites -m "sm90 or sm100"
-	$(PY) -m pytest -q -n 2 -p no:benchmark --durations=40 tests emulator
+	$(PY) -m pytest -q -n 2 -p no:benchmark --durations=40 -m "not slow" tests emulator
 
 compile: $(VENV)/.ready
 	$(ONE_THREAD) $(PY) -m pytest -q -n 2 --aisp-compile suites -m "sm90 or sm100 or sm103 or sm121"
+
+slow: $(VENV)/.ready
+	$(PY) -m pytest -q -n 2 -p no:benchmark -m slow tests
 
 lint: $(VENV)/.ready
 	$(PY) -m ruff check .
@@ -40,7 +44,7 @@ lint: $(VENV)/.ready
 docs: $(VENV)/.ready
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 
-release: $(VENV)/.ready compile
+release: $(VENV)/.ready compile slow
 	$(PY) -m pip install -q -c constraints.txt build twine
 	rm -rf dist
 	$(PY) -m build

@@ -24,6 +24,7 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("page", "most"),
     [("both", 7.6), ("reduction", 10.1), ("expansion", 9.2)],

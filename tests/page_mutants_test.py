@@ -111,6 +111,7 @@ def test_only_pages_that_need_a_gpu_are_left_out():
     assert missing == (set() if DEVICE == "cuda" else {k for k in GPU_ONLY if "-" not in k})
 
 
+@pytest.mark.slow
 @each_pair
 def test_a_page_refuses_wrong_sides(path, name):
     pair, rule = judged_on(path)[name]

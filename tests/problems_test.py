@@ -47,6 +47,7 @@ def folder(tmp_path):
     return write
 
 
+@pytest.mark.slow
 def test_each_model_is_accepted_as_a_candidate_for_itself(forked, tmp_path, capsys):
     for file in FOLDER.glob("*.py"):
         tmp_path.joinpath(file.name).write_text(file.read_text())

@@ -41,6 +41,7 @@ def two_ranks(started):
     return started[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
 @pytest.mark.parametrize(("path", "name"), CASES)
 def test_a_wrong_side_is_caught_on_two_ranks(two_ranks, tmp_path_factory, path, name, mutant):
