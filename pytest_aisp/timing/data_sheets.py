@@ -41,9 +41,9 @@ nvidia-b200            sm100  7.7    2250    4500  4500  1100   75    1800    12
 nvidia-gb300           sm103  8      2500    5000  -     1250   -     1800    -     -
 nvidia-gb10            sm121  0.273  -       -     -     -      -     -       -     -
 """
-# TB/s of DRAM, dense TFLOP/s or TOP/s by type (`half`: bf16 and fp16), GB/s in both directions of NVLink and
-# PCIe, and MB of L2. Data sheets that give rates with sparsity were halved. What is missing is not
-# in the document, or is there only for a whole rack.
+# TB/s of DRAM, dense TFLOP/s or TOP/s by type (`half`: bf16 and fp16), GB/s in both directions of
+# NVLink and PCIe, and MB of L2. Data sheets that give rates with sparsity were halved. What is
+# missing is not in the document, or is there only for a whole rack.
 _SOURCES = {
     "nvidia-h200": "NVIDIA H200 Tensor Core GPU data sheet (SXM) and H100 white paper",
     "nvidia-h100-80gb-hbm3": "NVIDIA H100 Tensor Core GPU data sheet (SXM) and white paper",
