@@ -16,6 +16,12 @@ Bound      The host limits eager. copied_in makes three launches per request, an
            updated compares two such graphs. No rate was measured for beginning and ending a
            capture, for an instance or for an update. So the predicted times count the recording as
            launches and leave out the rest.
+Seen       On an H100, all sides take longer than predicted. eager: the rate of a launch was
+           measured with an addition, not with products. copied_in and graph_each: a kernel of a few
+           rows takes longer than its start, because it waits for the kernel before it and for its
+           weights. How long it takes alone was not measured. updated takes as long as eager within
+           the interval, and recaptured probably longer. So a capture saves nothing if it is used
+           only once.
 Use when   Inputs arrive in new tensors. Copy them if they are small, which is what
            `torch.compile(mode="reduce-overhead")` does. Capture a graph for each address if there
            are few addresses and the inputs are large. Update a graph if something changes that a
@@ -150,8 +156,8 @@ def captured_again(width):
 @compare(
     baseline=eager,
     optimized=[
-        copied_in,
-        graph_each,
+        Variant(copied_in, at_least={"sm90": 3.0}),
+        Variant(graph_each, at_least={"sm90": 4.4}),
         Variant(recaptured, at_least="yardstick"),
         Variant(updated, at_least="yardstick"),
     ],
