@@ -18,6 +18,9 @@ Bound      With a short k, DRAM: the epilogue saves a write and a read of the pr
            run: if it is cuBLAS's, autotuned gains at most what a tuned pointwise kernel saves. The
            costs of autotuned assume a Triton product with an epilogue, and those of autotuned_alone
            any product.
+Seen       Only test_max_autotune is recorded, on an H100. autotuned takes as long as compiled, and
+           much longer than a product with an epilogue would. So Inductor has probably kept cuBLAS
+           and the pointwise kernel. Its choice was not recorded.
 Use when   Products are followed by pointwise operations, or have shapes for which the library is
            slow. Where cuBLAS is good and k is long, there is little to gain. The tuning takes long
            and is repeated for each shape, so keep its cache, or deploy compiled code. With less

@@ -22,6 +22,11 @@ Bound      DRAM, and the starts of kernels in the graphs. A verification reads t
            step, for a few tokens instead of one. It gives one token more than the guesses that it
            accepts. A draft that is never right leaves the tokens as they are, and each verification
            gives one. draft_model adds the small kernels of its steps, one after another.
+Seen       On an H100, all recorded sides take longer than predicted by about the same factor, so
+           their ratios are as predicted. The costs count each small kernel as its start, and
+           assume that products of a few rows read weights at the DRAM rate. Neither was timed
+           alone. speculative and fewer_waits differ by less than the interval. draft_model and the
+           curve over `percent` are not recorded yet.
 Use when   Few sequences are decoded at a time, and guesses are often right: code, quotes from the
            prompt, answers of a fixed form. A table of successors stands for drafts that cost nearly
            nothing, such as n-grams of the prompt. With a large batch, tensor cores are busy and
@@ -35,7 +40,7 @@ import functools
 import pytest
 import torch
 
-from pytest_aisp import Cost, Sweep, Work, capture, compare
+from pytest_aisp import Cost, Sweep, Variant, Work, capture, compare
 from suites.decoder import Cache, Decoder, matrix_weights
 from suites.serving import RAISED, best, config_of, continued, forward_cost, kernels_of
 
@@ -346,7 +351,11 @@ shared = functools.partial(
 
 
 @shared(
-    optimized=[speculative, fewer_waits, draft_model],
+    optimized=[
+        Variant(speculative, at_least={"sm90": 2.0}),
+        Variant(fewer_waits, at_least={"sm90": 2.1}),
+        draft_model,
+    ],
     sizes=[{"layers": 4, "width": 4096, "steps": 96, "drafted": 4, "percent": 80}],
     check_sizes=[
         {"layers": 2, "width": 128, "steps": 11, "drafted": 3, "percent": 60},

@@ -17,12 +17,17 @@ Optimized  every_eighth: of every_step. The host asks after 8 steps. Up to 7 ste
 Bound      The GPU computes the steps, which DRAM and the starts of kernels in the graph limit.
            every_step adds a wait to each one. every_eighth trades 7 of 8 waits for 3.5 steps too
            many on average. one_behind trades all of them for one step.
-Use when   A loop decodes until a token says stop, and its steps are captured. The model of this
-           page is small. The wait takes as long for a large one, so there it is a smaller share of
-           a step. If a step is launched kernel by kernel, the host limits all sides, and the wait
-           is a small part of its time. Asking rarely is simple, but pays only if answers are much
-           longer than the interval. Steps after the end must do no harm: keep room for them in the
-           cache. A server that sends each token to its user can do that one step behind too.
+Seen       On an H100, all sides take about twice as long as predicted. The costs count each small
+           kernel as its start, and it probably takes longer. So a wait is a smaller share of a step
+           than predicted. The gain of both variants is smaller than the interval, even with a model
+           of one layer. So they claim only that they are not slower.
+Use when   A loop decodes until a token says stop, and its steps are captured. Expect little: the
+           model of this page is tiny, and even its steps take many times as long as a wait. With a
+           large model, a wait is a still smaller share of a step. If a step is launched kernel by
+           kernel, the host limits all sides, and the wait is a small part of its time. Asking
+           rarely is simple, but pays only if answers are much longer than the interval. Steps after
+           the end must do no harm: keep room for them in the cache. A server that sends each token
+           to its user can do that one step behind too.
 """
 
 import pytest
@@ -220,6 +225,7 @@ def work(layers, width, rows, period, limit):
 @compare(
     baseline=every_step,
     optimized=[every_eighth, one_behind],
+    at_least="neutral",  # a wait is a small share of a step
     state=state,
     inputs=inputs,
     reference=reference,

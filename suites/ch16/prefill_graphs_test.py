@@ -19,11 +19,14 @@ Bound      The host for eager_prefill, which launches more than a hundred kernel
            prompt has. bucketed computes less than twice the tokens of a prompt, but at least
            `smallest`. That takes no less time than reading the weights and starting the kernels of
            the graph. piecewise launches a graph and four kernels per layer.
-Use when   Prompts are short, or come in chunks of limited size, and the model is small enough that
-           its launches take longer than its work. A long prompt gives the GPU enough to do, so
-           launches hide behind it and padding only costs. Each bucket needs a capture and memory,
-           so choose few. Capture in pieces if attention cannot be captured, for example because its
-           library plans on the host for every batch.
+Seen       On an H100, all sides take longer than predicted. The rate of a launch was measured with
+           an addition, not with products, and the costs count each small kernel of a graph as its
+           start. The time of eager_prefill differs by a third from row to row. piecewise is not
+           recorded yet.
+Use when   Prompts are short, or come in chunks of limited size, and the model is so small that its
+           launches take longer than its work. With long prompts, launches hide behind the work, and
+           padding only costs. Each bucket needs a capture and memory, so choose few. Capture in
+           pieces if attention cannot be captured, as when its library plans on the host.
 """
 
 import functools
@@ -33,7 +36,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from pytest_aisp import Cost, Work, capture, compare
+from pytest_aisp import Cost, Variant, Work, capture, compare
 from suites.decoder import Cache, Decoder, exact_logits, matrix_weights, normalized, rotated
 from suites.serving import config_of, forward_cost, kernels_of
 
@@ -294,7 +297,11 @@ def pieces_cost(config, length, sizes):
 
 @compare(
     baseline=eager_prefill,
-    optimized=[padded, bucketed, piecewise],
+    optimized=[
+        Variant(padded, at_least={"sm90": 1.4}),
+        Variant(bucketed, at_least={"sm90": 2.3}),
+        piecewise,
+    ],
     state=state,
     inputs=inputs,
     reference=reference,
