@@ -21,11 +21,14 @@ Bound      Instruction issue. An SM has four schedulers, and each warp belongs t
            two warps per block. They keep two of the four schedulers busy, so its steps are no
            smaller than those of halves. split keeps the eight warps of whole and makes each of them
            shorter, so its steps are a quarter as high.
-Seen       Only halves and quarters with 66 blocks are recorded, on an H100. They gain less than
-           predicted, because a scheduler then has a single warp. It issues nothing while that warp
-           waits for a result, a codeword or a barrier. In whole, a second warp fills part of that
-           time. A block of quarters has half the threads to load the same codewords, which is
-           probably why it is slower than halves.
+Seen       Only 66 and 132 blocks are recorded, on an H100, so the step after 132 is not. With 66
+           blocks, halves and quarters gain less than predicted, because a scheduler then has a
+           single warp. It issues nothing while that warp waits for a result, a codeword or a
+           barrier. In whole, a second warp fills part of that time. A block of quarters has half
+           the threads to load the same codewords, which is probably why it is slower than halves.
+           With 132 blocks, where no SM is idle, halves and quarters gain nothing. split still gains
+           a little: an SM has four blocks instead of one, so a scheduler has more warps to choose
+           from.
 Use when   A grid has few blocks per SM and a remainder, as in a matrix product with large tiles.
            Compute blocks / SMs. If it is just above 1 or 2, split the inner loop, or choose a
            smaller tile, but not fewer than four warps per block. If it is just below, or above

@@ -118,7 +118,11 @@ def at_once(towers, batch, hidden):
 
 @compare(
     baseline=in_turn,
-    optimized=[Variant(streams, at_least="yardstick"), captured, branches],
+    optimized=[
+        Variant(streams, at_least="yardstick"),
+        Variant(captured, at_least={"sm90": 3.5}),
+        Variant(branches, at_least={"sm90": 6.4}),
+    ],
     inputs=inputs,
     reference=reference,
     sizes=[{"towers": 8, "batch": 256, "hidden": 512}],
