@@ -18,10 +18,15 @@ Bound      DRAM. one_pass reads two matrices and writes one. Its partial sums ad
            two_passes reads four matrices. A chain also reads and writes fp32 copies. An SM holds
            only two programs of one_pass, and three of the first kernel of two_passes. A program
            loads nothing while it adds up a row, so both may miss some of the rate of DRAM.
+Seen       On an H100, both compiled sides take less time than DRAM needs to deliver the matrices
+           twice. So Inductor also reads them once, and their costs are those of one_pass. library
+           takes longer than two_passes, whose cost it has. Its kernels were not examined.
 Use when   You write a norm whose backward no library has: keep the sums of the weights in the
-           kernel that already holds the row. Otherwise call the library. One program per row
-           would need atomic additions to each weight from every row. So a program takes many rows,
-           and a last small kernel adds up the programs' sums, always in the same order.
+           kernel that already holds the row. Otherwise compile the formula. It is nearly as fast
+           as the kernel written by hand, and faster than torch's own kernels for the layer norm.
+           One program per row would need atomic additions to each weight from every row. So a
+           program takes many rows, and a last small kernel adds up the programs' sums, always in
+           the same order.
 """
 
 import functools
@@ -299,9 +304,9 @@ CHECK_SIZES = [{"rows": 33, "n": 41}, {"rows": 300, "n": 9}, {"rows": 3, "n": 10
 @compare(
     baseline=chain,
     optimized=[
-        compiled,
-        two_passes,
-        one_pass,
+        Variant(compiled, at_least={"sm90": 16}),
+        Variant(two_passes, at_least={"sm90": 10}),
+        Variant(one_pass, at_least={"sm90": 17}),
         Variant(library, at_least="yardstick", gpu_only="on CPUs it wants fp16 statistics"),
     ],
     inputs=inputs,
@@ -312,8 +317,8 @@ CHECK_SIZES = [{"rows": 33, "n": 41}, {"rows": 300, "n": 9}, {"rows": 3, "n": 10
     bound="dram",
     costs={
         chain: chain_cost,
-        **dict.fromkeys([compiled, two_passes, library], two_kernels),
-        one_pass: one_kernel,
+        **dict.fromkeys([two_passes, library], two_kernels),
+        **dict.fromkeys([compiled, one_pass], one_kernel),
     },
 )
 def test_norm_backward(pair):
@@ -324,8 +329,8 @@ def test_norm_backward(pair):
 @compare(
     baseline=rms_chain,
     optimized=[
-        rms_compiled,
-        rms_one_pass,
+        Variant(rms_compiled, at_least={"sm90": 14}),
+        Variant(rms_one_pass, at_least={"sm90": 14}),
         Variant(rms_library, at_least="yardstick", gpu_only="torch has this kernel for GPUs"),
     ],
     inputs=rms_inputs,
@@ -336,8 +341,8 @@ def test_norm_backward(pair):
     bound="dram",
     costs={
         rms_chain: rms_chain_cost,
-        **dict.fromkeys([rms_compiled, rms_library], two_kernels),
-        rms_one_pass: lambda rows, n: one_kernel(rows, n, vectors=1),
+        rms_library: two_kernels,
+        **dict.fromkeys([rms_compiled, rms_one_pass], lambda rows, n: one_kernel(rows, n, 1)),
     },
 )
 def test_rms_backward(pair):

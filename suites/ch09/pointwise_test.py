@@ -96,7 +96,7 @@ def fused(n):
 @compare(
     baseline=eager,
     optimized=[
-        compiled,
+        Variant(compiled, at_least={"sm90": 7.6}),
         in_triton,
         Variant(in_cuda, sass=("LDG.128", "STG.128")),
         Variant(library, at_least="yardstick"),

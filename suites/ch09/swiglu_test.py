@@ -18,6 +18,11 @@ Bound      The tensor cores in test_swiglu, where the pointwise traffic is a ten
            result. A block multiplies, and then it stores. The costs add these phases up, because
            few steps of k leave little to overlap. What a product leaves in the L2 for the next
            kernel is not counted.
+Seen       On an H100, own_products and fused take longer than predicted, and the library's products
+           do not: a Triton product with these tiles does not reach the library's rate. In
+           test_swiglu, fused takes as long as own_products, and both are slower than separate. In
+           test_swiglu_narrow, fused is the fastest side, although own_products is slower than
+           separate. activated and one_product gain equally at both shapes.
 Use when   The sums are short or DRAM is slow. Otherwise one pointwise kernel is enough, and the
            library's faster product matters more than what the epilogue saves. GELU with a bias,
            which the library has as an epilogue, is `../ch10/epilogue_test.py`.
@@ -190,7 +195,6 @@ COSTS = {
         multiplied(m, n, k, results=2) + Cost(sfu=2 * m * n) + stored(m, n, results=1)
     ),
 }
-OWN = [Variant(side, at_least="yardstick") for side in (own_products, fused)]
 CHECK_SIZES = [{"m": 33, "n": 41, "k": 65}, {"m": 3, "n": 2100, "k": 33}]
 
 
@@ -206,7 +210,12 @@ def work(m, n, k):
 
 @compare(
     baseline=separate,
-    optimized=[activated, Variant(one_product, at_least="yardstick"), *OWN],
+    optimized=[
+        activated,
+        Variant(one_product, at_least="yardstick"),
+        Variant(own_products, at_least="yardstick"),
+        Variant(fused, at_least="yardstick"),
+    ],
     inputs=inputs,
     reference=reference,
     sizes=[{"m": 8192, "n": 14336, "k": 4096}],
@@ -222,7 +231,12 @@ def test_swiglu(pair):
 
 @compare(
     baseline=separate,
-    optimized=[activated, one_product, *OWN],
+    optimized=[
+        Variant(activated, at_least={"sm90": 1.1}),
+        Variant(one_product, at_least={"sm90": 1.1}),
+        Variant(own_products, at_least="yardstick"),
+        Variant(fused, at_least={"sm90": 1.4}),
+    ],
     inputs=inputs,
     reference=reference,
     sizes=[{"m": 16384, "n": 8192, "k": 256}],
