@@ -414,6 +414,17 @@ def test_the_reason_names_what_differs_from_the_stored_result(path, new, names):
     assert why_kept(load(path), KEY, new, TABLE) == said
 
 
+def test_a_session_of_other_machine_code_is_not_added(path):
+    one, other = ({"machine_code": {"optimized": digest}} for digest in ("0a1b", "2c3d"))
+    record(path, {KEY: result("a", **one)})
+    record(path, {KEY: result("b", **other)})
+    assert load(path).results[KEY].sessions == 1
+    said = "it differs from the stored result in machine code"
+    assert why_kept(load(path), KEY, result("b", **other), TABLE) == said
+    record(path, {KEY: result("b")})  # earlier versions recorded no machine code
+    assert load(path).results[KEY].sessions == 2
+
+
 def test_a_stored_result_has_no_reason_to_be_left_out(path):
     for session in "ab":
         record(path, {KEY: result(session)})

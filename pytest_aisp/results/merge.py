@@ -53,8 +53,8 @@ def merge(
         replace: True rewrites existing entries. False keeps them, but adds one more session, up to
             `MOST_SESSIONS`, and adds times or goals that an entry lacks. From each stored session,
             the new one must be at least `HOURS_APART`, or it must be on another board. An addition
-            must have the same sources, clock and tuning choices as the entry, and there must be no
-            `differences` between their environments.
+            must have the same sources, machine code, clock and tuning choices as the entry, and
+            there must be no `differences` between their environments.
         texts: the digests of today's texts, by key. In an entry that has such a digest, it is
             replaced by the new digest of syntax.
     """
@@ -116,6 +116,9 @@ def _unlike(old: Result, new: Result, table: Environments, several: bool) -> lis
     if old.values and new.values:
         names += ["clock"] if old.clock != new.clock else []
         names += ["tuning choices"] if old.choices != new.choices else []
+    both = old.machine_code.keys() & new.machine_code.keys()  # older results have none
+    other = any(old.machine_code[side] != new.machine_code[side] for side in both)
+    names += ["machine code"] * (other and not names)
     facts = table[old.environments[-1]], table[new.environments[0]]
     return names + differences(*facts, old.clock or new.clock or "", several=several)
 
