@@ -21,11 +21,16 @@ Bound      DRAM. fused and clustered read and write each element once, 4 bytes i
            is so up to rows of 16384 elements. torch's kernel has a block of 128 threads for each
            row. With rows of 256 elements, the starts of a million blocks take longer than the
            bytes.
-Use when   Always fuse a norm, by the library or the compiler. Write your own kernel when it does
-           more than the norm, as in dropout_norm_test.py. Keep the row in registers while it fits,
-           and longer rows in the shared memory of a cluster. How the blocks of a cluster share
-           their sums is the subject of `../ch10/cluster_reduction_test.py`. The backward is
-           norm_backward_test.py.
+Seen       On an H100, compiled with rows of 32768 takes less time than two reads from DRAM, and as
+           long as fused. So Inductor's code reads these rows from DRAM only once. It probably has
+           fewer rows at work at a time than walked, so that they fit the L2. library takes longer
+           than its bytes at all lengths, and it is the slowest of the fused sides. Its kernel was
+           not examined. clustered is not recorded yet.
+Use when   Always fuse a norm. The compiler does it best up to rows of 32768, and torch's own kernel
+           takes longer. Write your own kernel when it does more than the norm, as in
+           dropout_norm_test.py. Keep the row in registers while it fits, and longer rows in the
+           shared memory of a cluster. How the blocks of a cluster share their sums is the subject
+           of `../ch10/cluster_reduction_test.py`. The backward is norm_backward_test.py.
 """
 
 import functools
@@ -178,9 +183,9 @@ def library_cost(rows, n):
 @compare(
     baseline=chain,
     optimized=[
-        compiled,
-        Variant(fused, when=lambda rows, n: n <= LONGEST),
-        Variant(walked, when=lambda rows, n: n >= STEP),
+        Variant(compiled, at_least={"sm90": 5.9}),
+        Variant(fused, when=lambda rows, n: n <= LONGEST, at_least={"sm90": 9.3}),
+        Variant(walked, when=lambda rows, n: n >= STEP, at_least={"sm90": 5.9}),
         Variant(
             clustered,
             when=lambda rows, n: n >= LONGEST,
