@@ -16,15 +16,19 @@ Bound      Tensor cores, at twice the rate of bf16. summed and by_blocks add one
            128 x 128 tile needs 170 registers in place of 117. So only one block fits on an SM, and
            no second block has work for the tensor cores meanwhile. Tiles of 64 x 128 leave room for
            two, and read more bytes. So summed and by_blocks claim no speedup over bf16.
-Seen       On an H100, by_rows takes somewhat longer than predicted. The rate `fp8` is that of a
-           library's product, which this kernel does not reach. The reason was not measured.
-Use when   by_rows if rows are alike in size along k: it has no such waits, and cuBLASLt offers it
-           (`../ch13/fp8_linear_test.py`). summed for a long k: Hopper's tensor cores keep about 14
-           bits of a sum of FP8 products, which may matter in training. by_blocks if parts of a row
-           differ in size by more than 2^15. That is what e4m3 covers between its largest number and
-           the smallest one with all bits. Not for outliers of a few channels, because e4m3's steps
-           are relative to each value. The check accepts what rounding each operand by 2^-4 of it
-           would change. On these inputs, which are normal, all three variants lose about the same.
+Seen       On an H100, all variants take longer than predicted. The rate `fp8` is that of a
+           library's product. by_rows does not reach it, and the reason was not measured. summed and
+           by_blocks have a single block per SM, as *Bound* says, so nothing hides its waits. summed
+           is as fast as bf16, and by_blocks is slower than bf16.
+Use when   by_rows for speed, if rows are alike in size along k: it has no such waits, and cuBLASLt
+           offers it (`../ch13/fp8_linear_test.py`). summed and by_blocks are for accuracy, and with
+           these kernels they gain no time over bf16. summed for a long k: Hopper's tensor cores
+           keep about 14 bits of a sum of FP8 products, which may matter in training. by_blocks if
+           parts of a row differ in size by more than 2^15. That is what e4m3 covers between its
+           largest number and the smallest one with all bits. Not for outliers of a few channels,
+           because e4m3's steps are relative to each value. The check accepts what rounding each
+           operand by 2^-4 of it would change. On these inputs, which are normal, all three variants
+           lose about the same.
 """
 
 import torch
