@@ -24,6 +24,7 @@ GPU_ONLY = {
     "ch07/l2_persistence": "inline assembly",
     "ch07/tile_copy": "inline assembly, tensor maps",
     "ch09/rms_norm-clustered": "clusters, cooperative groups",
+    "ch09/softmax-clustered": "clusters, cooperative groups",
     "ch10/cluster_reduction": "clusters, cooperative groups",
     "ch10/gemm": "inline assembly",
     "ch11/dependent_launch-loads_first": "inline assembly",

@@ -19,14 +19,15 @@ __device__ inline Slice slice(unsigned vectors) {
   return {begin, min(each, vectors - begin), static_cast<size_t>(blockIdx.y) * vectors + begin};
 }
 
-// Copies `count` vectors to shared memory. A thread issues all its copies before it waits for them.
-// No barrier follows, because a thread reads only what it has copied itself.
-__device__ inline void keep(uint4* kept, const uint4* from, unsigned count) {
+// Issues all of this thread's copies of `count` vectors to shared memory. The thread must call
+// `__pipeline_wait_prior(0)` before it reads them. No barrier is needed, because a thread reads
+// only what it has copied itself.
+template <typename Vector>
+__device__ void copy_to_shared(Vector* to, const Vector* from, unsigned count) {
   for (unsigned i = threadIdx.x; i < count; i += BLOCK) {
-    __pipeline_memcpy_async(&kept[i], &from[i], sizeof(uint4));
+    __pipeline_memcpy_async(&to[i], &from[i], sizeof(Vector));
   }
   __pipeline_commit();
-  __pipeline_wait_prior(0);
 }
 
 // Returns the sum over `width` neighboring lanes, with the same bits in each of them.
@@ -37,23 +38,39 @@ __device__ inline float over_lanes(float value, unsigned width) {
   return value;
 }
 
-// Returns the block's sum to every thread of its first warp.
-__device__ inline float over_block(float value) {
-  __shared__ float part[WARPS];
+// The largest of some numbers, and the sum of exp(number - most) over them.
+struct Exponentials {
+  float most, total;
+};
+
+__device__ inline Exponentials over_lanes(Exponentials own, unsigned width) {
+  float most = own.most;
+  for (unsigned half = width / 2; half > 0; half /= 2) {
+    most = fmaxf(most, __shfl_xor_sync(~0u, most, half));
+  }
+  return {most, over_lanes(own.total * __expf(own.most - most), width)};
+}
+
+// Returns the result of `over_lanes` over the block to every thread of its first warp.
+template <typename Value>
+__device__ Value over_block(Value value) {
+  __shared__ Value part[WARPS];
   value = over_lanes(value, 32);
   if (threadIdx.x % 32 == 0) part[threadIdx.x / 32] = value;
   __syncthreads();
-  return threadIdx.x < 32 ? over_lanes(part[threadIdx.x % WARPS], WARPS) : 0.0f;
+  return threadIdx.x < 32 ? over_lanes(part[threadIdx.x % WARPS], WARPS) : value;
 }
 
-// Returns the sum over the cluster of the `sum` of each block's first thread. A block must not exit
-// before `cluster.barrier_wait()`, because other blocks read its shared memory until then.
-__device__ inline float over_cluster(cooperative_groups::cluster_group cluster, float sum) {
-  __shared__ float mine;
-  if (threadIdx.x == 0) mine = sum;
+// Returns the result of `over_lanes` over the cluster to every thread, from the `value` of each
+// block's first thread. A block must not exit before `cluster.barrier_wait()`, because other blocks
+// read its shared memory until then.
+template <typename Value>
+__device__ Value over_cluster(cooperative_groups::cluster_group cluster, Value value) {
+  __shared__ Value mine;
+  if (threadIdx.x == 0) mine = value;
   cluster.sync();
   const unsigned blocks = gridDim.x;
-  sum = over_lanes(*cluster.map_shared_rank(&mine, threadIdx.x % blocks), blocks);
+  value = over_lanes(*cluster.map_shared_rank(&mine, threadIdx.x % blocks), blocks);
   cluster.barrier_arrive();
-  return sum;
+  return value;
 }

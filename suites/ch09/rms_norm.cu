@@ -45,7 +45,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 4)
   extern __shared__ uint4 kept[];
   const auto cluster = cooperative_groups::this_cluster();
   const Slice part = slice(n / 8);
-  keep(kept, x + part.first, part.count);
+  copy_to_shared(kept, x + part.first, part.count);
+  __pipeline_wait_prior(0);
   float sum = 0.0f;
   for (unsigned i = threadIdx.x; i < part.count; i += BLOCK) sum += squares(kept[i]);
   sum = over_cluster(cluster, over_block(sum));

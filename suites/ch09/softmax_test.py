@@ -11,19 +11,21 @@ Optimized  fused: of unfused. One Triton kernel loads a row, keeps it in registe
            online: of unfused. One Triton kernel that walks the row twice in steps of 4096. The
            first pass finds maximum and sum together, as in `../ch07/online_softmax_test.py`. It
            exists from rows of 4096 on.
+           clustered: of fused. In CUDA C++, the blocks of a cluster share a row. Each thread keeps
+           8 vectors of 16 bytes in registers and the others in shared memory. The blocks exchange
+           their maxima and sums once. It exists from rows of 32768 on, and needs a multiple of 4
+           elements. An SM of an H200 holds two blocks with 128 KiB of a row each.
            compiled: of unfused, through `torch.compile`.
            library: `torch.softmax`.
-Bound      DRAM. fused reads and writes each element once. unfused makes five reads and three writes
-           of the matrix. online reads a row twice. The second read comes from the L2 as long as the
-           rows of all running programs fit there together, which is so up to 16384 elements.
-           compiled does the same, because Inductor knows the online form. library reads rows that
-           do not fit shared memory three times. Of fused with rows of 32768, one block fits an SM,
-           so the SM loads nothing while the block reduces or stores.
-Use when   Fuse always. Keep the row in registers as long as it fits, and go online above that. A
-           cluster of blocks holds rows that are longer still in its shared memory, as
-           `../ch10/cluster_reduction_test.py` shows for an RMS norm. If the softmax is part of
-           attention or of a loss, do not write its result at all: see attention_test.py and
-           cross_entropy_test.py.
+Bound      DRAM. fused and clustered read and write each element once. unfused makes five reads and
+           three writes of the matrix. online reads a row twice. The second read comes from the L2
+           as long as the rows of all running programs fit there together, which is so up to 16384
+           elements. compiled does the same, because Inductor knows the online form. library reads
+           rows that do not fit shared memory three times. Of fused with rows of 32768, one block
+           fits an SM, so the SM loads nothing while the block reduces or stores.
+Use when   Fuse always. Keep the row in registers as long as it fits, and longer rows on a cluster.
+           Without clusters, go online. If the softmax is part of attention or of a loss, do not
+           write its result at all: see attention_test.py and cross_entropy_test.py.
 """
 
 import functools
@@ -32,7 +34,9 @@ import torch
 import triton
 import triton.language as tl
 
-from pytest_aisp import Cost, Sweep, Variant, Work, compare
+from pytest_aisp import Cost, Sweep, Variant, Work, compare, cuda_module
+
+kernels = cuda_module("softmax.cu")
 
 TOTAL = 2**28  # elements of a matrix
 STEP = 4096
@@ -41,6 +45,9 @@ LENGTHS = (256, 4096, 32768, 262144)
 RUNNING = 132 * 4  # programs of online that an H200 holds at once: 60 registers per thread
 TORCH = 132 * 2  # blocks of 1024 threads of torch's kernel that it holds at once
 L2 = 60 * 2**20
+BLOCK, MOST_BLOCKS = 256, 8  # threads of a block of clustered, blocks of its largest cluster
+HELD = 8 * 16 * BLOCK  # bytes of a row that a block keeps in registers
+SLICE = 64 * 2**10  # bytes of a row that a block keeps, or more if the largest cluster needs it
 
 
 @triton.jit
@@ -110,6 +117,17 @@ def online(x):
     return out
 
 
+def clustered(x):
+    (rows, n), out = x.shape, torch.empty_like(x)
+    if n % 4:
+        raise ValueError(f"rows of {n} elements; clustered needs a multiple of 4")
+    blocks = min(triton.next_power_of_2(triton.cdiv(4 * n, SLICE)), MOST_BLOCKS)
+    shared = max(16 * triton.cdiv(n, 4 * blocks) - HELD, 0)
+    launch = kernels.clustered.launch((blocks, rows), BLOCK, shared, cluster=(blocks, 1))
+    launch(x, out, n)
+    return out
+
+
 @functools.cache
 def compiled_formula():
     return torch.compile(formula, dynamic=False)
@@ -173,18 +191,31 @@ def library_cost(rows, n):
     optimized=[
         Variant(fused, when=lambda rows, n: n <= LONGEST),
         Variant(online, when=lambda rows, n: n >= STEP),
+        Variant(
+            clustered,
+            when=lambda rows, n: n >= LONGEST,
+            needs=("clusters", "dsmem"),
+            sass=("UCGABAR_WAIT", "LDGSTS.E.BYPASS.128"),
+        ),
         compiled,
         Variant(library, at_least="yardstick"),
     ],
     inputs=inputs,
     reference=reference,
     sizes=[{"rows": TOTAL // n, "n": n} for n in LENGTHS],
-    check_sizes=[{"rows": 17, "n": 255}, {"rows": 3, "n": 1023}, {"rows": 2, "n": 9001}],
+    # Rows begin at multiples of 16 bytes. With 17000, clustered has two blocks. Some of their
+    # threads have one vector in shared memory, the others none.
+    check_sizes=[
+        {"rows": 17, "n": 252},
+        {"rows": 3, "n": 1020},
+        {"rows": 2, "n": 9004},
+        {"rows": 3, "n": 17000},
+    ],
     work=lambda rows, n: Work(read=4 * rows * n, write=4 * rows * n, terms=n, roundings=3),
     bound="dram",
     costs={
         unfused: unfused_cost,
-        fused: one_kernel,
+        **dict.fromkeys([fused, clustered], one_kernel),
         **dict.fromkeys([online, compiled], walked_twice),  # compiled finds the online form too
         library: library_cost,
     },
