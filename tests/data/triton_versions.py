@@ -74,6 +74,7 @@ def tuned_kernel(x, out, n, BLOCK: tl.constexpr):
     to = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(out + to, 2 * tl.load(x + to, mask=to < n), mask=to < n)
 """
+IMPORT = "from .kernels import doubling_kernel, other_kernel, tuned_kernel"
 RENAMED = [("at = ", "where = "), ("+ at", "+ where"), ("=at", "=where")]
 LAUNCH = "doubling_kernel[(triton.cdiv(x.numel(), 1024),)](x, out, x.numel(), BLOCK=1024)"
 TUNED = (LAUNCH, "tuned_kernel[lambda m: (triton.cdiv(x.numel(), m['BLOCK']),)](x, out, x.numel())")
@@ -82,6 +83,7 @@ BLOCK = ("BLOCK=1024", f"BLOCK=1024 if {COUNT} < 200 else 2048")
 # What differs from the texts above in both versions, and what only in the new version.
 CHANGES = {
     "a local variable": ([], RENAMED),
+    "a kernel on the page": ([(IMPORT, KERNELS)], RENAMED),
     "a line": ([], [("    at = ", "\n    where = \\\n"), *RENAMED]),
     "a tuned kernel": ([TUNED], [("to = ", "where = "), ("+ to", "+ where"), ("=to", "=where")]),
     "a function that a kernel calls": (
