@@ -9,6 +9,9 @@ Optimized  tf32: fp32 with TF32 switched on. Tensor cores round the operands to 
            the result back to fp32.
 Bound      Matrix products: CUDA cores on fp32, tensor cores on the variants. The bytes of GELU and
            of the casts come on top.
+Seen       On an H200, fp32 takes longer than predicted, and the variants do not. The rate `fp32` is
+           that of multiply-adds without loads, which products do not reach
+           (`../ch11/chunk_count_test.py`).
 Use when   Training or inference spends its time in fp32 products. TF32 changes one flag and no
            tensor. bf16 is faster when 8 significant bits are enough, and weights stored in bf16
            need no casts. Neither helps when memory or the host is the limit.
