@@ -25,12 +25,13 @@ Seen       Only interleaved and queue with order=last are recorded, on an H100. 
            Either the atomics on one address are slow, or the heavy items, which start last, go to
            the SMs less evenly. queue_by_4 would show which, but it is not recorded yet.
 Use when   Some items take much longer than others, and you do not know which. Start with a warp or
-           a block per item, because the GPU's scheduler is a queue too. Write your own queue when
-           the kernel keeps data in shared memory or registers, so that it must stay on the GPU. If
-           you know the long items, start them first. All warps update one address, so let each
-           atomic hand out enough work. But leave each warp several turns, because a queue from
-           which each warp takes once is a fixed share. If all items take the same time, a queue
-           gains nothing.
+           a block per item, because the GPU's scheduler is a queue too. With fixed shares,
+           interleave them: it costs nothing, and heavy items often lie together. Write your own
+           queue when the kernel keeps data in shared memory or registers, so that it must stay on
+           the GPU. If you know the long items, start them first. All warps update one address, so
+           let each atomic hand out enough work. But leave each warp several turns, because a queue
+           from which each warp takes once is a fixed share. If all items take the same time, a
+           queue gains nothing.
 """
 
 import torch

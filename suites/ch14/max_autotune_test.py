@@ -22,9 +22,9 @@ Seen       Only test_max_autotune is recorded, on an H100. autotuned takes as lo
            much longer than a product with an epilogue would. So Inductor has probably kept cuBLAS
            and the pointwise kernel. Its choice was not recorded.
 Use when   Products are followed by pointwise operations, or have shapes for which the library is
-           slow. Where cuBLAS is good and k is long, there is little to gain. The tuning takes long
-           and is repeated for each shape, so keep its cache, or deploy compiled code. With less
-           than 68 SMs, Inductor tries no Triton products.
+           slow. Where cuBLAS is good, there is little to gain, so compare the times before you keep
+           the mode. The tuning takes long and is repeated for each shape, so keep its cache, or
+           deploy compiled code. With less than 68 SMs, Inductor tries no Triton products.
 """
 
 import torch

@@ -28,11 +28,12 @@ Bound      mma_sync, tma and flash: `mma.sync`, which does not reach the rate of
 Seen       On an H100, pingpong and overlapped gain at most a little over specialized, and only with
            1024 tokens. So the warpgroups of specialized must already alternate. mma_sync takes
            longer than predicted and tma does not: the threads of mma_sync copy all tiles
-           themselves, and the cost leaves these instructions out. With the causal mask, mma_sync,
-           flash and cudnn also lose because blocks differ in length. Probably the last blocks leave
-           SMs idle. With 1024 tokens, all sides take longer than predicted, and cudnn is faster
-           than every rung. A block then has few tiles of keys, so its start and its end probably
-           count.
+           themselves, and the cost leaves these instructions out. With 1024 tokens, all sides take
+           longer than predicted. A block then has few tiles of keys. The times of wgmma at the
+           three lengths fit a fixed time per block for its start and its end, which the cost leaves
+           out. cudnn is faster than every rung there. With the causal mask, all sides also lose
+           because blocks differ in length, most at short lengths. Probably the last blocks leave
+           SMs idle.
 Use when   Call `scaled_dot_product_attention`, which chooses cuDNN on Hopper. Write such a kernel
            only for attention that no library has, and stop at specialized: its producer warpgroup
            is the last rung that gains.

@@ -25,8 +25,9 @@ Seen       Only sequences of up to 512 tokens are recorded, on an H100. All side
            call of looped has few programs, which do not fill the GPU. Which kernel PyTorch chose
            for padded, which has a mask, was not recorded. packed and nested take the same time.
 Use when   The lengths of a batch differ. The gain is the share of the padding in the scores, which
-           grows with the square of the length. If all lengths are nearly equal, padding is simpler.
-           Sorting requests by length lessens the padding, and needs enough requests to sort.
+           grows with the square of the length. A call per sequence is enough only if each sequence
+           fills the GPU. If all lengths are nearly equal, padding is simpler. Sorting requests by
+           length lessens the padding, and needs enough requests to sort.
 """
 
 import pytest
