@@ -27,11 +27,10 @@ Seen       With short rows, warp_per_row and block_per_row take longer than thei
            is not known here.
 Use when   You reduce along the contiguous dimension. Start with a warp per row. Try a block per row
            if there are fewer rows than warps on the GPU, and several blocks per row if there are
-           fewer rows than SMs (`../ch07/reduction_test.py`). One thread per row is right
-           for column-major matrices, where neighboring threads read neighboring elements. In a
+           fewer rows than SMs (`../ch07/reduction_test.py`). One thread per row is right for
+           column-major matrices, where neighboring threads read neighboring elements. In a
            row-major matrix it is slower than a warp per row even with rows of 32 elements.
-           `../ch06/shuffle_reduction_test.py` compares ways in which a block
-           adds up its sums.
+           `../ch06/shuffle_reduction_test.py` compares ways in which a block adds up its sums.
 """
 
 from dataclasses import replace

@@ -22,10 +22,10 @@ Bound      DRAM. fused and clustered read and write each element once, 4 bytes i
            row. With rows of 256 elements, the starts of a million blocks take longer than the
            bytes.
 Seen       On an H100, compiled with rows of 32768 takes less time than two reads from DRAM, and as
-           long as fused. So Inductor's code reads these rows from DRAM only once. It probably has
-           fewer rows at work at a time than walked, so that they fit the L2. library takes longer
-           than its bytes at all lengths, and it is the slowest of the fused sides. Its kernel was
-           not examined. clustered is not recorded yet.
+           long as fused. So Inductor's code reads these rows from DRAM only once, and its cost
+           counts that. It probably has fewer rows at work at a time than walked, so that they fit
+           the L2. library takes longer than its bytes at all lengths, and it is the slowest of the
+           fused sides. Its kernel was not examined. clustered is not recorded yet.
 Use when   Always fuse a norm. The compiler does it best up to rows of 32768, and torch's own kernel
            takes longer. Write your own kernel when it does more than the norm, as in
            dropout_norm_test.py. Keep the row in registers while it fits, and longer rows in the
@@ -176,6 +176,10 @@ def walked_cost(rows, n):
     return one_kernel(rows, n, reads=1 if in_work < L2 else 2)
 
 
+def compiled_cost(rows, n):
+    return one_kernel(rows, n) if n <= LONGEST else walked_cost(rows, n)
+
+
 def library_cost(rows, n):
     return replace(walked_cost(rows, n), blocks=rows)
 
@@ -210,7 +214,8 @@ def library_cost(rows, n):
     costs={
         chain: chain_cost,
         **dict.fromkeys([fused, clustered], one_kernel),
-        **dict.fromkeys([compiled, walked], walked_cost),
+        compiled: compiled_cost,
+        walked: walked_cost,
         library: library_cost,
     },
     sweep=Sweep("n"),

@@ -19,8 +19,8 @@ Seen       On an H100, captured takes three times as long as the starts of its k
            8 rows has only a few tiles, and each of them walks the whole inner dimension, so it
            probably takes longer than its start. reduce_overhead replays the same kernels and takes
            several times as long as captured, so its guards, its copies and its checks of addresses
-           cost more than the kernels. The time of eager differs by half from one row to the next,
-           so these ratios are rough.
+           cost more than the kernels. The time of eager differs by half from one result to the
+           next, so these ratios are rough.
 Use when   The GPU waits for the host. Start with `mode="reduce-overhead"`: it captures again when
            a shape or a parameter's address changes, and leaves out what cannot be captured.
            Capture by hand if the shapes are fixed and every microsecond counts. Neither helps if

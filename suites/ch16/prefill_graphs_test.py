@@ -21,8 +21,8 @@ Bound      The host for eager_prefill, which launches more than a hundred kernel
            the graph. piecewise launches a graph and four kernels per layer.
 Seen       On an H100, all sides take longer than predicted. The rate of a launch was measured with
            an addition, not with products, and the costs count each small kernel of a graph as its
-           start. The time of eager_prefill differs by a third from row to row. piecewise is not
-           recorded yet.
+           start. The time of eager_prefill differs by a third from one result to the next.
+           piecewise is not recorded yet.
 Use when   Prompts are short, or come in chunks of limited size, and the model is so small that its
            launches take longer than its work. With long prompts, launches hide behind the work, and
            padding only costs. Each bucket needs a capture and memory, so choose few. Capture in

@@ -22,8 +22,8 @@ Seen       On an H100, without a mask, naive and online take half as long again 
            `cuda_attention_hopper_test.py`, because its threads copy all tiles themselves. With 1024
            tokens, mma_sync and cudnn miss their predictions by more. A block then has few tiles of
            keys, so its start and its end probably count. The causal mask is not recorded yet.
-Use when   Call `scaled_dot_product_attention`. Keeping the scores on the chip always saves
-           memory. It saves little time while the products are slow. The rungs for Hopper are in
+Use when   Call `scaled_dot_product_attention`. Keeping the scores on the chip always saves memory.
+           It saves less time than the tensor cores do. The rungs for Hopper are in
            `cuda_attention_hopper_test.py`.
 """
 
