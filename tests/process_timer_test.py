@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import random
 
 import pytest
 
 from pytest_aisp import fresh_process
-from pytest_aisp.results.messages import CheckTask, CountTask, Reply
+from pytest_aisp.results.messages import CheckTask, CountTask, Reply, TimeTask
+from pytest_aisp.timing.schedule import Budget
 from pytest_aisp.worker import client, output_capture, process_timer, server
 
 
@@ -87,6 +90,52 @@ def test_a_failed_process_ends_the_others(log):
     with pytest.raises(process_timer.ProcessFailed, match="doubled in a fresh process: gone"):
         process_timer.ask_fresh(requests("fails", "optimized"), lambda text: None)
     assert log[2:] == ["doubled fails 1200.0", "close alone", "close doubled"]
+
+
+@pytest.fixture
+def started(log, monkeypatch):
+    """Say that a process is ready when it is waited for. The optimized side takes half as long."""
+
+    def ask(worker, task, seconds, progress):
+        log.append(f"sample {worker.name}")
+        seconds = 1.0 if worker.name == "doubled" else 0.5
+        return Reply(result={"seconds": seconds, "cpu_share": 1.0})
+
+    def wait(workers, *others):
+        log.append(f"ready {workers[0].name}")
+
+    monkeypatch.setattr(client.WorkerProcess, "ask", ask)
+    monkeypatch.setattr(process_timer.select, "select", wait)
+    return log
+
+
+def samples(budget):
+    task = TimeTask(function="test_doubling", variant="alone")
+    rng = random.Random(1)
+    return process_timer.measure_processes(task, (doubled, alone), budget, rng, lambda text: None)
+
+
+def test_processes_of_a_block_start_together_and_are_timed_in_turn(started):
+    made = samples(Budget(blocks=5, least=5))
+    assert math.exp(made.value) == pytest.approx(2.0)
+    first = started[: started.index("sample doubled")]
+    assert sorted(first) == sorted(
+        [*["start doubled", "ready doubled"] * 2, *["start alone", "ready alone"] * 2]
+    )
+    assert max(k for k, line in enumerate(first) if line.startswith("start")) < 4
+    made_of = [started.count(f"{what} doubled") for what in ("start", "sample", "close")]
+    assert made_of == [12, 12, 12]  # the first block is discarded
+
+
+def test_a_failed_sample_ends_the_processes_that_wait(started, monkeypatch):
+    def ask(worker, task, seconds, progress):
+        return Reply(error="died", message="gone")
+
+    monkeypatch.setattr(client.WorkerProcess, "ask", ask)
+    with pytest.raises(process_timer.ProcessFailed, match="in a fresh process: gone"):
+        samples(Budget(blocks=5, least=5))
+    assert sum(line.startswith("start") for line in started) == 4
+    assert sum(line.startswith("close") for line in started) == 4
 
 
 def test_a_task_carries_its_time_limit(monkeypatch):

@@ -24,14 +24,16 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from ..results import encoding, messages
-from ..results.messages import ProgressUpdate, RankStarted, RankStep, Reply, Task, failed
-from ..worker.client import (
-    START_SECONDS,
-    Progress,
-    describe_exit,
+from ..results.messages import (
+    ProgressUpdate,
+    RankStarted,
+    RankStep,
+    Reply,
+    Task,
+    failed,
     timeout_reply,
-    worker_environment,
 )
+from ..worker.client import START_SECONDS, Progress, describe_exit, worker_environment
 from ..worker.output_capture import STREAMS, OutputCapture, Stream
 from .rank import Member, describe_hang, output_file
 

@@ -9,10 +9,9 @@ from msgspec import Struct
 
 from ..page.pair import ROLES
 from ..results import stats
-from ..results.messages import Reply
+from ..results.messages import TIMEOUT_HINT, Reply
 from ..results.task_results import TimeResult
 from ..results.verdict import DEFAULT_SPREAD, Reading, effective_spread
-from ..worker.client import TIMEOUT_HINT
 
 REASONS = {
     "accepted": "the outputs are right, and nothing contradicts the time",

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 Json: TypeAlias = Any
 """Any JSON value: a number, a text, a list or a table."""
@@ -21,6 +22,9 @@ READY = "ready"
 
 AT = " at "
 """The text that separates the work from the size in a progress message."""
+
+TIMEOUT_HINT = "give it longer with -o aisp_timeout_multiplier=2"
+"""The last line of the message about a timeout."""
 
 
 class Task(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind"):
@@ -333,3 +337,9 @@ def failed(error: ErrorKind, message: str, doing: str, trace: str) -> Reply:
     """Return the reply for a failure during `doing`, a progress message."""
     work, _, size = doing.partition(AT)
     return Reply(error=error, message=f"{message} during: {work}", at=size, trace=trace)
+
+
+def timeout_reply(seconds: float, doing: str, trace: str) -> Reply:
+    """Return the reply for a task that was not answered within `seconds`."""
+    reply = failed("timeout", f"no answer within {seconds:g} s", doing, trace)
+    return replace(reply, message=f"{reply.message}\n{TIMEOUT_HINT}")

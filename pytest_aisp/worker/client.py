@@ -33,6 +33,7 @@ from ..results.messages import (
     Task,
     TimeTask,
     failed,
+    timeout_reply,
 )
 from ..results.row import JournalLine
 from ..results.verdict import DISTURBED
@@ -47,8 +48,6 @@ EXIT_SECONDS = 3.0
 """Seconds that a process may take to end after its pipe is closed. Normally one is enough."""
 POLL_SECONDS = 0.5
 """Seconds between two checks that the process is alive, while the client waits for an answer."""
-TIMEOUT_HINT = "give it longer with -o aisp_timeout_multiplier=2"
-"""The last line of the message about a timeout."""
 
 
 class Worker(Protocol):
@@ -130,6 +129,10 @@ class WorkerProcess:
     def pid(self) -> int:
         """The process id."""
         return self._process.pid
+
+    def fileno(self) -> int:
+        """Return the pipe of its answers, which can be read as soon as the process is ready."""
+        return self._answers
 
     def ask(self, task: Task, seconds: float, progress: Progress) -> Reply:
         """Return the reply to `task`. A fault, a hang or an interrupt kills the process."""
@@ -232,12 +235,6 @@ def worker_environment(changes: Mapping[str, str | None]) -> dict[str, str]:
     path = os.pathsep.join(p for p in sys.path if p)
     merged = {**os.environ, "PYTHONPATH": path, **changes}
     return {name: value for name, value in merged.items() if value is not None}
-
-
-def timeout_reply(seconds: float, doing: str, trace: str) -> Reply:
-    """Return the reply for a task that was not answered within `seconds`."""
-    reply = failed("timeout", f"no answer within {seconds:g} s", doing, trace)
-    return replace(reply, message=f"{reply.message}\n{TIMEOUT_HINT}")
 
 
 def describe_exit(code: int) -> str:

@@ -21,11 +21,10 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from ..results import encoding
-from ..results.messages import ProfileTask, Reply, Task
+from ..results.messages import TIMEOUT_HINT, ProfileTask, Reply, Task
 from . import ncu_counters
 from .client import (
     PROGRAM,
-    TIMEOUT_HINT,
     Progress,
     WorkerProcess,
     describe_exit,

@@ -1,16 +1,20 @@
 """Process sides, for settings that are read only when a process starts, such as the environment.
 
 Each sample comes from one fresh process, which imports the page, makes the inputs, warms up, and
-times its own calls. The processes run in the order ABBA, like the windows of every clock.
+times its own calls. The processes run in the order ABBA, like the windows of every clock. Those of
+a block start together, because importing torch takes most of their time. Then they wait until it is
+their turn, so that only one of them works.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import random
+import select
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from statistics import median
 from typing import overload
@@ -36,6 +40,8 @@ from .client import Progress, WorkerProcess
 from .output_capture import OutputCapture, write_text
 
 BLOCKS = 5
+WINDOWS = 2
+"""The windows of each side in a block."""
 SAMPLE_SECONDS = 0.05
 
 
@@ -116,7 +122,8 @@ def measure_processes(
         _ProcessWindow(task, sides[0], past, progress),
         _ProcessWindow(task, sides[1], None, progress),
     )
-    return schedule.measure(_ProcessTimer(windows), few, rng)
+    with closing(_ProcessTimer(windows)) as timer:
+        return schedule.measure(timer, few, rng)
 
 
 class _ProcessTimer:
@@ -124,6 +131,23 @@ class _ProcessTimer:
 
     def __init__(self, windows: tuple[_ProcessWindow, _ProcessWindow]) -> None:
         self.windows = windows
+        for window in windows:
+            window.start_block = self.start_block
+
+    def start_block(self) -> None:
+        """Start the processes of a block, and wait until all of them are ready."""
+        waiting = list[WorkerProcess]()
+        for window in self.windows:
+            window.start(WINDOWS - len(window.waiting))
+            waiting += window.waiting
+        for worker in waiting:
+            select.select([worker], [], [], client.START_SECONDS)
+
+    def close(self) -> None:
+        """End the processes that are still waiting."""
+        for window in self.windows:
+            for worker in window.waiting:
+                _end(worker)
 
     def refresh(self, *, last: bool) -> None:
         """Do nothing: every process has fresh memory."""
@@ -147,6 +171,8 @@ class _ProcessWindow:
         self._task = SampleTask(**case_fields(task), side=side.__name__, past=past)
         self._environment, self._progress = side.environment, progress
         self.started = 0
+        self.waiting: deque[WorkerProcess] = deque()
+        self.start_block: Callable[[], None]
         self.cpu_shares: list[float] = []
         self._disturbed = ""
 
@@ -155,11 +181,19 @@ class _ProcessWindow:
         text, self._disturbed = self._disturbed, ""
         return text
 
+    def start(self, count: int) -> None:
+        self.waiting.extend(client.WorkerProcess(self._environment) for _ in range(count))
+
     def __call__(self) -> float:
         self.started += 1
         self._progress(f"process {self.started} of {self._task.side}")
-        with _fresh_worker(self._environment) as worker:
+        if not self.waiting:
+            self.start_block()
+        worker = self.waiting.popleft()
+        try:
             sample = _ask(worker, self._task, self._task.side, SampleResult)
+        finally:
+            _end(worker)
         self._disturbed = self._disturbed or sample.disturbed
         self.cpu_shares.append(sample.cpu_share)
         return sample.seconds
@@ -175,7 +209,7 @@ def ask_fresh(requests: Sequence[tuple[Task, ProcessSide]], progress: Progress) 
         ProcessFailed: if a process failed. The message names its side.
     """
     results = []
-    with contextlib.ExitStack() as stack:
+    with ExitStack() as stack:
         workers = [stack.enter_context(_fresh_worker(side.environment)) for _, side in requests]
         for worker, (task, side) in zip(workers, requests, strict=True):
             progress(f"a process of {side.__name__}")
@@ -185,15 +219,20 @@ def ask_fresh(requests: Sequence[tuple[Task, ProcessSide]], progress: Progress) 
     return results
 
 
-@contextlib.contextmanager
+@contextmanager
 def _fresh_worker(environment: Mapping[str, str | None]) -> Iterator[WorkerProcess]:
-    """Start a process. When it ends, copy its output to this process's output."""
+    """Start a process, and end it when the context ends."""
     worker = client.WorkerProcess(environment)
     try:
         yield worker
     finally:
-        worker.close()
-        _print_again(worker.outputs)
+        _end(worker)
+
+
+def _end(worker: WorkerProcess) -> None:
+    """End a process, and copy its output to this process's output."""
+    worker.close()
+    _print_again(worker.outputs)
 
 
 def _ask(worker: WorkerProcess, task: Task, name: str, kind: type[Result]) -> Result:
