@@ -23,6 +23,7 @@ GPU_ONLY = {
     "ch07/histogram-library": "not implemented for 'Int'",
     "ch07/l2_persistence": "inline assembly",
     "ch07/tile_copy": "inline assembly, tensor maps",
+    "ch09/cross_entropy-clustered": "clusters, cooperative groups",
     "ch09/rms_norm-clustered": "clusters, cooperative groups",
     "ch09/softmax-clustered": "clusters, cooperative groups",
     "ch10/cluster_reduction": "clusters, cooperative groups",

@@ -10,6 +10,9 @@ Optimized  compiled: of eager: softmax, loss and gradient by formula, through `t
            two_kernels: of eager. A Triton kernel finds the loss and the logarithm of the sum of
            each row, online. A second one reads the logits again and writes the gradient.
            one_kernel: of two_kernels. The program that found a row's sum writes the gradient too.
+           clustered: of one_kernel. In CUDA C++, the blocks of a cluster share a row and keep it in
+           their shared memory. They exchange their maxima and sums once. It exists from 16384
+           classes on, of which one block keeps all, and needs a multiple of 8 classes.
            chunked: of whole. Eight chunks of rows in turn, each with its logits, its loss and its
            gradients. The gradient of the weight is added up in bf16.
            fused_chunks: of chunked. The loss of each chunk is that of one_kernel, which overwrites
@@ -18,11 +21,12 @@ Optimized  compiled: of eager: softmax, loss and gradient by formula, through `t
            returns the loss in bf16.
 Bound      test_cross_entropy: DRAM, or issue. eager makes ten passes over the logits, most of them
            in fp32. torch's log softmax and its backward also read long rows more than once. The
-           Triton kernels read a logit twice and write its gradient. In one_kernel the second read
-           comes from the L2, as long as the rows of all running programs fit there together. Then
-           the issue of instructions takes longer than DRAM. The machine code for sm_90 has about 40
-           instructions per logit, most of them for exponentials and for rounding to bf16, and half
-           as many again if the row is a single step of the loop.
+           Triton kernels read a logit twice and write its gradient, and clustered reads it once. In
+           one_kernel the second read comes from the L2, as long as the rows of all running programs
+           fit there together. Then the issue of instructions takes longer than DRAM. The machine
+           code for sm_90 has about 40 instructions per logit, most of them for exponentials and for
+           rounding to bf16, and half as many again if the row is a single step of the loop. That of
+           clustered has 16, because it rounds by an instruction and flushes denormal numbers.
            test_linear_cross_entropy: the tensor cores. All sides compute the same three products.
            The passes of whole over its fp32 logits take another three quarters of that time. Memory
            is the point: whole keeps fp32 copies of logits and gradients. Chunks are claimed to save
@@ -45,7 +49,9 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from pytest_aisp import Cost, Sweep, Variant, Work, compare
+from pytest_aisp import Cost, Sweep, Variant, Work, compare, cuda_module
+
+kernels = cuda_module("cross_entropy.cu", options={"ftz": True})
 
 TOTAL = 2**28  # logits of the curve
 CLASSES = (1024, 16384, 262144)
@@ -58,6 +64,9 @@ L2 = 60 * 2**20
 # Instructions of a thread for its 16 logits of a step, and once per row, counted in the machine
 # code that Triton 3.9 makes for sm_90.
 LOSS, GRADIENT, BOTH = (284, 301), (328, 51), (625, 312)
+CLUSTERED = 130 / 8  # instructions of clustered per logit, in the machine code for sm_90
+BLOCK, MOST_BLOCKS = 256, 8  # threads of a block of clustered, blocks of its largest cluster
+SLICE = 32 * 2**10  # bytes of a row that a block keeps, or more if the largest cluster needs it
 MOST = {"chunked": 0.35, "fused_chunks": 0.2, "linear_library": 0.6}
 
 
@@ -208,6 +217,23 @@ def one_kernel(logits, labels):
     return losses.mean(), grad
 
 
+def blocks_of(n):
+    """Return how many blocks of clustered share a row."""
+    return min(triton.next_power_of_2(triton.cdiv(2 * n, SLICE)), MOST_BLOCKS)
+
+
+def clustered(logits, labels):
+    (rows, n), grad = logits.shape, torch.empty_like(logits)
+    if n % 8:
+        raise ValueError(f"rows of {n} logits; clustered needs a multiple of 8")
+    losses = torch.empty(rows, device=logits.device)
+    blocks = blocks_of(n)
+    shared = 16 * triton.cdiv(n, 8 * blocks)
+    launch = kernels.clustered.launch((blocks, rows), BLOCK, shared, cluster=(blocks, 1))
+    launch(logits, labels, losses, grad, n)
+    return losses.mean(), grad
+
+
 def whole(hidden, weight, labels):
     leaves = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
     loss = F.cross_entropy((leaves[0] @ leaves[1].mT).float(), labels)
@@ -315,6 +341,11 @@ def one_kernel_cost(rows, n):
     return both + Cost(read=4 * rows, launches=1)
 
 
+def clustered_cost(rows, n):
+    both = moved(rows, n, 2, 2, 2, CLUSTERED, rows * blocks_of(n))
+    return both + Cost(read=4 * rows, launches=1)
+
+
 def compiled_cost(rows, n):
     """Return its cost. Inductor joins the sums of a row and its gradient in one kernel too.
 
@@ -351,11 +382,19 @@ def in_chunks(rows, n, k, loss):
         Variant(compiled, at_least={"sm90": 5.1}),
         Variant(two_kernels, at_least={"sm90": 4.8}),
         Variant(one_kernel, at_least={"sm90": 6.1}),
+        Variant(
+            clustered,
+            when=lambda rows, n: n >= CLASSES[1],
+            needs=("clusters", "dsmem"),
+            sass=("UCGABAR_WAIT", "LDGSTS.E.BYPASS.128"),
+        ),
     ],
     inputs=inputs,
     reference=reference,
     sizes=[{"rows": TOTAL // n, "n": n} for n in CLASSES],
-    check_sizes=[{"rows": 17, "n": 255}, {"rows": 2, "n": 9001}],
+    # Rows begin at multiples of 16 bytes. With 17000, clustered has two blocks, which differ in
+    # their number of vectors, as some of their threads do.
+    check_sizes=[{"rows": 17, "n": 248}, {"rows": 2, "n": 9000}, {"rows": 5, "n": 17000}],
     work=lambda rows, n: Work(read=2 * rows * n, write=2 * rows * n, terms=n, roundings=4),
     bound="dram",
     costs={
@@ -363,6 +402,7 @@ def in_chunks(rows, n, k, loss):
         compiled: compiled_cost,
         two_kernels: two_kernels_cost,
         one_kernel: one_kernel_cost,
+        clustered: clustered_cost,
     },
     sweep=Sweep("n"),
 )
