@@ -32,7 +32,6 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 3)
   const unsigned rest = part.count - min(part.count, HELD * BLOCK);
   x += part.first;
   out += part.first;
-  copy_to_shared(kept, x + HELD * BLOCK, rest);
   const float none = -CUDART_INF_F;
   float4 held[HELD];
 #pragma unroll
@@ -40,6 +39,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 3)
     const unsigned i = threadIdx.x + k * BLOCK;
     held[k] = i < part.count ? x[i] : float4{none, none, none, none};
   }
+  copy_to_shared(kept, x + HELD * BLOCK, rest);
   __pipeline_wait_prior(0);
 
   // Each exponential is relative to the thread's own largest element. The lowest number instead of
