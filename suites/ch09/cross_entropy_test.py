@@ -12,7 +12,7 @@ Optimized  compiled: of eager: softmax, loss and gradient by formula, through `t
            one_kernel: of two_kernels. The program that found a row's sum writes the gradient too.
            clustered: of one_kernel. In CUDA C++, the blocks of a cluster share a row and keep it in
            their shared memory. They exchange their maxima and sums once. It exists from 16384
-           classes on, of which one block keeps all, and needs a multiple of 8 classes.
+           classes on, and needs a multiple of 8. One block keeps a row of 16384 classes.
            chunked: of whole. Eight chunks of rows in turn, each with its logits, its loss and its
            gradients. The gradient of the weight is added up in bf16.
            fused_chunks: of chunked. The loss of each chunk is that of one_kernel, which overwrites
