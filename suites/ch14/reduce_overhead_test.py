@@ -20,7 +20,8 @@ Seen       On an H100, captured takes three times as long as the starts of its k
            probably takes longer than its start. reduce_overhead replays the same kernels and takes
            several times as long as captured, so its guards, its copies and its checks of addresses
            cost more than the kernels. The time of eager differs by half from one result to the
-           next, so these ratios are rough.
+           next, so these ratios are rough. The gain of compiled is within that, so it claims only
+           that it is not slower.
 Use when   The GPU waits for the host. Start with `mode="reduce-overhead"`: it captures again when
            a shape or a parameter's address changes, and leaves out what cannot be captured.
            Capture by hand if the shapes are fixed and every microsecond counts. Neither helps if
@@ -106,7 +107,7 @@ def network(layers, rows, width, **starts):
 @compare(
     baseline=eager,
     optimized=[
-        compiled,
+        Variant(compiled, at_least="neutral"),  # its gain is within the noise of the host
         Variant(reduce_overhead, at_least={"sm90": 2.4}),
         Variant(captured, at_least={"sm90": 5.3}),
         Variant(eager_captured, at_least="yardstick"),

@@ -132,7 +132,7 @@ LOADING = ("HGMMA", "USETMAXREG")  # a producer warpgroup gives its registers to
     baseline=mma_sync,
     optimized=[
         Variant(tma, needs="tma", sass=("UTMALDG", "HMMA")),
-        Variant(wgmma, sass="HGMMA", **WITH_WGMMA),
+        Variant(wgmma, sass="HGMMA", at_least={"sm90": 1.05}, **WITH_WGMMA),
         Variant(scores_ahead, sass="HGMMA", at_least={"sm90": 1.1}, **WITH_WGMMA),
         Variant(specialized, sass=LOADING, at_least={"sm90": 1.3}, **WITH_WGMMA),
         Variant(pingpong, sass=(*LOADING, "BAR.ARV"), at_least={"sm90": 1.4}, **WITH_WGMMA),
