@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -338,7 +339,10 @@ def test_processes_of_an_old_side_import_the_old_page(pytester, monkeypatch):
         outputs = ()
 
         def __init__(self, environment):
-            pass
+            self.null = open(os.devnull)
+
+        def fileno(self):
+            return self.null.fileno()
 
         def ask(self, task, seconds, progress):
             result = Engine().sample(task)
@@ -348,7 +352,7 @@ def test_processes_of_an_old_side_import_the_old_page(pytester, monkeypatch):
             return Reply(result=result)
 
         def close(self):
-            pass
+            self.null.close()
 
     monkeypatch.setattr(client, "WorkerProcess", WorkerInThisProcess)
     monkeypatch.setattr(CpuLoad, "look", lambda load: None)
