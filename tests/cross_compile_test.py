@@ -397,6 +397,14 @@ def test_the_option_without_a_value_means_every_arch(write, pytester):
     assert compiled(pytester, "-n2", "--aisp-compile", "ch99").ret == 0
 
 
+@pytest.mark.parametrize(("mode", "failed"), [(["--aisp-check"], 0), ([], 1)])
+def test_a_check_assembles_for_the_first_arch_alone(write, pytester, mode, failed):
+    later = CUDA.replace("2 *", "\n#if __CUDA_ARCH__ > 900\nno\n#endif\n2 *")
+    write("later", cuda=later, **also(CUDA_LAUNCH))
+    result = pytester.runpytest_subprocess("-q", *mode, "ch99/later_test.py")
+    result.stdout.fnmatch_lines([f"*{'1 failed' if failed else '1 compiled'}*"])
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

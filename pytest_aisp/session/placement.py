@@ -77,7 +77,7 @@ def placement_of(run: RunContext, case: Case, kernels: Kernels) -> Placement:
     if kernels.emulated:
         return Placement("check", "cpu", f"{need}; its CUDA C++ kernels were emulated")
     if kernels.cuda:
-        return Placement("compile", COMPILER, need, archs)
+        return Placement("compile", COMPILER, need, archs[:1] if check else archs)
     if case.variant.gpu_only:
         return Placement("skip", "cpu", f"{need}; {case.variant.gpu_only} has no form on a CPU")
     return Placement("check", "cpu", need)
