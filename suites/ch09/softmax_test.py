@@ -207,7 +207,6 @@ def library_cost(rows, n):
     # threads have one vector in shared memory, the others none.
     check_sizes=[
         {"rows": 17, "n": 252},
-        {"rows": 3, "n": 1020},
         {"rows": 2, "n": 9004},
         {"rows": 3, "n": 17000},
     ],
