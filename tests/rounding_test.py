@@ -174,30 +174,25 @@ def test_a_reference_that_refuses_perturbed_inputs_is_bound_by_its_values():
     ]
 
 
-def test_a_slow_reference_is_perturbed_once(monkeypatch):
+@pytest.mark.parametrize(
+    ("slow", "remarks"),
+    [
+        (-1.0, ["the reference takes 0 s: the error bound comes from one perturbed run"]),
+        (numerics.SLOW, []),
+    ],
+    ids=["slow", "long"],
+)
+def test_a_long_reference_is_perturbed_once_at_first(monkeypatch, slow, remarks):
     monkeypatch.setattr(numerics, "LONG", -1.0)
-    monkeypatch.setattr(numerics, "SLOW", -1.0)
+    monkeypatch.setattr(numerics, "SLOW", slow)
     calls = []
 
     def counted(x):
         calls.append(x)
         return x.double() * 3
 
-    _, remarks = sigma_of(counted)
+    assert sigma_of(counted)[1] == remarks
     assert len(calls) == 3
-    assert remarks == ["the reference takes 0 s: the error bound comes from one perturbed run"]
-
-
-def test_a_long_reference_is_perturbed_once_at_first(monkeypatch):
-    monkeypatch.setattr(numerics, "LONG", -1.0)
-    calls = []
-
-    def counted(x):
-        calls.append(x)
-        return x.double() * 3
-
-    _, remarks = sigma_of(counted)
-    assert (len(calls), remarks) == (3, [])
 
 
 def test_a_reference_that_draws_random_numbers_is_refused():

@@ -143,9 +143,9 @@ def session_spread(cases: Sequence[Sequence[Sequence[float]]], assumed: float) -
 def case_session_spread(sessions: Sequence[Sequence[float]], pool: float) -> float:
     """Shrink the spread between one case's sessions toward `pool`, the spread of all cases.
 
-    Cases differ: a ratio of two unlike kernels depends more on the board. `pool` has the weight of
-    `ASSUMED` more sessions. Sessions that agree by chance cannot reduce it further than by their
-    number.
+    The spread differs from case to case, because a ratio of two unlike kernels depends more on the
+    board. `pool` counts as much as `ASSUMED` sessions. Sessions that agree by chance cannot reduce
+    the result below what their number allows.
 
     Args:
         sessions: a list of the values of its processes for each session.

@@ -18,11 +18,11 @@ UNCHANGED = "unchanged, because it launches the same machine code"
 
 
 def sides_to_time(client: CaseClient, recorded: Callable[[], GitSnapshot | None]) -> list[str]:
-    """Return the sides to time against their version at the commit of ``--aisp-against``.
+    """Return the sides whose code has changed, and which must be timed against their old version.
 
-    Without this option, return the sides to time against their recorded version. A side is timed if
-    its code has changed, unless it launches the same machine code with the same host code. Such
-    sides are added to `client.unchanged`.
+    The old version is that of the commit of ``--aisp-against``, or else the recorded one. A side
+    with the same machine code and the same host code as before need not be timed. It is added to
+    `client.unchanged`.
 
     Args:
         recorded: a function that returns the tree with the recorded code, or None if the code has

@@ -17,13 +17,12 @@ Bound      Tensor cores: their operations are three or six times those of one pr
            products and the rate of their type decide. TF32 runs at half the rate of bf16, so tf32x3
            should take about as long as bf16x6. Splitting is DRAM traffic, and small beside the
            products. Two sums per output take many registers, which limits the tiles to 128 x 128.
-           The kernel also waits for each of its products. So bf16x6, which is not recorded yet,
-           claims only that it loses nothing.
-Seen       tf32 and tf32x3 are recorded, on an H100. Both take longer than predicted, tf32 more so.
-           The rate `tf32` is that of a library's product. This kernel waits for each of its
-           products and adds their sums on CUDA cores, so it reaches less of that rate. How much
-           each of these costs was not measured. tf32x3 is still almost twice as fast as fp32 on
-           CUDA cores.
+           The kernel also waits for each of its products. bf16x6 is not recorded yet. So it claims
+           only that it loses nothing.
+Seen       On an H100, tf32 and tf32x3 take longer than predicted, and tf32 is further off. The
+           rate `tf32` is that of a library's product. This kernel waits for each of its products
+           and adds their sums on CUDA cores, so it reaches less of that rate. How much each of
+           these costs was not measured. tf32x3 is still almost twice as fast as fp32 on CUDA cores.
 Use when   fp32 products take most of the time, and TF32 is not exact enough. The check accepts
            fp32's error from tf32x3 and bf16x6: each output may be wrong as if its sum had been
            rounded in fp32 at each step. From bf16x3 and tf32 it accepts the error of operands that
