@@ -146,6 +146,13 @@ def why_timed(tmp_path, monkeypatch):
 UNCHANGED = {"baseline": "", "optimized": ""}
 
 
+def test_another_version_of_the_plugin_is_no_change(why_timed):
+    """As in a clone of this repository: both versions of a side run with today's plugin."""
+    plugin = "../pytest_aisp/__init__.py"
+    files = {**FILES, plugin: "OLD = 1\n"}
+    assert why_timed(files=files, changed={plugin: "NEW = 1\n"}) == {}
+
+
 def test_a_comment_is_no_change(why_timed):
     assert why_timed("if (i < n) out[i] = F", "// the last block\nif (i < n) out[i] = F") == {}
 

@@ -20,6 +20,8 @@ from . import normalize
 from .sources import libraries, reach
 
 CUDA_SUFFIXES = (".cu", ".cuh", ".h", ".hpp")
+PLUGIN = __name__.partition(".")[0]
+"""The plugin's own package, which is no part of a page: old sides run with today's plugin too."""
 DYNAMIC_IMPORTS = ("import_module", "__import__")
 _INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', re.MULTILINE)
 LONGEST_NAME = 200
@@ -153,6 +155,8 @@ def _named(file: Path, root: Path, bases: Collection[Path]) -> Iterator[Path]:
     """Yield the paths that the imports and the text constants of a module may mean."""
     imports, constants = _names_in(file.read_text(encoding="utf-8", errors="replace"))
     for level, name in imports:
+        if not level and name.split(".")[0] == PLUGIN:
+            continue
         for base in [file.parents[level - 1]] if level else bases:
             yield from _modules(base, name)
     for text in constants:
