@@ -26,6 +26,18 @@ class Cache:
         self.held = not self.evicts
 
 
+def test_a_lower_clock_after_the_work_is_no_warm_l2():
+    """A load from DRAM takes the same time, and thus fewer cycles, when work lowers the clock."""
+    cache = Cache(evicts=True, miss=720.0)
+    assert Latency(287, 619, 720).cold is False
+
+    def work():
+        cache.work()
+        cache.miss = 619.0
+
+    assert measure(work, cache.read, cache.flush) == Latency(270, 619, 619)
+
+
 def test_slow_loads_after_a_round_show_a_cold_l2():
     cache = Cache(evicts=True)
     assert measure(cache.work, cache.read, cache.flush) == Latency(270, 620, 620)

@@ -62,20 +62,21 @@ class Latency(NamedTuple):
 def measure(
     work: Callable[[], object], read: Callable[[], float], flush: Callable[[], object]
 ) -> Latency:
-    """Measure the latency with `read` before and after `work`; return the coldest attempt."""
-    read()
-    flush()
-    flushed = read()
-    best = Latency(1.0, 0.0, flushed)
+    """Measure the latency with `read` after `work`; return the coldest attempt.
+
+    All three latencies are measured right after the work. It may have heated the GPU so much that
+    its clock is lower, and then a load from DRAM takes fewer cycles than on an idle GPU.
+    """
+    attempts = []
     for _ in range(ATTEMPTS):
         read()
-        warm = read()
         work()
-        latency = Latency(warm, read(), flushed)
-        best = max(best, latency, key=lambda latency: latency.after / latency.warm)
-        if best.cold:
+        after, warm = read(), read()
+        flush()
+        attempts.append(Latency(warm, after, read()))
+        if attempts[-1].cold:
             break
-    return best
+    return max(attempts, key=lambda latency: latency.after / latency.warm)
 
 
 def pointer_chain(lines: int, seed: int = 0) -> list[int]:
@@ -133,7 +134,7 @@ def check_cold(windows: Iterable[GraphWindow], slots: int, l2_bytes: int) -> dic
         if not latency.cold and window.counted >= slots:
             raise SideError(
                 f"{name}: the L2 is not cold: a load takes {latency.warm:.0f} cycles when its line"
-                f" was just read, and {latency.after:.0f} after a round of calls; declare"
-                " l2='warm' or a larger size"
+                f" was just read, {latency.after:.0f} after a round of calls, and"
+                f" {latency.flushed:.0f} after a flush; declare l2='warm' or a larger size"
             )
     return {"l2_cycles": cycles}
