@@ -30,6 +30,7 @@ MARKERS = {
     "sm103": "runs on Blackwell B300, GB300",
     "sm121": "runs on GB10",
     "aisp_cpu": "a size that a CPU times",
+    "aisp_product(name)": "the product that a fleet runs it on",
     "aisp_gpus(n)": "needs n GPUs, as in -m 'aisp_gpus(n=2)'",
     "aisp_timer": "pytest-benchmark's `benchmark` is timed by our GPU timer",
     "aisp_timeout(seconds)": "time limit of one request to a worker process",
@@ -92,6 +93,10 @@ def pytest_configure(config: pytest.Config) -> None:
         from .session import startup
 
         startup.configure(config)
+    if config.getoption("aisp_fleet"):
+        from .fleet import setup
+
+        setup.configure(config)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -248,7 +253,8 @@ def pytest_report_teststatus(report: pytest.TestReport) -> Status | None:
 
 
 def pytest_report_header(config: pytest.Config) -> list[str] | None:
-    if (run := config.stash.get(RUN, None)) is None:
+    run = config.stash.get(RUN, None)
+    if run is None or config.getoption("aisp_fleet"):  # the fleet names its nodes
         return None
     from .session.terminal import header
 

@@ -202,8 +202,9 @@ TESTED_ELSEWHERE = {
     "bottleneck",
     "checksums",
     "judge",
+    "fleet",
 }
-"""Commands that need GPUs, a script, a problem, or staged files. They have tests of their own."""
+"""Commands that need GPUs, a script, a problem, a cluster, or staged files. They have tests of their own."""
 
 
 def leaves(command):

@@ -83,7 +83,8 @@ def test_an_invalid_result_is_reported_and_the_next_is_stored(make, row):
 def test_a_conflicting_environment_key_is_reported(make, row, monkeypatch):
     first, second = make(), make()
     for controller, commit in ((first, "c0ffee"), (second, "facade")):
-        controller._session = "2026-08-20T101112Z", {"date": "2026-08-20", "commit": commit}
+        facts = {"date": "2026-08-20", "commit": commit}
+        controller._sessions[None] = "2026-08-20T101112Z", facts
     first.add(row("first"))
     second.add(row("second"))
     [error] = second.errors

@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperCommand
 
 from ..util.cli_result import CliError
-from . import judge, machine, results, suite
+from . import fleet, judge, machine, results, suite
 from .console import print_error
 
 Command = Callable[..., None]
@@ -58,6 +58,10 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Command]]] = {
             "nccl": machine.nccl,
             "nccl-env": machine.nccl_env,
         },
+    ),
+    "fleet": (
+        "Run one suite on many machines: pytest --aisp-fleet.",
+        {"start": fleet.start, "resume": fleet.resume, "boards": fleet.boards},
     ),
     "ci": ("Combine the runs of several machines for a CI.", {"gate": results.gate}),
 }

@@ -28,7 +28,7 @@ from ..page.sources import digest, libraries, text_digest
 from ..results.export import path_below
 from ..results.messages import Json
 from ..worker.loader import pair_of
-from .options import COLLECTED, SETTINGS
+from .options import COLLECTED, PRODUCTS, SETTINGS
 from .unused_results import CollectedCases
 
 NO_XFAIL = """xfail is refused on a case, because it would turn a red verdict green
@@ -132,12 +132,42 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
     for case in cases:
         if any(mark.name == "xfail" for mark in (*item.iter_markers(), *case.variant.marks)):
             refuse(item, f"{item.name}[{case.id}]: {NO_XFAIL}")
-    params = [pytest.param(case, marks=_marks(pair, case), id=case.id) for case in cases]
+    products = item.config.stash.get(PRODUCTS, {})
+    places = [(case, place) for case in cases for place in _places(pair, case, products)]
+    params = [pytest.param(case, marks=marks, id=name) for case, (name, marks) in places]
     # An error here would end the whole run. The fixture refuses a test without a case.
     metafunc.parametrize("pair", params or [pytest.param(None, id="no-case")], indirect=True)
     page, chapter = item.path.name, chapter_of(item.path, item.config)
     keys = [key_of(page, item.originalname, case) for case in cases]
     item.config.stash.setdefault(COLLECTED, CollectedCases()).add(chapter, page, keys)
+
+
+def _places(
+    pair: Pair, case: Case, products: Mapping[str, str]
+) -> list[tuple[str, list[pytest.MarkDecorator]]]:
+    """Return the id and the marks of each test of `case`: one for each product that it is for.
+
+    Args:
+        products: the products of a fleet with their archs, or nothing. A case for none of them
+            runs on the first one, where it is checked.
+    """
+    archs = [] if case.kind == "cpu" else pair.archs(case.variant)
+    fitting = {name: arch for name, arch in products.items() if not arch or arch in archs}
+    if len(fitting) < 2:
+        product = next(iter(fitting or products), None)
+        of = [] if product is None else [pytest.mark.aisp_product(product)]
+        return [(case.id, _marks(pair, case) + of)]
+    others = {name: [a for a in archs if arch and a != arch] for name, arch in fitting.items()}
+    return [
+        (
+            f"{case.id}@{name}",
+            [
+                *(mark for mark in _marks(pair, case) if mark.name not in others[name]),
+                pytest.mark.aisp_product(name),
+            ],
+        )
+        for name in fitting
+    ]
 
 
 def _marks(pair: Pair, case: Case) -> list[pytest.MarkDecorator]:

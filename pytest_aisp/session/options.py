@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +20,8 @@ SETTINGS: pytest.StashKey[Settings] = pytest.StashKey()
 RUN: pytest.StashKey[RunContext] = pytest.StashKey()
 RECORDER: pytest.StashKey[Recorder] = pytest.StashKey()
 COLLECTED: pytest.StashKey[CollectedCases] = pytest.StashKey()
+PRODUCTS: pytest.StashKey[Mapping[str, str]] = pytest.StashKey()
+"""The key under which a fleet run has its products, each with its arch (empty if unknown)."""
 LOCK_ERROR: pytest.StashKey[str] = pytest.StashKey()
 """The key under which an item has the reason why the machine could not be locked for it."""
 
@@ -37,6 +39,7 @@ WITHOUT_VALUE = {
     "--aisp-sanitize": SANITIZERS[0],
     "--aisp-profile": PROFILERS[0],
     "--aisp-artifacts": TIMESTAMPED,
+    "--aisp-fleet": "auto",
 }
 """The options whose value is optional, each with its default value."""
 IN_PROCESS = {"--aisp-in-process": "aisp_in_process", "--pdb": "usepdb", "--trace": "trace"}
@@ -84,6 +87,9 @@ def add_options(parser: pytest.Parser) -> None:
     flag("--aisp-untrusted", "run sides again in a process without the clock and the answers")
     optional_value("--aisp-sanitize", "TOOL", "check under compute-sanitizer")
     optional_value("--aisp-profile", "TOOL", "profile both sides after the verdict")
+    optional_value("--aisp-fleet", "ADDRESS", "run the cases on the nodes of a Ray cluster")
+    value("--aisp-fleet-products", "PRODUCTS", "the products to run on, separated by commas")
+    group.addoption("--aisp-fleet-resume", action="store_true", help=argparse.SUPPRESS)
 
     add_ini = parser.addini
     add_ini("aisp_pages", "folders that hold pages", type="paths", default=[])
@@ -100,6 +106,7 @@ def add_options(parser: pytest.Parser) -> None:
         "blocks to time, and the least microseconds of a window: 20 or 20x400",
         default="",
     )
+    add_ini("aisp_fleet_wait", "seconds to wait for a node of a product", default="300")
     add_ini("aisp_strict_env", "whether `stale` is red", type="bool", default=False)
     add_ini("aisp_missing", "what `new` does to the run: pass or fail", default="pass")
     add_ini("aisp_inconclusive", "what `inconclusive` does: pass or fail", default="pass")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import functools
 import os
 import platform
 import re
@@ -56,6 +55,7 @@ class Recorder:
         self.changes: list[str] = []
         self.not_stored: list[str] = []
         self._refused: dict[str, list[str]] = {}
+        self._sessions: dict[object, tuple[str, dict[str, str | None]]] = {}
         self.canaries: list[Canary] = []
         self.crashes: list[str] = []
         self.without_canary: list[tuple[str, list[str]]] = []
@@ -103,6 +103,12 @@ class Recorder:
             self._store(row, None if samples is None else samples.sha256)
         self._config.hook.pytest_aisp_result(config=self._config, row=row.to_json())
 
+    def add_session(self, row: Row) -> None:
+        """Store the row of a case that is reported already: a session on another board."""
+        if row.recorded:
+            row.recorded.replace = False  # with =all, the first session has replaced the old ones
+            self._store(row, None)
+
     def add_canary(self, canary: Canary) -> None:
         """Add one process's canary."""
         self.canaries.append(canary)
@@ -110,7 +116,7 @@ class Recorder:
             self.artifacts.add_canary(canary)
 
     def _store(self, row: Row, samples: str | None) -> None:
-        key, facts = self._session
+        key, facts = self._session(row.environment.get("board"))
         environment = {**row.environment, **facts}
         path = Path(row.file)
         try:
@@ -141,16 +147,18 @@ class Recorder:
             errors.append(self.artifacts.error)
         return errors
 
-    @functools.cached_property
-    def _session(self) -> tuple[str, dict[str, str | None]]:
-        """The key and the facts of this run's environment, which are the same during the whole run.
+    def _session(self, board: object) -> tuple[str, dict[str, str | None]]:
+        """Return the key and the facts of the environment of `board`, the same for a whole run.
 
-        Two runs that start in the same second have different keys. `merge` uses the time in the key
-        to decide whether two runs are two sessions.
+        Only a fleet has several boards. Two runs that start in the same second have different
+        keys. `merge` uses the time in the key to decide whether two runs are two sessions.
         """
-        now = datetime.datetime.now(datetime.timezone.utc)
-        facts = {"date": datetime.date.today().isoformat(), "commit": _commit(self.settings.root)}
-        return now.strftime("%Y-%m-%dT%H%M%S.%fZ"), facts
+        if board not in self._sessions:
+            now = datetime.datetime.now(datetime.timezone.utc)
+            commit = _commit(self.settings.root)
+            facts = {"date": datetime.date.today().isoformat(), "commit": commit}
+            self._sessions[board] = now.strftime("%Y-%m-%dT%H%M%S.%fZ"), facts
+        return self._sessions[board]
 
     def why_invalid(self) -> list[str]:
         """Return the reasons why all verdicts of this run are invalid; empty for a valid run."""

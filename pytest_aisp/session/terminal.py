@@ -215,7 +215,10 @@ def _no_canary(worker: str, keys: Sequence[str]) -> str:
 def _table(rows: Sequence[Row], verbosity: int) -> list[str]:
     """Return the closing table. A run that timed nothing gets fewer columns, and with -q none."""
     labels = page_labels((row.page, row.function) for row in rows)
-    pages = [labels[row.page, row.function] for row in rows]
+    several = len({row.product for row in rows}) > 1  # a fleet ran it
+    pages = [
+        labels[row.page, row.function] + (f"@{row.product}" if several else "") for row in rows
+    ]
     if any(row.value is not None for row in rows):
         return table(
             [COLUMNS, *((page, *_cells(row)) for page, row in zip(pages, rows, strict=True))]

@@ -1,0 +1,412 @@
+"""The plugin of a fleet run: it hands out the cases, and makes their reports this session's own."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ..results.row import Row
+from ..results.verdict import RED
+from ..session.canary import CLOCKS, has_canary
+from ..session.collect import case_of
+from ..session.options import PRODUCTS, RECORDER, RUN, Settings
+from ..session.run_context import Interrupted
+from ..timing import peaks as peaks_module
+from . import setup, shipping
+from .connection import HeadGone, RayProcess
+from .kept import FILE, FOLDER, Kept, KeptFile, Reports
+from .scheduler import Finish, Give, Kill, Note, NoVerdict, Scheduler, Start, Unproved, Work
+
+if TYPE_CHECKING:
+    from _pytest.terminal import TerminalReporter
+
+    from ..session.recorder import Recorder
+
+TICK = 0.2
+"""The longest time in seconds between two looks at the clock."""
+BOARDS = 2
+"""A recording runs each case on so many nodes of its product, if there are as many."""
+
+
+@dataclass(frozen=True)
+class Gateway:
+    """The name that the terminal shows before each report."""
+
+    id: str
+
+
+@dataclass(eq=False)
+class Process:
+    """pytest on a node, with the attributes that pytest expects of an xdist worker.
+
+    Attributes:
+        tree: its working tree, whose paths are replaced by paths here.
+        reports: the reports of the running case, by key.
+    """
+
+    gateway: Gateway
+    node: str
+    works: dict[str, Work] = field(default_factory=dict)
+    reports: dict[str, Reports] = field(default_factory=dict)
+    finished: list[str] = field(default_factory=list)
+    tree: str = ""
+    workeroutput: dict[str, Any] = field(default_factory=dict)
+    workerinfo: dict[str, Any] = field(default_factory=dict)
+    errors: Sequence[str] = ()
+
+
+class FleetRun:
+    """Runs the selected cases on the nodes of a Ray cluster."""
+
+    def __init__(
+        self, config: pytest.Config, settings: Settings, ray: RayProcess, nodes: setup.Nodes
+    ) -> None:
+        self._config, self._settings, self._ray, self._nodes = config, settings, ray, nodes
+        products: Mapping[str, str] = config.stash[PRODUCTS]
+        self._products = list(products)
+        self._processes: dict[str, Process] = {}
+        self._numbers = itertools.count()
+        self._verdicts: dict[str, str] = {}
+        self._confirmed: list[str] = []
+        self._scheduler = Scheduler([], 0.0)
+
+    def pytest_report_header(self) -> list[str]:
+        """Name the nodes, and how they differ from here."""
+        address = self._config.getoption("aisp_fleet")
+        products = ", ".join(self._products)
+        lines = [f"aisp: {self._settings.mode} by the fleet at {address}: {products}"]
+        return lines + [f"aisp: {line}" for text in self._nodes.lines for line in text.split("\n")]
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
+        """Run all cases on the nodes."""
+        stopped = session.testsfailed and not self._config.option.continue_on_collection_errors
+        if stopped or self._config.option.collectonly:
+            return None  # pytest's own loop says why
+        self._session = session
+        self._items = {item.nodeid: item for item in session.items}
+        self._tree = self._pack()
+        self._kept = self._resume()
+        works = [work for item in session.items if (work := self._work(item)).key not in self._done]
+        patience = float(self._config.getini("aisp_fleet_wait"))
+        self._scheduler = Scheduler(works, patience)
+        for node in self._nodes.accepted:
+            self._scheduler.node_joined(node)
+        try:
+            self._run()
+        except HeadGone as error:
+            self._ray.close()
+            count = f"{len(self._done)} of {len(self._items)} cases are kept"
+            raise session.Interrupted(f"{error}; {count}; go on with: aisp fleet resume") from None
+        finally:
+            self._ray.end_seats(list(self._processes))
+        self._kept.remove()
+        return True
+
+    def _pack(self) -> shipping.Tree:
+        refs = [ref for ref in (self._settings.against,) if ref is not None]
+        try:
+            tree = shipping.pack(self._config.rootpath, refs)
+        except shipping.ShippingError as error:
+            raise pytest.UsageError(f"{setup.OPTION}: {error}") from None
+        for item in self._items.values():
+            if not item.path.is_relative_to(tree.top):
+                raise pytest.UsageError(
+                    f"{item.path} is outside {tree.top}, which is shipped to the nodes\n"
+                    "Run what is in the repository"
+                )
+        files = sorted(
+            {str(i.path.relative_to(self._config.rootpath)) for i in self._items.values()}
+        )
+        self._spec = setup.spec(self._config, tree.top, tree.digest, files)
+        return tree
+
+    def _resume(self) -> KeptFile:
+        """Report what an interrupted run has finished, and begin the file of this one."""
+        self._done: set[str] = set()
+        cache = getattr(self._config, "cache", None)
+        folder = Path(cache.mkdir(FOLDER)) if cache is not None else None
+        arguments = [a for a in self._config.invocation_params.args if a != "--aisp-fleet-resume"]
+        here = str(self._config.invocation_params.dir)
+        new = Kept(list(map(str, arguments)), here, self._tree.digest)
+        file = (folder or self._config.rootpath) / FILE
+        old = None
+        if self._config.getoption("aisp_fleet_resume"):
+            old = self._kept_run(file)
+        kept = KeptFile(file, new)
+        if old is not None:
+            for key, reports in old.reports.items():
+                if key in self._items:
+                    self._done.add(key)
+                    kept.case(key, reports, unproved=False)
+                    for plain in reports:
+                        self._emit(plain)
+        return kept
+
+    def _kept_run(self, file: Path) -> Kept:
+        try:
+            kept = Kept.read(file)
+        except FileNotFoundError:
+            raise pytest.UsageError("aisp fleet resume: no run was interrupted here") from None
+        if kept.digest != self._tree.digest:
+            raise pytest.UsageError(
+                "aisp fleet resume: the working tree has changed since the run began, so what it"
+                " finished is of other code\nRun the suite again"
+            )
+        return kept
+
+    def _work(self, item: pytest.Item) -> Work:
+        case, marker = case_of(item), item.get_closest_marker("aisp_product")
+        product = marker.args[0] if marker else self._products[0]
+        return Work(item.nodeid, product, case.gpus if case is not None else 1)
+
+    # The loop
+
+    def _run(self) -> None:
+        self._ray.send("tree", self._tree.data)
+        while not self._scheduler.done:
+            for action in self._scheduler.plan(time.monotonic()):
+                self._carry_out(action)
+            for event in self._ray.events(TICK):
+                self._handle(event)
+            self._stop_if_asked()
+
+    def _stop_if_asked(self) -> None:
+        session = self._session
+        if session.shouldfail:
+            raise session.Failed(session.shouldfail)
+        if session.shouldstop:
+            raise session.Interrupted(session.shouldstop)
+        if (run := self._config.stash.get(RUN, None)) is not None:
+            try:
+                run.check_time()
+            except Interrupted as over:
+                pytest.exit(str(over), returncode=pytest.ExitCode.INTERRUPTED)
+
+    def _carry_out(self, action: object) -> None:
+        match action:
+            case Start(seat, node, gpus):
+                name = self._scheduler.nodes[node].name
+                self._processes[seat] = Process(Gateway(seat), name)
+                self._ray.send("start", seat, node, gpus, self._spec_of(seat))
+            case Give(seat, work):
+                remote = self._remote_id(work)
+                self._processes[seat].works[remote] = work
+                self._ray.send("send", seat, pickle.dumps(("run", remote)))
+            case Finish(seat):
+                self._ray.send("send", seat, pickle.dumps(("finish",)))
+            case Kill(seat):
+                self._ray.send("kill", [seat])
+                self._processes.pop(seat, None)
+            case NoVerdict(work, why):
+                self._report_red(work, why)
+            case Unproved(seat, keys):
+                if (recorder := self._recorder) is not None:
+                    recorder.without_canary.append((seat, list(keys)))
+            case Note(text):
+                self._write(text)
+
+    def _spec_of(self, seat: str) -> dict[str, Any]:
+        run = self._config.stash.get(RUN, None)
+        worker = {
+            "workerid": f"gw{next(self._numbers)}",
+            "workercount": sum(node.gpus for node in self._scheduler.nodes.values()),
+            "testrunuid": self._tree.digest[:16],
+            "mainargv": ["pytest"],
+            "aisp_elapsed": time.monotonic() - run.started if run is not None else 0.0,
+        }
+        return {**self._spec, "seat": seat, "workerinput": worker}
+
+    def _remote_id(self, work: Work) -> str:
+        """Return the node id of a case where only one product is."""
+        return work.key.removesuffix(f"@{work.product}]") + "]" * work.key.endswith(
+            f"@{work.product}]"
+        )
+
+    def _handle(self, event: tuple[Any, ...]) -> None:
+        match event:
+            case ("node" | "refused", *_):
+                known = len(self._nodes.lines)
+                node = self._nodes.judge(event)
+                for line in self._nodes.lines[known:]:
+                    self._write(line)
+                if node is not None:
+                    self._scheduler.node_joined(node)
+            case ("gone", node_id):
+                self._scheduler.node_left(node_id, "Ray lost it")
+            case ("lost", seat, why):
+                self._scheduler.lost(seat, why)
+            case ("alive", seat, messages):
+                self._scheduler.heard(seat, time.monotonic())
+                for message in messages:
+                    if (process := self._processes.get(seat)) is not None:
+                        self._receive(seat, process, *pickle.loads(message))
+
+    def _receive(self, seat: str, process: Process, kind: str, *rest: Any) -> None:
+        match kind, rest:
+            case "ready", (tree, errors, python):
+                process.tree, process.errors, process.workerinfo = tree, errors, python
+                self._scheduler.ready(seat, time.monotonic())
+            case "start", (remote, location):
+                self._scheduler.started(seat)
+                work = process.works[remote]
+                if not work.again:
+                    self._hook.pytest_runtest_logstart(nodeid=work.key, location=location)
+            case "report", (remote, data):
+                self._add_report(process, process.works[remote], pickle.loads(data))
+            case "done", (remote,):
+                self._finish_case(seat, process, process.works.pop(remote))
+            case "unknown", (remote,):
+                work = process.works.pop(remote)
+                found = "\n".join(process.errors) or "it collected other cases than pytest here"
+                self._report_red(work, f"{process.node} did not collect this case\n{found}")
+                self._scheduler.finished(seat, work, unproved=False)
+            case "warning", (text, file, line, when, nodeid):
+                self._warn(text, file, line, when, nodeid)
+            case "stop", (why,):
+                self._session.shouldstop = why
+            case "output", (output, peaks):
+                self._end_process(seat, process, output, peaks)
+            case "ended", (code, output):
+                if process.workeroutput:
+                    self._scheduler.ended(seat)
+                    self._ray.send("kill", [seat])
+                    self._processes.pop(seat, None)
+                else:
+                    last = f"\n{output}" if output else ""
+                    self._scheduler.lost(seat, f"its pytest ended with code {code}{last}")
+
+    # Reports
+
+    def _add_report(self, process: Process, work: Work, plain: dict[str, Any]) -> None:
+        plain = _replaced(plain, process.tree, str(self._tree.top))
+        plain["nodeid"] = work.key
+        if row := plain.get("aisp"):
+            row["nodeid"] = work.key
+        process.reports.setdefault(work.key, []).append(plain)
+        if not work.again:
+            self._emit(plain, process)
+
+    def _emit(self, plain: dict[str, Any], process: Process | None = None) -> None:
+        report = self._hook.pytest_report_from_serializable(config=self._config, data=dict(plain))
+        if process is not None:
+            report.node = process
+        if row := plain.get("aisp"):
+            self._verdicts[report.nodeid] = row["verdict"]
+        self._hook.pytest_runtest_logreport(report=report)
+
+    def _finish_case(self, seat: str, process: Process, work: Work) -> None:
+        reports = process.reports.pop(work.key, [])
+        rows = [Row.of(plain["aisp"]) for plain in reports if plain.get("aisp")]
+        unproved = any(row.value is not None and row.clock in CLOCKS for row in rows)
+        run = self._config.stash.get(RUN, None)
+        unproved = unproved and run is not None and has_canary(run)
+        where = self._scheduler.seats.get(seat)
+        if work.again:
+            self._compare(work, process, reports, rows)
+        else:
+            self._done.add(work.key)
+            self._kept.case(work.key, reports, unproved=unproved)
+            self._hook.pytest_runtest_logfinish(nodeid=work.key, location=reports[0]["location"])
+            others = self._scheduler.usable(work.product)
+            if where and self._settings.update and rows and len(others) >= BOARDS:
+                self._scheduler.again(work, where)
+        process.finished += [work.key] if unproved else []
+        self._scheduler.finished(seat, work, unproved=unproved)
+
+    def _compare(self, work: Work, process: Process, reports: Reports, rows: Sequence[Row]) -> None:
+        """Use a second run: record it, or report it if it is red and the first one was not."""
+        if self._settings.update and rows and (recorder := self._recorder) is not None:
+            recorder.add_session(rows[-1])
+        self._confirmed.append(work.key)
+        red = any(row.verdict in RED for row in rows) or any(
+            r["outcome"] == "failed" for r in reports
+        )
+        if red and self._verdicts.get(work.key) not in RED:
+            self._write(f"{work.key}: a second run on {process.node} is red")
+            for plain in reports:
+                self._emit(plain, process)
+
+    def _report_red(self, work: Work, why: str) -> None:
+        if work.again:
+            return
+        location = self._items[work.key].location
+        report = pytest.TestReport(
+            work.key,
+            location,
+            {},
+            "failed",
+            why,
+            "call",
+            user_properties=[("aisp_missing", work.product)],
+        )
+        self._hook.pytest_runtest_logstart(nodeid=work.key, location=location)
+        self._hook.pytest_runtest_logreport(report=report)
+        self._hook.pytest_runtest_logfinish(nodeid=work.key, location=location)
+        if (recorder := self._recorder) is not None:
+            recorder.crashes.append(f"{work.key}: {why.splitlines()[0]}")
+
+    def _end_process(
+        self, seat: str, process: Process, output: dict[str, Any], peaks: Mapping[str, str]
+    ) -> None:
+        process.workeroutput = {"ended": True, **output}
+        if "aisp_canary" in output or not process.finished:
+            self._scheduler.proved(seat)
+            self._kept.proved(process.finished, output.get("aisp_canary"))
+        if (gather := self._config.pluginmanager.get_plugin("aisp-gather")) is not None:
+            gather.pytest_testnodedown(node=process, error=None)
+        for product, text in peaks.items():
+            path = peaks_module.path_of(self._settings.baselines, product)
+            if self._settings.update and not path.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text, encoding="utf-8")
+
+    def _warn(self, text: str, file: str, line: int, when: Any, nodeid: str) -> None:
+        message = warnings.WarningMessage(UserWarning(text), UserWarning, file, line)
+        arguments = {"warning_message": message, "when": when, "nodeid": nodeid, "location": None}
+        self._hook.pytest_warning_recorded.call_historic(kwargs=arguments)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_terminal_summary(self, terminalreporter: TerminalReporter) -> None:
+        """Name the cases that ran twice."""
+        if self._confirmed:
+            count = len(self._confirmed)
+            terminalreporter.write_line(
+                f"fleet: {count} case{'s' * (count > 1)} ran a second time, on another node"
+            )
+
+    @property
+    def _hook(self) -> Any:
+        return self._config.hook
+
+    @property
+    def _recorder(self) -> Recorder | None:
+        return self._config.stash.get(RECORDER, None)
+
+    def _write(self, text: str) -> None:
+        terminal = self._config.pluginmanager.get_plugin("terminalreporter")
+        if terminal is not None:
+            terminal.ensure_newline()
+            for line in text.split("\n"):
+                terminal.write_line(f"fleet: {line}")
+
+
+def _replaced(value: Any, old: str, new: str) -> Any:
+    """Return plain values with the path `old` replaced in every text."""
+    if isinstance(value, str):
+        return value.replace(old, new) if old in value else value
+    if isinstance(value, dict):
+        return {key: _replaced(each, old, new) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        if value and isinstance(value[0], float):  # samples
+            return value
+        return type(value)(_replaced(each, old, new) for each in value)
+    return value

@@ -1,0 +1,91 @@
+"""What a fleet run has finished, in a file from which ``aisp fleet resume`` goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+FOLDER, FILE = "aisp-fleet", "run.pickle"
+"""The folder in pytest's cache, and the file in it."""
+Reports = list[dict[str, Any]]
+"""The reports of a case: setup, call and teardown, as pytest serializes them."""
+
+
+@dataclass
+class Kept:
+    """A run that ended early.
+
+    Attributes:
+        arguments, folder: the command line of pytest, and where it was given.
+        digest: the hash of the tree that was shipped.
+        reports: by node id, those of each finished case whose verdict needs no other canary.
+        canaries: the canaries of the seats, as plain values.
+    """
+
+    arguments: list[str]
+    folder: str
+    digest: str
+    reports: dict[str, Reports] = field(default_factory=dict)
+    canaries: list[dict[str, Any]] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, file: Path) -> Kept:
+        """Return the run in `file`. A last record that was cut off is left out.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+        waiting: dict[str, Reports] = {}
+        with open(file, "rb") as stream:
+            kept = cls(**pickle.load(stream))
+            with contextlib.suppress(EOFError, pickle.UnpicklingError):
+                while True:
+                    kind, *rest = pickle.load(stream)
+                    if kind == "case":
+                        key, reports, unproved = rest
+                        (waiting if unproved else kept.reports)[key] = reports
+                    elif kind == "proved":
+                        keys, canary = rest
+                        kept.reports |= {key: waiting[key] for key in keys if key in waiting}
+                        kept.canaries += [canary] if canary else []
+        return kept
+
+
+class KeptFile:
+    """Appends to the file. A full disk stops it, and the run goes on."""
+
+    def __init__(self, file: Path, run: Kept) -> None:
+        self._file: Path | None = file
+        head = {"arguments": run.arguments, "folder": run.folder, "digest": run.digest}
+        with contextlib.suppress(OSError):
+            file.unlink(missing_ok=True)
+        self._append(head)
+
+    def case(self, key: str, reports: Reports, *, unproved: bool) -> None:
+        """Add a finished case. If `unproved`, it counts only after `proved`."""
+        self._append(("case", key, reports, unproved))
+
+    def proved(self, keys: Sequence[str], canary: dict[str, Any] | None) -> None:
+        """Add a seat's canary, which proves the verdicts of `keys`."""
+        self._append(("proved", list(keys), canary))
+
+    def _append(self, record: object) -> None:
+        if self._file is None:
+            return
+        try:
+            with open(self._file, "ab") as stream:
+                stream.write(pickle.dumps(record))
+                stream.flush()
+                os.fsync(stream.fileno())
+        except OSError:
+            self._file = None
+
+    def remove(self) -> None:
+        """Remove the file of a complete run."""
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)

@@ -1,0 +1,62 @@
+"""The facts of a node. `probe` is sent there as source code, so the plugin may be missing."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+Facts: TypeAlias = dict[str, Any]
+"""What `probe` returns. See there."""
+
+
+def probe() -> Facts:
+    """Return this machine's facts. Only the standard library is certain to be here.
+
+    The keys: ``plugin``, ``protocol``, ``python``, ``pytest``, ``torch``, ``triton``, ``driver``
+    (versions; None if missing), ``nice``, ``time`` (seconds since 1970), ``host``, ``product``,
+    ``arch``, and ``gpus``: for each GPU its ``uuid``, ``name``, ``capability`` and ``mig``.
+    """
+    import importlib.metadata
+    import os
+    import platform
+    import time
+
+    def version(package: str) -> str | None:
+        try:
+            return importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            return None
+
+    facts: Facts = {name: version(name) for name in ("pytest", "torch", "triton")}
+    facts |= {"plugin": version("pytest-aisp"), "protocol": None, "driver": None, "gpus": []}
+    facts |= {"python": platform.python_version(), "nice": os.nice(0), "host": platform.node()}
+    facts |= {"time": time.time(), "product": "", "arch": ""}
+    try:
+        from pytest_aisp.fleet import PROTOCOL
+        from pytest_aisp.page.gpu_specs import arch_of, product_of
+
+        facts["protocol"] = PROTOCOL
+    except ImportError:
+        return facts
+    if simulated := os.environ.get("AISP_FLEET_SIMULATED"):
+        facts["product"], _, facts["arch"] = simulated.partition(":")
+        return facts
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:  # no package, no driver, no permission
+        return facts
+    facts["driver"] = str(pynvml.nvmlSystemGetDriverVersion())
+    for index in range(pynvml.nvmlDeviceGetCount()):
+        gpu = pynvml.nvmlDeviceGetHandleByIndex(index)
+        try:
+            mig = bool(pynvml.nvmlDeviceGetMigMode(gpu)[0])
+        except pynvml.NVMLError:  # this GPU has no such mode
+            mig = False
+        name, uuid = str(pynvml.nvmlDeviceGetName(gpu)), str(pynvml.nvmlDeviceGetUUID(gpu))
+        capability = tuple(pynvml.nvmlDeviceGetCudaComputeCapability(gpu))
+        facts["gpus"].append({"uuid": uuid, "name": name, "capability": capability, "mig": mig})
+    if facts["gpus"]:
+        first = facts["gpus"][0]
+        facts["product"], facts["arch"] = product_of(first["name"]), arch_of(*first["capability"])
+    return facts

@@ -1,0 +1,163 @@
+"""The process on a node that holds GPUs in Ray, and starts pytest there.
+
+Nothing here imports Ray: `bridge` makes an actor of `Seat`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+
+from . import shipping
+
+POLL_SECONDS = 2.0
+"""The longest time that `Seat.poll` waits for a message."""
+ALONE_SECONDS = 60.0
+"""A seat ends if nobody polls for so long: whoever started it is gone."""
+INJECTED = ("OMP_NUM_THREADS", "PYTHONPATH", "CUDA_VISIBLE_DEVICES", "PYTHONBREAKPOINT")
+"""Variables that Ray sets in its workers. pytest must not see them."""
+PR_SET_PDEATHSIG = 1
+OUTPUT_LINES = 20
+"""The most lines of pytest's output that the reason of a lost seat has."""
+
+
+class Seat:
+    """GPUs of this node, and the pytest process that runs cases on them."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ours: Connection | None = None
+        self._sending = threading.Lock()
+        self._polled = time.monotonic()
+        self._tree = contextlib.ExitStack()
+        self._log = Path(os.devnull)
+
+    def start(self, data: bytes, spec: Mapping[str, object], gpus: Sequence[str]) -> None:
+        """Unpack the tree, and start pytest on `gpus`.
+
+        Args:
+            data: the packed tree.
+            spec: what `remote.main` needs, and ``digest``, ``variables`` and ``seat``.
+            gpus: their UUIDs, or nothing if they are simulated.
+
+        Raises:
+            ShippingError: the tree cannot be unpacked.
+        """
+        folder = self._tree.enter_context(shipping.unpacked(data, str(spec["digest"])))
+        variables = spec["variables"]
+        assert isinstance(variables, Mapping)
+        environment = node_environment(os.environ, variables, gpus)
+        self._ours, theirs = Pipe()
+        self._log = folder / f"{spec['seat']}.log"
+        started = threading.Event()
+        run = (environment, theirs, folder / "tree" / str(spec["folder"]), started)
+        # The thread that starts a process has to live as long as the process: see `_die_with`.
+        threading.Thread(target=self._run, args=run, daemon=True).start()
+        started.wait()
+        if self._process is None:
+            raise shipping.ShippingError(f"pytest cannot be started in {folder}")
+        self._ours.send_bytes(pickle.dumps({**spec, "tree": str(folder / "tree")}))
+        threading.Thread(target=self._end_if_alone, daemon=True).start()
+
+    def _run(
+        self, environment: Mapping[str, str], pipe: Connection, cwd: Path, started: threading.Event
+    ) -> None:
+        command = [sys.executable, "-m", "pytest_aisp.fleet.remote", str(pipe.fileno())]
+        try:
+            with open(self._log, "wb") as log:
+                self._process = subprocess.Popen(
+                    [*command, str(os.getpid())],
+                    cwd=cwd,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=[pipe.fileno()],
+                )
+        finally:
+            pipe.close()
+            started.set()
+        self._process.wait()
+
+    def send(self, message: bytes) -> None:
+        """Send a pickled message to pytest. A process that has ended gets nothing."""
+        with self._sending, contextlib.suppress(OSError):
+            assert self._ours is not None
+            self._ours.send_bytes(message)
+
+    def poll(self) -> list[bytes]:
+        """Return the messages from pytest since the last call. Wait for the first one.
+
+        The last message, ``("ended", code, output)``, follows the end of the process.
+        """
+        self._polled = time.monotonic()
+        found: list[bytes] = []
+        assert self._ours is not None
+        assert self._process is not None
+        try:
+            while self._ours.poll(0 if found else POLL_SECONDS):
+                found.append(self._ours.recv_bytes())
+        except (EOFError, OSError):
+            found.append(pickle.dumps(("ended", self._process.wait(), self._output())))
+        return found
+
+    def _output(self) -> str:
+        with contextlib.suppress(OSError):
+            lines = self._log.read_text(errors="replace").splitlines()
+            return "\n".join(lines[-OUTPUT_LINES:])
+        return ""
+
+    def _end_if_alone(self) -> None:
+        while time.monotonic() - self._polled < ALONE_SECONDS:
+            time.sleep(1)
+        self.close()
+        os._exit(1)
+
+    def close(self) -> None:
+        """Kill pytest, whose worker processes die with it, and remove the tree."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        self._tree.close()
+
+
+def node_environment(
+    node: Mapping[str, str], variables: Mapping[str, str], gpus: Sequence[str]
+) -> dict[str, str]:
+    """Return the environment of pytest on a node.
+
+    Args:
+        node: the environment of the Ray worker. What Ray added to it is left out.
+        variables: the listed variables of the machine where the fleet was started.
+        gpus: the UUIDs of the GPUs, or nothing if they are simulated.
+    """
+    kept = {k: v for k, v in node.items() if not k.startswith("RAY_") and k not in INJECTED}
+    chosen = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
+    return {**kept, **variables, **chosen}
+
+
+def uuids_of(ray_ids: Sequence[int | str], uuids: Sequence[str]) -> list[str]:
+    """Return the UUIDs of GPUs that Ray gave: indices of NVML, or UUIDs already."""
+    ids = [str(each) for each in ray_ids]
+    return [uuids[int(each)] if each.isdecimal() else each for each in ids] if uuids else []
+
+
+def die_with(parent: int) -> None:
+    """End this process at once when the thread that started it ends.
+
+    Args:
+        parent: the id of the process that started this one. It may have ended already.
+    """
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)

@@ -1,0 +1,104 @@
+"""`aisp fleet start` and `aisp fleet resume`: start Ray on this machine, and go on with a run."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..util.cli_result import CliError, CliResult
+from .kept import FILE, FOLDER, Kept
+from .nodes import LABEL, RayNode, refusal
+from .probe import Facts, probe
+
+PORT = 6379
+
+
+@dataclass(frozen=True)
+class StartCommand:
+    """The command that starts Ray on a machine, and the variables to set for it."""
+
+    arguments: tuple[str, ...]
+    variables: Mapping[str, str]
+
+    @property
+    def line(self) -> str:
+        """The line to type."""
+        return " ".join([*(f"{k}={v}" for k, v in self.variables.items()), *self.arguments])
+
+
+def start_command(facts: Facts, *, head: bool, address: str | None, gpus: int = 0) -> StartCommand:
+    """Return the command for a machine with these facts.
+
+    Args:
+        gpus: the number of GPUs to give away if they are simulated.
+
+    Raises:
+        CliError: it needs either `head` or `address`, or the machine cannot take part.
+    """
+    if head == (address is not None):
+        raise CliError(
+            "say where this machine belongs:\n"
+            "    aisp fleet start --head                  # the first machine\n"
+            f"    aisp fleet start --address=HEAD:{PORT}    # every other one"
+        )
+    count = len(facts["gpus"]) or gpus
+    if not head and not facts["product"]:
+        raise CliError("NVML finds no GPU here, so no case could run\n    nvidia-smi")
+    if facts["product"]:
+        own = {**facts, "nice": 0, "time": 0.0}  # Ray's niceness is set below
+        if why := refusal(RayNode("", "", count, {}), own, now=0.0):
+            raise CliError(f"this machine cannot take part: {why}")
+    where = ["--head", f"--port={PORT}"] if head else [f"--address={address}"]
+    label = [f"--labels={LABEL}={facts['product']}"] if facts["product"] else []
+    options = [*where, *label, f"--num-gpus={count}", "--disable-usage-stats"]
+    return StartCommand(("ray", "start", *options), {"RAY_worker_niceness": "0"})
+
+
+def start_result(*, head: bool, address: str | None, gpus: int, show: bool) -> CliResult:
+    """Start Ray here, or only show the command.
+
+    Raises:
+        CliError: Ray is missing, or this machine cannot take part.
+    """
+    command = start_command(probe(), head=head, address=address, gpus=gpus)
+    if show:
+        return CliResult([command.line])
+    if importlib.util.find_spec("ray") is None:
+        raise CliError("Ray is not installed\n    pip install 'pytest-aisp[fleet]'")
+    program = [sys.executable, "-m", "ray.scripts.scripts", *command.arguments[1:]]
+    done = subprocess.run(program, env={**os.environ, **command.variables}, check=False)
+    return CliResult([command.line], code=2 if done.returncode else 0)
+
+
+def resume_command(folder: Path) -> tuple[list[str], Path]:
+    """Return the command that goes on with the run that was interrupted here, and its folder.
+
+    Raises:
+        CliError: no run was interrupted in `folder` or above it.
+    """
+    for above in (folder, *folder.parents):
+        file = above / ".pytest_cache" / "d" / FOLDER / FILE
+        if file.exists():
+            kept = Kept.read(file)
+            command = [sys.executable, "-m", "pytest", *kept.arguments, "--aisp-fleet-resume"]
+            return command, Path(kept.folder)
+    raise CliError(
+        "no fleet run was interrupted here, or pytest keeps no cache (-p no:cacheprovider)"
+    )
+
+
+def resume(folder: Path) -> int:
+    """Go on with the interrupted run, and return pytest's exit code."""
+    command, where = resume_command(folder)
+    with subprocess.Popen(command, cwd=where) as process:
+        while True:
+            try:
+                return process.wait()
+            except KeyboardInterrupt:  # pytest gets it, too, and ends the seats
+                time.sleep(0.1)
