@@ -5,6 +5,9 @@
 // one_buffer: load a tile into shared memory, wait, filter it, wait.
 // loaded_ahead: one_buffer, but the next tile is on its way to registers during the filter.
 // two_buffers: loaded_ahead, but the next tile goes to a second buffer. One barrier is left.
+//
+// The loads of the next tile come before the barrier. If they come after it, the compiler moves
+// them, with their branch, to the end of the filter.
 
 constexpr unsigned BLOCK = 256, TAPS = 33, TILE = 4 * BLOCK, VECTORS = (TILE + TAPS - 1) / 4;
 
@@ -87,8 +90,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
   part.load(x, blockIdx.x);
   for (unsigned tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     part.store(buffer);
-    __syncthreads();
     if (tile + gridDim.x < tiles) part.load(x, tile + gridDim.x);
+    __syncthreads();
     out[tile * BLOCK + threadIdx.x] = filter(buffer, shared.at);
     __syncthreads();
   }
@@ -106,8 +109,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
   for (unsigned tile = blockIdx.x; tile < tiles; tile += gridDim.x, turn = 1 - turn) {
     // A thread is here only after the last barrier, so all are done with the tile before that one.
     part.store(buffer[turn]);
-    __syncthreads();
     if (tile + gridDim.x < tiles) part.load(x, tile + gridDim.x);
+    __syncthreads();
     out[tile * BLOCK + threadIdx.x] = filter(buffer[turn], shared.at);
   }
 }

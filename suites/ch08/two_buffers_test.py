@@ -4,7 +4,7 @@ Problem    A filter of 33 taps over fp32 elements, as a valid convolution. Block
            walk tiles of 1024 outputs through shared memory. The key of the curve is the number of
            blocks per SM, which is the size of the grid. No side wastes a resource to lower it.
 Baseline   one_buffer: load a tile into shared memory, wait for all threads, filter it, wait again.
-Optimized  loaded_ahead: of one_buffer. The loads of the next tile begin before the filter and end
+Optimized  loaded_ahead: of one_buffer. The loads of the next tile begin before the barrier and end
            in registers. So they are on their way during the filter. It still has two barriers.
            two_buffers: of loaded_ahead. Tiles alternate between two buffers in shared memory, so
            no thread has to wait before it stores the next tile. One barrier per tile is left.
@@ -14,12 +14,13 @@ Bound      With one block per SM, latency: a tile is 4 KiB, and even an idle DRA
            it. At the full rate of a copy, an SM would receive 5 KiB in that time. one_buffer also
            has nothing in flight during the filter. With six blocks, DRAM: while one block filters,
            others load. So the curves meet.
-Seen       With one block per SM, loaded_ahead and two_buffers gain almost nothing, and all three
-           kernels take longer than their costs. In the machine code for sm_90, the compiler has
-           moved the loads of the next tile behind the filter. So they are not on their way during
-           the filter, and the wait is not hidden. That is why both variants claim only that they
-           are not slower. The filter alone was not timed. With two warps per scheduler, it probably
-           waits for shared memory most of the time.
+Seen       On an H100, loaded_ahead and two_buffers gained almost nothing with one block per SM,
+           and all three kernels took longer than their costs. The loads of the next tile then came
+           after the barrier, and in the machine code for sm_90 the compiler had moved them behind
+           the filter. Now they come before the barrier, and the compiler leaves them there. This
+           form is not recorded yet, so both variants claim only that they are not slower. The
+           filter alone was not timed. With two warps per scheduler, it probably waits for shared
+           memory most of the time.
 Use when   Few blocks fit an SM, because a tile or its accumulators are large, as in a matrix
            product. With many blocks per SM, one buffer does, and it leaves shared memory for more
            blocks. Use `cp.async` or TMA if the loads would need too many registers
