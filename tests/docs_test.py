@@ -204,7 +204,7 @@ TESTED_ELSEWHERE = {
     "judge",
     "fleet",
 }
-"""Commands that need GPUs, a script, a problem, a cluster, or staged files. They have tests of their own."""
+"""Commands that need GPUs, a cluster, a script, a problem, or staged files. They have own tests."""
 
 
 def leaves(command):

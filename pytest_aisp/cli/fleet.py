@@ -27,11 +27,11 @@ def start(
     finish(start_result(head=head, address=address, gpus=simulated_gpus, show=show))
 
 
-def resume() -> None:
+def resume(address: Address = None) -> None:
     """Go on with the fleet run that was interrupted here."""
     from ..fleet.start import resume
 
-    raise typer.Exit(resume(Path.cwd()))
+    raise typer.Exit(resume(Path.cwd(), address))
 
 
 def boards(product: Only = None, baselines: Baselines = DEFAULT_BASELINES) -> None:

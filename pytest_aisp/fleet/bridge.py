@@ -11,6 +11,7 @@ import functools
 import logging
 import os
 import queue
+import socket
 import sys
 import threading
 import time
@@ -32,6 +33,7 @@ WAIT_SECONDS = 0.02
 """Seconds between two looks at the commands, while no seat has a message."""
 CLOSE_SECONDS = 5.0
 """Seconds that seats may take to end their pytest and to remove the tree."""
+PORT_SECONDS = 5.0
 THREADS = 4
 """A seat is polled, and gets messages meanwhile."""
 
@@ -64,6 +66,7 @@ class Bridge:
         """Connect to Ray, and serve until the other end closes."""
         ray = _import_ray(self._fatal)
         try:
+            _refuse_closed_port(self._address)
             quiet = {"log_to_driver": False, "logging_level": logging.CRITICAL}
             ray.init(address=self._address, **quiet)
         except Exception as error:  # Ray and gRPC have many, and all end here
@@ -207,6 +210,13 @@ class Bridge:
             ready += self._ray.wait(others, num_returns=len(others), timeout=0)[0]
         for reference in ready:
             self._pending.pop(reference)(reference)
+
+
+def _refuse_closed_port(address: str) -> None:
+    """Raise OSError at once if nothing listens there. Ray would try for a minute."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdecimal():
+        socket.create_connection((host, int(port)), PORT_SECONDS).close()
 
 
 def _import_ray(fatal: Callable[[str], NoReturn]) -> Any:

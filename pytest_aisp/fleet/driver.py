@@ -256,7 +256,6 @@ class FleetRun:
                 process.tree, process.errors, process.workerinfo = tree, errors, python
                 self._scheduler.ready(seat, time.monotonic())
             case "start", (remote, location):
-                self._scheduler.started(seat)
                 work = process.works[remote]
                 if not work.again:
                     self._hook.pytest_runtest_logstart(nodeid=work.key, location=location)
@@ -291,9 +290,8 @@ class FleetRun:
         plain["nodeid"] = work.key
         if row := plain.get("aisp"):
             row["nodeid"] = work.key
+        # A report of a case that does not finish would come a second time, from another node.
         process.reports.setdefault(work.key, []).append(plain)
-        if not work.again:
-            self._emit(plain, process)
 
     def _emit(self, plain: dict[str, Any], process: Process | None = None) -> None:
         report = self._hook.pytest_report_from_serializable(config=self._config, data=dict(plain))
@@ -313,6 +311,8 @@ class FleetRun:
         if work.again:
             self._compare(work, process, reports, rows)
         else:
+            for plain in reports:
+                self._emit(plain, process)
             self._done.add(work.key)
             self._kept.case(work.key, reports, unproved=unproved)
             self._hook.pytest_runtest_logfinish(nodeid=work.key, location=reports[0]["location"])
@@ -338,19 +338,13 @@ class FleetRun:
     def _report_red(self, work: Work, why: str) -> None:
         if work.again:
             return
-        location = self._items[work.key].location
-        report = pytest.TestReport(
-            work.key,
-            location,
-            {},
-            "failed",
-            why,
-            "call",
-            user_properties=[("aisp_missing", work.product)],
-        )
-        self._hook.pytest_runtest_logstart(nodeid=work.key, location=location)
-        self._hook.pytest_runtest_logreport(report=report)
-        self._hook.pytest_runtest_logfinish(nodeid=work.key, location=location)
+        key, location = work.key, self._items[work.key].location
+        self._hook.pytest_runtest_logstart(nodeid=key, location=location)
+        for outcome, text, when in (("failed", why, "call"), ("passed", None, "teardown")):
+            report = pytest.TestReport(key, location, {}, outcome, text, when)  # type: ignore[arg-type]
+            report.user_properties = [("aisp_missing", work.product)]
+            self._hook.pytest_runtest_logreport(report=report)
+        self._hook.pytest_runtest_logfinish(nodeid=key, location=location)
         if (recorder := self._recorder) is not None:
             recorder.crashes.append(f"{work.key}: {why.splitlines()[0]}")
 

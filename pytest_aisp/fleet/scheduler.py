@@ -7,7 +7,7 @@ no clock: each time is an argument, in seconds.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -61,7 +61,6 @@ class Seat:
     width: int
     state: str = "starting"
     heard: float = 0.0
-    running: bool = False
     queue: list[Work] = field(default_factory=list)
     unproved: list[Work] = field(default_factory=list)
 
@@ -168,16 +167,10 @@ class Scheduler:
         if (seat := self.seats.get(seat_id)) is not None:
             seat.heard = now
 
-    def started(self, seat_id: str) -> None:
-        """Note that the first case of the seat's queue runs."""
-        if (seat := self.seats.get(seat_id)) is not None:
-            seat.running = True
-
     def finished(self, seat_id: str, work: Work, *, unproved: bool) -> None:
         """Note the end of a case. If `unproved`, its verdict waits for the seat's canary."""
         if (seat := self.seats.get(seat_id)) is not None and work in seat.queue:
             seat.queue.remove(work)
-            seat.running = False
             seat.unproved += [work] if unproved else []
 
     def proved(self, seat_id: str) -> None:
@@ -194,7 +187,10 @@ class Scheduler:
             self.seats.pop(seat_id, None)
 
     def lost(self, seat_id: str, why: str) -> None:
-        """Note that a seat ended by itself. Its cases run again, elsewhere if possible."""
+        """Note that a seat ended by itself. Its cases run again, elsewhere if possible.
+
+        The first one of its queue was running: a message about its start may be lost, too.
+        """
         if (seat := self.seats.pop(seat_id, None)) is None:
             return
         node, proving = seat.node, [w for w in seat.unproved if not w.again]
@@ -204,11 +200,11 @@ class Scheduler:
             self._out.append(Note(f"{node.name} lost a worker: {why}"))
         if node.losses >= LOSSES:
             self._avoid_node(node, f"it lost {node.losses} workers, the last one because {why}")
-        if keys := tuple(w.key for w in [*seat.unproved, *seat.queue[: seat.running]] if w.again):
+        if keys := tuple(w.key for w in [*seat.unproved, *seat.queue[:1]] if w.again):
             self._out.append(Unproved(node.name, keys))
-        for work in reversed(seat.queue[seat.running :]):
+        for work in reversed(seat.queue[1:]):
             self._queues[work.product][work.gpus].appendleft(work)
-        if seat.running and not seat.queue[0].again:
+        if seat.queue and not seat.queue[0].again:
             self._retry(seat.queue[0], node)
         for work in proving:
             self.again(work, seat)
@@ -240,7 +236,7 @@ class Scheduler:
     @property
     def done(self) -> bool:
         """Whether nothing is left to do and no seat is left."""
-        return not self.seats and not any(self._pending())
+        return not (self.seats or self._out or any(self._pending()))
 
     def plan(self, now: float) -> list[Action]:
         """Return what to do now."""
@@ -297,7 +293,10 @@ class Scheduler:
                         break
 
     def _start_seat(self, queue: deque[Work], product: str, width: int) -> bool:
-        free = {node.id: self._free(node) for node in self.usable(product)}
+        used: Counter[str] = Counter()
+        for seat in self.seats.values():
+            used[seat.node.id] += seat.width
+        free = {n.id: n.gpus - used[n.id] for n in self.usable(product)}
         able = [n for n in free if free[n] >= width and any(self._may(n, w) for w in queue)]
         if not able:
             return False
@@ -314,9 +313,6 @@ class Scheduler:
             return True
         return all(node.id == node_id for node in self.usable(work.product))
 
-    def _free(self, node: Node) -> int:
-        return node.gpus - sum(s.width for s in self.seats.values() if s.node is node)
-
     def _give(self) -> None:
         ready = [seat for seat in self.seats.values() if seat.state == "ready"]
         for seat in ready:
@@ -324,9 +320,10 @@ class Scheduler:
                 seat.state = "finishing"
                 self._out.append(Finish(seat.id))
         # A second case hides the way there and back, but the last cases must not wait in a queue.
+        alike = Counter(seat.node.product for seat in self.seats.values())
         for seat in ready:
-            alike = sum(s.node.product == seat.node.product for s in self.seats.values())
-            if len(seat.queue) == 1 and sum(map(len, self._fitting(seat))) > alike:
+            left = sum(map(len, self._fitting(seat))) if len(seat.queue) == 1 else 0
+            if left > alike[seat.node.product]:
                 self._give_next(seat)
 
     def _fitting(self, seat: Seat) -> list[deque[Work]]:

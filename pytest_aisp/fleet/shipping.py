@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from ..util.git import GitError, run_git, try_git
 
@@ -184,27 +185,32 @@ def unpacked(data: bytes, digest: str) -> Iterator[Path]:
     """
     base = fleet_folder()
     folder = base / digest[:16]
-    try:
-        lock = open(base / f"{digest[:16]}.lock", "w")  # noqa: SIM115
-    except OSError as error:
-        raise ShippingError(_cannot_write(base, error)) from None
-    with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with contextlib.ExitStack() as files:
         try:
+            turn, used = (
+                files.enter_context(open(base / f"{folder.name}.{name}", "w"))
+                for name in ("turn", "used")
+            )
+            fcntl.flock(turn, fcntl.LOCK_EX)
+            fcntl.flock(used, fcntl.LOCK_SH)
             if not (folder / "complete").exists():
                 shutil.rmtree(folder, ignore_errors=True)
                 _remove_old(base)
                 _unpack(data, folder)
+            fcntl.flock(turn, fcntl.LOCK_UN)
         except (OSError, tarfile.TarError, GitError, subprocess.SubprocessError) as error:
             shutil.rmtree(folder, ignore_errors=True)
             raise ShippingError(_cannot_write(base, error)) from None
-        fcntl.flock(lock, fcntl.LOCK_SH)
         try:
             yield folder
         finally:
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
+            _remove_unused(folder, used)
+
+
+def _remove_unused(folder: Path, used: IO[str]) -> None:
+    with contextlib.suppress(BlockingIOError):
+        fcntl.flock(used, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _cannot_write(folder: Path, error: Exception) -> str:
@@ -241,6 +247,5 @@ def _remove_old(base: Path) -> None:
         folder = complete.parent
         if time.time() - complete.stat().st_mtime < OLD:
             continue
-        with open(base / f"{folder.name}.lock", "w") as lock, contextlib.suppress(BlockingIOError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
+        with open(base / f"{folder.name}.used", "w") as used:
+            _remove_unused(folder, used)

@@ -76,8 +76,11 @@ def start_result(*, head: bool, address: str | None, gpus: int, show: bool) -> C
     return CliResult([command.line], code=2 if done.returncode else 0)
 
 
-def resume_command(folder: Path) -> tuple[list[str], Path]:
+def resume_command(folder: Path, address: str | None) -> tuple[list[str], Path]:
     """Return the command that goes on with the run that was interrupted here, and its folder.
+
+    Args:
+        address: the address of another cluster than the run's own, or None.
 
     Raises:
         CliError: no run was interrupted in `folder` or above it.
@@ -86,16 +89,17 @@ def resume_command(folder: Path) -> tuple[list[str], Path]:
         file = above / ".pytest_cache" / "d" / FOLDER / FILE
         if file.exists():
             kept = Kept.read(file)
-            command = [sys.executable, "-m", "pytest", *kept.arguments, "--aisp-fleet-resume"]
-            return command, Path(kept.folder)
+            other = [] if address is None else [f"--aisp-fleet={address}"]
+            command = [*kept.arguments, "--aisp-fleet-resume", *other]
+            return [sys.executable, "-m", "pytest", *command], Path(kept.folder)
     raise CliError(
         "no fleet run was interrupted here, or pytest keeps no cache (-p no:cacheprovider)"
     )
 
 
-def resume(folder: Path) -> int:
+def resume(folder: Path, address: str | None) -> int:
     """Go on with the interrupted run, and return pytest's exit code."""
-    command, where = resume_command(folder)
+    command, where = resume_command(folder, address)
     with subprocess.Popen(command, cwd=where) as process:
         while True:
             try:

@@ -1,0 +1,435 @@
+"""Fleets on a Ray cluster of simulated nodes: one run, its reports, and its faults."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+from fleet_cluster import CONFTEST, RayCluster, processes_of, stop
+from worker_processes import wait_for
+
+pytest.importorskip("ray")
+BUSY = pytest.mark.slow
+"""Tests that start several processes for each seat, on a machine with few cores."""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    """A cluster that the tests of this file share. Each test adds the nodes that it needs."""
+    folder = tmp_path_factory.mktemp("ray")
+    for name in ("a1", "a2", "b1"):
+        (folder / f"leases-{name}").mkdir()
+    started = RayCluster(folder)
+    started.folder = folder
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="module")
+def products(cluster):
+    """Add the nodes of products a and b."""
+    cluster.add("a1", "simulated-a")
+    cluster.add("b1", "simulated-b", arch="sm100", SECRET_OF_NODE="kept")
+    return cluster
+
+
+@pytest.fixture
+def own_nodes(cluster):
+    """Add nodes for one test, and kill them behind it."""
+    added = []
+
+    def add(name, product, **options):
+        (cluster.folder / f"leases-{name}").mkdir(exist_ok=True)
+        cluster.add(name, product, **options)
+        added.append(name)
+
+    yield add
+    for name in added:
+        cluster.kill(name)
+
+
+@pytest.fixture
+def suite(pytester, page):
+    """Write a suite: pages by their names, and a file of plain tests."""
+
+    def write(*pages, tests=""):
+        pytester.makeconftest(CONFTEST)
+        for name in pages:
+            page(name=f"{name}_test.py")
+        page(name="unused_test.py").unlink()  # at least it writes the ini file
+        if tests:
+            (pytester.path / "plain_test.py").write_text(tests)
+        return pytester.path
+
+    return write
+
+
+@pytest.fixture
+def fleet(pytester, cluster):
+    """Run a suite by a fleet of a product."""
+
+    def run(product, *args):
+        where = [f"--aisp-fleet={cluster.address}", f"--aisp-fleet-products={product}"]
+        return pytester.runpytest_subprocess(*where, *args)
+
+    return run
+
+
+@pytest.fixture
+def start(pytester, cluster):
+    """Start a fleet run that goes on while the test does something else."""
+    started = []
+
+    def run(product, *args, address=None):
+        command = [sys.executable, "-m", "pytest", f"--aisp-fleet={address or cluster.address}"]
+        command += [f"--aisp-fleet-products={product}", *args]
+        process = subprocess.Popen(
+            command,
+            cwd=pytester.path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(process)
+        return process
+
+    yield run
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+ENVIRONMENT = """
+import os
+
+import pytest
+
+
+@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "PYTHONPATH", "AWS_SECRET_ACCESS_KEY"])
+def test_is_not_set(name):
+    assert name not in os.environ
+
+
+def test_nothing_of_ray_is_left():
+    assert not [name for name in os.environ if name.startswith("RAY_")]
+
+
+def test_listed_variables_arrive():
+    assert os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] == "1"
+
+
+def test_runs_at_the_usual_priority():
+    assert os.nice(0) == 0
+
+
+def test_uncommitted_text_is_here(request):
+    assert (request.config.rootpath / "note.txt").read_text() == "changed"
+
+
+@pytest.mark.xfail(reason="known")
+def test_known():
+    assert False
+
+
+def test_skips():
+    pytest.skip("on purpose")
+
+
+def test_cannot_be_pickled(record_property):
+    record_property("odd", lambda: 1)
+"""
+
+
+def test_a_suite_runs_on_two_products(suite, products, fleet, pytester, commit, monkeypatch):
+    folder = suite("kept", tests=ENVIRONMENT)
+    (folder / "note.txt").write_text("committed")
+    commit()
+    (folder / "note.txt").write_text("changed")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hidden")
+    monkeypatch.setenv("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
+    files = ("--aisp-artifacts=kept-run", "--junitxml=junit.xml", "--aisp-against=HEAD")
+    result = fleet("simulated-a,simulated-b", "-v", *files)
+    case = "ch99/kept_test.py::test_doubling[[]doubled-n1001@simulated-"
+    result.stdout.fnmatch_lines_random(
+        [
+            "aisp: measure by the fleet at *: simulated-a, simulated-b",
+            "aisp: a1: simulated-a x 2",
+            f"[[]a1-*[]] [[]*[]] NEW 1.99* simulated {case}a[]]*",
+            f"[[]b1-*[]] [[]*[]] NEW 1.99* simulated {case}b[]]*",
+            "[[]a1-*[]] [[]*[]] SKIPPED *test_skips*",
+            "*the report of plain_test.py::test_cannot_be_pickled cannot be sent*",
+            "kept@simulated-a  doubled *",
+            "canary: test_doubling[[]doubled-n1001[]] on the graph clock: *",
+        ]
+    )
+    result.assert_outcomes(passed=7, failed=1, errors=1, skipped=1, xfailed=1)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    rows = [json.loads(line) for line in Path("kept-run/results.jsonl").read_text().splitlines()]
+    assert sorted(row["product"] for row in rows) == ["simulated-a", "simulated-b"]
+    assert {Path(row["file"]).parents[2] for row in rows} == {folder}
+    assert len({row["nodeid"] for row in rows}) == 2
+    assert Path("kept-run/report.html").exists()
+    assert len(list(ElementTree.parse("junit.xml").iter("testcase"))) == 13
+    assert json.loads(Path("kept-run/results.json").read_text())["complete"]
+    wait_for(lambda: not processes_of(products.folder))
+    assert not list(products.folder.glob("trees-*/*/tree"))
+
+
+FAILS = """
+import pytest
+
+
+@pytest.mark.parametrize("number", range(40))
+def test_fails(number):
+    assert number != 3
+"""
+
+
+def test_selection_and_the_end_after_a_failure_are_this_sessions(suite, products, fleet):
+    suite(tests=FAILS)
+    result = fleet("simulated-a", "-k", "test_fails and not 30", "--maxfail=1")
+    result.stdout.fnmatch_lines(["!* stopping after 1 failures !*"])
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    assert result.parseoutcomes()["deselected"] == 1
+    again = fleet("simulated-a", "--lf")
+    again.assert_outcomes(failed=1)
+
+
+def test_a_product_without_a_node_is_named_and_red(suite, fleet, products):
+    suite(tests="def test_it():\n    pass\n")
+    result = fleet("simulated-none", "-o", "aisp_fleet_wait=1", "--junitxml=junit.xml")
+    result.stdout.fnmatch_lines(
+        [
+            "no node of simulated-none for 1 s (aisp_fleet_wait)",
+            "    aisp fleet start --address=HEAD:6379",
+            "=* 1 failed in *",
+        ]
+    )
+    [missing] = ElementTree.parse("junit.xml").iter("property")
+    assert missing.attrib == {"name": "aisp_missing", "value": "simulated-none"}
+
+
+SLEEPS = """
+import os
+import time
+
+import pytest
+
+
+@pytest.mark.parametrize("number", range({count}))
+def test_sleeps(number):
+    open({folder!r} + f"/{{os.environ['BOARD']}}-{{number}}", "w").close()
+    time.sleep({seconds})
+"""
+
+
+def sleeps(folder, count, seconds):
+    (folder / "begun").mkdir(exist_ok=True)
+    return SLEEPS.format(count=count, seconds=seconds, folder=str(folder / "begun"))
+
+
+def begun(folder, board):
+    return list((folder / "begun").glob(f"{board}-*"))
+
+
+@BUSY
+def test_a_node_killed_in_a_case_loses_nothing(suite, own_nodes, start, cluster, pytester):
+    for name in ("k1", "k2", "k3"):
+        own_nodes(name, "simulated-k", gpus=1)
+    names = [f"p{number}" for number in range(4)]
+    suite(*names, tests=sleeps(pytester.path, 16, 1.0))
+    run = start("simulated-k", "-v", "--junitxml=junit.xml")
+    wait_for(lambda: len(begun(pytester.path, "k2")) > 2)
+    cluster.kill("k2")
+    output, _ = run.communicate(timeout=120)
+    assert run.returncode == 0, output
+    assert "fleet: k2 gets no more work: " in output
+    cases = [case.attrib["name"] for case in ElementTree.parse("junit.xml").iter("testcase")]
+    assert len(cases) == len(set(cases)) == 20
+    assert "NO CANARY" not in output
+
+
+KILLS = """
+import os
+import signal
+
+import pytest
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_it(number):
+    if number == 2:
+        os.kill({victim}, signal.SIGKILL)
+"""
+
+
+@BUSY
+@pytest.mark.parametrize("victim", ["os.getpid()", "os.getppid()"], ids=["pytest", "worker"])
+def test_a_case_that_kills_its_nodes_is_given_up_after_two(suite, own_nodes, fleet, victim):
+    for name in ("d1", "d2", "d3"):
+        own_nodes(name, "simulated-d", gpus=1)
+    suite(tests=KILLS.format(victim=victim))
+    result = fleet("simulated-d", "-v")
+    result.stdout.fnmatch_lines(
+        ["given up: d? and d? were lost while they ran it", "=* 1 failed, 5 passed in *"]
+    )
+
+
+@BUSY
+def test_a_late_node_takes_work_and_ctrl_c_leaves_no_process(
+    suite, own_nodes, start, cluster, pytester
+):
+    own_nodes("l1", "simulated-l", gpus=1)
+    suite(tests=sleeps(pytester.path, 500, 0.3))
+    run = start("simulated-l")
+    wait_for(lambda: begun(pytester.path, "l1"))
+    own_nodes("l2", "simulated-l", gpus=2)
+    wait_for(lambda: begun(pytester.path, "l2"))
+    assert processes_of(cluster.folder)
+    run.send_signal(signal.SIGINT)
+    output, _ = run.communicate(timeout=60)
+    assert run.returncode == pytest.ExitCode.INTERRUPTED
+    assert "KeyboardInterrupt" in output
+    wait_for(lambda: not processes_of(cluster.folder))
+
+
+@BUSY
+def test_a_killed_driver_leaves_no_process(suite, own_nodes, start, cluster, pytester):
+    own_nodes("s1", "simulated-s", gpus=1)
+    suite(tests=sleeps(pytester.path, 500, 0.3))
+    run = start("simulated-s")
+    wait_for(lambda: begun(pytester.path, "s1"))
+    run.kill()
+    wait_for(lambda: not processes_of(cluster.folder))
+
+
+@BUSY
+def test_a_node_that_hangs_is_avoided(suite, own_nodes, start, cluster, pytester):
+    for name in ("h1", "h2"):
+        own_nodes(name, "simulated-h", gpus=1)
+    suite(tests=sleeps(pytester.path, 60, 1.0))
+    run = start("simulated-h", "-v")
+    wait_for(lambda: begun(pytester.path, "h1") and begun(pytester.path, "h2"))
+    there = {p: os.readlink(f"/proc/{p}/cwd") for p in processes_of(cluster.folder)}
+    [pid] = [p for p, folder in there.items() if "trees-h1" in folder]
+    actor = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    stop(pid)
+    stop(actor)
+    output, _ = run.communicate(timeout=180)
+    assert run.returncode == 0, output
+    assert "fleet: h1 lost a worker: it was silent for 30 s" in output
+    assert "=== 60 passed in " in output
+
+
+@BUSY
+def test_two_fleets_share_a_cluster(suite, own_nodes, start, pytester):
+    own_nodes("t1", "simulated-t", gpus=1)
+    suite(tests=sleeps(pytester.path, 5, 0.5))
+    runs = [start("simulated-t"), start("simulated-t")]
+    outputs = [run.communicate(timeout=120)[0] for run in runs]
+    assert [run.returncode for run in runs] == [0, 0], outputs
+
+
+@BUSY
+def test_a_full_disk_on_a_node_is_named_and_its_cases_run_elsewhere(suite, own_nodes, fleet):
+    own_nodes("full", "simulated-f", gpus=1, AISP_FLEET_FOLDER="/proc/no-space")
+    own_nodes("free", "simulated-f", gpus=1)
+    suite(tests=FAILS.replace("number != 3", "True"))
+    result = fleet("simulated-f", "-v")
+    result.stdout.fnmatch_lines(
+        ["fleet: full lost a worker: ShippingError: the working tree cannot be unpacked in *"]
+    )
+    result.assert_outcomes(passed=40)
+
+
+@BUSY
+def test_a_head_that_is_gone_keeps_what_is_finished(suite, start, tmp_path, pytester):
+    (tmp_path / "leases-g1").mkdir()
+    own = RayCluster(tmp_path)
+    own.add("g1", "simulated-g", gpus=1)
+    suite("kept", tests=sleeps(pytester.path, 60, 0.5))
+    run = start("simulated-g", "-v", address=own.address)
+    wait_for(lambda: len(begun(pytester.path, "g1")) > 5)
+    own.kill("head")
+    output, _ = run.communicate(timeout=120)
+    assert run.returncode == pytest.ExitCode.INTERRUPTED, output
+    assert "go on with: aisp fleet resume" in output
+    own.close()
+    wait_for(lambda: not processes_of(tmp_path))
+
+
+@BUSY
+def test_a_recording_uses_two_boards(suite, own_nodes, fleet, pytester):
+    for name in ("r1", "r2"):
+        own_nodes(name, "simulated-r", gpus=1)
+    suite("kept")
+    result = fleet("simulated-r", "--aisp-update-expectations", "--aisp-processes=2")
+    assert result.ret == 0
+    stored = json.loads((pytester.path / "baselines/simulated-r/ch99.json").read_text())
+    assert {facts["board"] for facts in stored["environments"].values()} == {"r1", "r2"}
+    [case] = stored["results"].values()
+    assert len(case["values"]) == 2
+
+
+TIMED = """
+import os
+import time
+
+import pytest
+
+
+@pytest.mark.parametrize("number", range({count}))
+def test_timed(number):
+    begun = time.time()
+    time.sleep(0.2)
+    with open({file!r}, "a") as log:
+        log.write(f"{{os.getpid()}} {{begun}} {{time.time()}}\\n")
+"""
+
+
+def resident(pid):
+    """Return the memory of a process in MiB."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("VmRSS:")[2].split()[0]) / 1024
+
+
+@BUSY
+def test_a_thousand_cases_keep_sixteen_gpus_busy(
+    suite, own_nodes, start, pytester, record_property
+):
+    for number in range(4):
+        own_nodes(f"m{number}", "simulated-m", gpus=4)
+    file = pytester.path / "times"
+    file.touch()
+    suite(tests=TIMED.format(count=1000, file=str(file)))
+    run = start("simulated-m", "-q")
+    memory = []
+    for count in (300, 900):
+        wait_for(lambda count=count: len(file.read_text().splitlines()) > count)
+        memory.append(resident(run.pid))
+    output, _ = run.communicate(timeout=120)
+    assert run.returncode == 0, output
+    spans, busy = {}, 0.0
+    for line in file.read_text().splitlines():
+        pid, begin, end = line.split()
+        first, _, cases = spans.get(pid, (float(begin), 0.0, 0))
+        spans[pid] = first, float(end), cases + 1
+        busy += float(end) - float(begin)
+    total = sum(last - first for first, last, _ in spans.values())
+    gaps = 1000 - len(spans)
+    figures = {"seats": len(spans), "share busy": round(busy / total, 3)}
+    figures["ms a case"] = round((total - busy) / gaps * 1e3, 1)
+    figures["MiB"] = [round(each) for each in memory]
+    record_property("figures", str(figures))
+    print(figures)
+    assert len(spans) == 16
+    assert busy / total >= 0.9, figures
+    assert (total - busy) / gaps < 0.02, figures
+    assert memory[1] - memory[0] < 8, figures
