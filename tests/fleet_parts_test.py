@@ -232,10 +232,14 @@ def test_a_folder_without_git_is_shipped(tmp_path, trees):
 
 
 def test_the_digest_follows_the_files(repository):
-    before = shipping.pack(repository).digest
-    assert shipping.pack(repository).digest == before
+    before = shipping.pack(repository)
+    assert shipping.pack(repository).digest == before.digest
     (repository / "a.txt").write_text("more")
-    assert shipping.pack(repository).digest != before
+    after = shipping.pack(repository)
+    assert after.digest != before.digest
+    assert after.code == before.code  # it is no code
+    (repository / "a.py").write_text("more")
+    assert shipping.pack(repository).code != before.code
 
 
 def test_a_tree_above_the_limit_is_refused_with_its_largest_files(repository):
@@ -253,7 +257,9 @@ def test_a_history_above_the_limit_is_refused(repository, commit):
     (repository / "a.txt").write_bytes(os.urandom(2 << 20))
     commit()
     (repository / "a.txt").write_text("small")
-    with pytest.raises(shipping.ShippingError, match="has 2 MiB with its history.*\nRun from a sh"):
+    with pytest.raises(
+        shipping.ShippingError, match=r"has 2 MiB with its history.*\nRun from a sh"
+    ):
         shipping.pack(repository, limit=1 << 20)
 
 
@@ -407,7 +413,7 @@ def test_only_proved_verdicts_are_kept(tmp_path):
     with open(tmp_path / "run.pickle", "ab") as cut_off:
         cut_off.write(pickle.dumps(("case", "late", [], False))[:-5])
     kept = Kept.read(tmp_path / "run.pickle")
-    assert (kept.arguments, kept.digest) == (["suites", "-v"], "abc")
+    assert (kept.arguments, kept.code) == (["suites", "-v"], "abc")
     assert kept.reports == {"plain": [{"outcome": "passed"}], "proved": [{"nodeid": "proved"}]}
     assert kept.canaries == [{"test": "it"}]
     file.remove()

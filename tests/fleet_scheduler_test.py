@@ -280,7 +280,7 @@ def test_a_second_run_of_a_recording_is_on_another_node():
     fleet._end = recorded
     done = fleet.run()
     boards = {key: {w for k, w, _ in done.log if k == key} for key in names(3)}
-    assert boards == dict.fromkeys(names(3), {"n1", "n2"})
+    assert boards == {key: {"n1", "n2"} for key in names(3)}
 
 
 def test_a_lost_second_run_leaves_the_first_verdict_unproved():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -349,20 +350,54 @@ def test_a_full_disk_on_a_node_is_named_and_its_cases_run_elsewhere(suite, own_n
     result.assert_outcomes(passed=40)
 
 
+@pytest.fixture
+def new_cluster(tmp_path):
+    """Start clusters with one node each, to kill their heads."""
+    started = []
+
+    def new(node, product, **head):
+        (tmp_path / f"leases-{node}").mkdir()
+        started.append(RayCluster(tmp_path, **head))
+        started[-1].add(node, product, gpus=1)
+        return started[-1]
+
+    yield new
+    for cluster in started:
+        cluster.close()
+
+
 @BUSY
-def test_a_head_that_is_gone_keeps_what_is_finished(suite, start, tmp_path, pytester):
-    (tmp_path / "leases-g1").mkdir()
-    own = RayCluster(tmp_path)
-    own.add("g1", "simulated-g", gpus=1)
+def test_a_run_whose_head_is_gone_goes_on_elsewhere(suite, start, new_cluster, pytester):
+    first = new_cluster("g1", "simulated-g")
     suite("kept", tests=sleeps(pytester.path, 60, 0.5))
-    run = start("simulated-g", "-v", address=own.address)
+    run = start("simulated-g", "-v", "--junitxml=junit.xml", address=first.address)
     wait_for(lambda: len(begun(pytester.path, "g1")) > 5)
-    own.kill("head")
+    first.kill("head")
     output, _ = run.communicate(timeout=120)
     assert run.returncode == pytest.ExitCode.INTERRUPTED, output
-    assert "go on with: aisp fleet resume" in output
-    own.close()
-    wait_for(lambda: not processes_of(tmp_path))
+    kept = int(re.search(r"(\d+) of 61 cases are kept; go on with: aisp fleet resume", output)[1])
+    assert kept > 4
+    first.close()
+    wait_for(lambda: not processes_of(pytester.path.parent))
+    second = new_cluster("g2", "simulated-g")
+    resume = [sys.executable, "-m", "pytest_aisp.cli", "fleet", "resume"]
+    resumed = pytester.run(*resume, f"--address={second.address}")
+    assert resumed.ret == 0
+    resumed.stdout.fnmatch_lines(["=* 60 passed, 1 new in *"])
+    assert len(list(ElementTree.parse("junit.xml").iter("testcase"))) == 61
+    assert len(begun(pytester.path, "g2")) <= 60 - kept + 1
+    again = pytester.run(*resume)
+    again.stderr.fnmatch_lines(["no fleet run was interrupted here*"])
+
+
+@BUSY
+def test_a_fleet_is_used_from_outside_the_cluster(suite, new_cluster, start):
+    cluster = new_cluster("c1", "simulated-c", ray_client_server_port=10011)
+    host = cluster.address.partition(":")[0]
+    suite(tests=FAILS)
+    run = start("simulated-c", "-v", address=f"ray://{host}:10011")
+    output, _ = run.communicate(timeout=120)
+    assert "=== 1 failed, 39 passed in " in output
 
 
 @BUSY

@@ -136,7 +136,7 @@ class FleetRun:
         folder = Path(cache.mkdir(FOLDER)) if cache is not None else None
         arguments = [a for a in self._config.invocation_params.args if a != "--aisp-fleet-resume"]
         here = str(self._config.invocation_params.dir)
-        new = Kept(list(map(str, arguments)), here, self._tree.digest)
+        new = Kept(list(map(str, arguments)), here, self._tree.code)
         file = (folder or self._config.rootpath) / FILE
         old = None
         if self._config.getoption("aisp_fleet_resume"):
@@ -156,9 +156,9 @@ class FleetRun:
             kept = Kept.read(file)
         except FileNotFoundError:
             raise pytest.UsageError("aisp fleet resume: no run was interrupted here") from None
-        if kept.digest != self._tree.digest:
+        if kept.code != self._tree.code:
             raise pytest.UsageError(
-                "aisp fleet resume: the working tree has changed since the run began, so what it"
+                "aisp fleet resume: code has changed since the run began, so what it"
                 " finished is of other code\nRun the suite again"
             )
         return kept

@@ -22,14 +22,14 @@ class Kept:
 
     Attributes:
         arguments, folder: the command line of pytest, and where it was given.
-        digest: the hash of the tree that was shipped.
+        code: the hash of the code that ran.
         reports: by node id, those of each finished case whose verdict needs no other canary.
         canaries: the canaries of the seats, as plain values.
     """
 
     arguments: list[str]
     folder: str
-    digest: str
+    code: str
     reports: dict[str, Reports] = field(default_factory=dict)
     canaries: list[dict[str, Any]] = field(default_factory=list)
 
@@ -61,7 +61,7 @@ class KeptFile:
 
     def __init__(self, file: Path, run: Kept) -> None:
         self._file: Path | None = file
-        head = {"arguments": run.arguments, "folder": run.folder, "digest": run.digest}
+        head = {"arguments": run.arguments, "folder": run.folder, "code": run.code}
         with contextlib.suppress(OSError):
             file.unlink(missing_ok=True)
         self._append(head)

@@ -30,6 +30,8 @@ FOLDER = "AISP_FLEET_FOLDER"
 """The variable that names the folder on a node in which trees are unpacked."""
 OLD = 86400.0
 """Seconds after which a tree that a killed run left behind is removed."""
+CODE = (".py", ".cu", ".cuh", ".h", ".hpp", ".cpp", ".ini", ".toml", ".cfg")
+"""The suffixes of files that hold code and settings."""
 LEFT_OUT = {"__pycache__", ".git", ".venv", "venv", ".pytest_cache", "node_modules"}
 """Folders that are not shipped from a tree without git."""
 
@@ -46,11 +48,13 @@ class Tree:
         top: the folder here that was packed.
         data: a compressed tar file.
         digest: SHA-256 of the files' contents and of the commits.
+        code: SHA-256 of the files that hold code and settings. What a run writes does not change it.
     """
 
     top: Path
     data: bytes
     digest: str
+    code: str
 
 
 def pack(root: Path, refs: Sequence[str] = (), *, limit: int = LIMIT) -> Tree:
@@ -64,23 +68,24 @@ def pack(root: Path, refs: Sequence[str] = (), *, limit: int = LIMIT) -> Tree:
     files = _walk(top) if found is None else _listed(top)
     _refuse_large(files, top, limit)
     history = {} if found is None else _history(top, refs)
-    digest = hashlib.sha256(repr(sorted((n, len(d)) for n, d in history.items())).encode())
+    digest, code = hashlib.sha256(history.get("commits", b"")), hashlib.sha256()
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=1) as tar:
         for name in files:
             tar.add(top / name, f"tree/{name}", recursive=False)
-            _hash(digest, top / name, name)
+            line = _hashed(top / name, name)
+            digest.update(line)
+            code.update(line if name.endswith(CODE) else b"")
         for name, data in history.items():
             info = tarfile.TarInfo(f"history/{name}")
             info.size = len(data)
             tar.addfile(info, io.BytesIO(data))
-            digest.update(data if name == "commits" else b"")
     if buffer.tell() > limit:
         raise ShippingError(
             f"{top} has {buffer.tell() >> 20} MiB with its history; at most {limit >> 20} MiB are"
             " shipped to a node\nRun from a shallow clone:\n    git clone --depth=100 ..."
         )
-    return Tree(top, buffer.getvalue(), digest.hexdigest())
+    return Tree(top, buffer.getvalue(), digest.hexdigest(), code.hexdigest())
 
 
 def _listed(top: Path) -> list[str]:
@@ -117,9 +122,9 @@ def _refuse_large(files: Sequence[str], top: Path, limit: int) -> None:
     )
 
 
-def _hash(digest: hashlib._Hash, path: Path, name: str) -> None:
+def _hashed(path: Path, name: str) -> bytes:
     data = os.readlink(path).encode() if path.is_symlink() else path.read_bytes()
-    digest.update(f"{name}\0{len(data)}\0".encode() + hashlib.sha256(data).digest())
+    return f"{name}\0{len(data)}\0".encode() + hashlib.sha256(data).digest()
 
 
 def _history(top: Path, refs: Sequence[str]) -> dict[str, bytes]:
