@@ -14,17 +14,26 @@ Address = Annotated[
     str | None, typer.Option(metavar="HOST:PORT", help="the address of the first machine")
 ]
 Show = Annotated[bool, typer.Option("--show", help="print the command of Ray; run nothing")]
+Block = Annotated[
+    bool, typer.Option("--block", help="wait until Ray ends, as a step of Slurm must")
+]
 Gpus = Annotated[int, typer.Option(metavar="N", min=0, help="the number of simulated GPUs")]
 Only = Annotated[str | None, typer.Option(metavar="PRODUCT", help="default: all products")]
 
 
 def start(
-    head: Head = False, address: Address = None, simulated_gpus: Gpus = 0, show: Show = False
+    head: Head = False,
+    address: Address = None,
+    block: Block = False,
+    simulated_gpus: Gpus = 0,
+    show: Show = False,
 ) -> None:
     """Start Ray on this machine, as a fleet needs it."""
-    from ..fleet.start import start_result
+    from ..fleet.probe import probe
+    from ..fleet.start import start_command, start_result
 
-    finish(start_result(head=head, address=address, gpus=simulated_gpus, show=show))
+    command = start_command(probe(), head=head, address=address, gpus=simulated_gpus, block=block)
+    finish(start_result(command, show=show))
 
 
 def resume(address: Address = None) -> None:

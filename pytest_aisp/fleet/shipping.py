@@ -48,7 +48,7 @@ class Tree:
         top: the folder here that was packed.
         data: a compressed tar file.
         digest: SHA-256 of the files' contents and of the commits.
-        code: SHA-256 of the files that hold code and settings. What a run writes does not change it.
+        code: SHA-256 of the files that hold code and settings, which no run writes.
     """
 
     top: Path

@@ -14,7 +14,7 @@ from pathlib import Path
 from ..util.cli_result import CliError, CliResult
 from .kept import FILE, FOLDER, Kept
 from .nodes import LABEL, RayNode, refusal
-from .probe import Facts, probe
+from .probe import Facts
 
 PORT = 6379
 
@@ -32,11 +32,14 @@ class StartCommand:
         return " ".join([*(f"{k}={v}" for k, v in self.variables.items()), *self.arguments])
 
 
-def start_command(facts: Facts, *, head: bool, address: str | None, gpus: int = 0) -> StartCommand:
+def start_command(
+    facts: Facts, *, head: bool, address: str | None, gpus: int = 0, block: bool = False
+) -> StartCommand:
     """Return the command for a machine with these facts.
 
     Args:
         gpus: the number of GPUs to give away if they are simulated.
+        block: whether the command waits until Ray ends.
 
     Raises:
         CliError: it needs either `head` or `address`, or the machine cannot take part.
@@ -57,16 +60,16 @@ def start_command(facts: Facts, *, head: bool, address: str | None, gpus: int = 
     where = ["--head", f"--port={PORT}"] if head else [f"--address={address}"]
     label = [f"--labels={LABEL}={facts['product']}"] if facts["product"] else []
     options = [*where, *label, f"--num-gpus={count}", "--disable-usage-stats"]
+    options += ["--block"] * block
     return StartCommand(("ray", "start", *options), {"RAY_worker_niceness": "0"})
 
 
-def start_result(*, head: bool, address: str | None, gpus: int, show: bool) -> CliResult:
+def start_result(command: StartCommand, *, show: bool) -> CliResult:
     """Start Ray here, or only show the command.
 
     Raises:
-        CliError: Ray is missing, or this machine cannot take part.
+        CliError: Ray is missing.
     """
-    command = start_command(probe(), head=head, address=address, gpus=gpus)
     if show:
         return CliResult([command.line])
     if importlib.util.find_spec("ray") is None:
