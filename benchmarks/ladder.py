@@ -2,10 +2,10 @@
 
     python benchmarks/ladder.py suites/ch10/gemm_test.py test_gemm [--write README.md]
 
-Times are stored results (`baselines/`). Machine code is assembled here, without a GPU: the table
-lists the instructions that a rung adds to and removes from the rung before. Only instructions that
-move data, multiply, or wait count. With `--write` the table replaces the text between
-`<!-- ladder -->` and `<!-- end of ladder -->`.
+Times are stored results (`baselines/`), without those whose sides have changed since. Machine code
+is assembled here, without a GPU: the table lists the instructions that a rung adds to and removes
+from the rung before. Only instructions that move data, multiply, or wait count. With `--write` the
+table replaces the text between `<!-- ladder -->` and `<!-- end of ladder -->`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 
 from pytest_aisp.kernels import sass
 from pytest_aisp.kernels.cross_compile import AssembledKernel, Assembly
+from pytest_aisp.page.sources import digest, text_digest
 from pytest_aisp.results import store
 from pytest_aisp.results.row import duration
 from pytest_aisp.worker.loader import load_page, pair_of
@@ -88,6 +89,22 @@ def table(page: Path, function: str, arch: str, results: Mapping[str, Any]) -> s
     return "\n".join(lines)
 
 
+def current(page: Path, function: str, results: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the results whose sides have not changed since, by their cases' ids."""
+    pair = pair_of(getattr(load_page(str(page), str(ROOT), f"ladder.{page.stem}"), function))
+    if pair is None:
+        return {}
+    kept = {}
+    for case in pair.cases():
+        result = results.get(f"{page.name}::{function}[{case.id}]")
+        sides = {"baseline": pair.baseline, "optimized": case.variant.side}
+        syntax = {role: digest(side, str(ROOT)) for role, side in sides.items()}
+        text = {role: text_digest(side, str(ROOT)) for role, side in sides.items()}
+        if result and dict(result.with_syntax(syntax, text).sources) == syntax:
+            kept[f"[{case.id}]"] = result
+    return kept
+
+
 def _times(mine: Any, library: Any, everyone: Any) -> list[str]:
     """Return a rung's time and share of the library's rate, both against the same baseline."""
     if mine is None and everyone:  # the baseline: each rung's result has its time
@@ -119,11 +136,11 @@ def main() -> int:
     parser.add_argument("--write", type=Path, help="a file with the two marks")
     options = parser.parse_args()
     file = ROOT / "baselines" / options.product / f"{options.page.resolve().parent.name}.json"
-    start = f"{options.page.name}::{options.function}["
     known = store.load(file).results if file.exists() else {}
-    mine = {key: result for key, result in known.items() if key.startswith(start)}
-    results = {key: result for key, result in mine.items() if result.value is not None}
-    where = options.page.resolve(), options.function, ARCH_OF[options.product], results
+    page = options.page.resolve()
+    timed = {key: result for key, result in known.items() if result.value is not None}
+    results = current(page, options.function, timed)
+    where = page, options.function, ARCH_OF[options.product], results
     if options.write is None:
         print(table(*where))
         return 0

@@ -3,21 +3,23 @@
 Problem    c = a b^T, a (m, k), b (n, k) in bf16, summed in fp32, written in bf16.
 Baseline   mma_sync: tiles of 128 x 128, 64 of k at a time, loaded through registers into swizzled
            shared memory, then `ldmatrix` and `mma.sync`. A warp that loads does not compute.
+           library: `torch.matmul`, which is cuBLASLt with its own choice of kernel. It is a
+           yardstick in the first test. In the second it is the baseline of stored and multicast.
 Optimized  cp_async: of mma_sync. `cp.async` fills a ring of three tiles while the tensor cores
            work.
            tma: of cp_async. One thread and the tensor memory accelerator fill the same ring.
            wgmma: of tma. The tensor cores read shared memory themselves, 64 x 128 per warpgroup.
-           The ring also grows from three tiles to four, which leaves one block per SM, not two.
-           specialized: of wgmma. Three changes: a producer warpgroup fills the ring. It runs four
-           tiles ahead, not three. The products of a step may still run when those of the next one
-           start (`wgmma_wait<1>`).
-           wide: of specialized. Tiles of 128 x 256, whose products read a quarter less.
-           persistent: of wide. Two changes: one block per SM takes tile after tile, and the tiles
-           come in another order, 8 rows of tiles at a time.
-           stored: of persistent. Results leave through shared memory and TMA while the next tile is
+           specialized: of wgmma. A ninth warp fills the ring, without block-wide barriers.
+           back_to_back: of specialized. The products of a step may still run when those of the next
+           one start (`wgmma_wait<1>`).
+           wide: of back_to_back. Tiles of 128 x 256, whose products read a quarter less. A tile
+           needs twice the registers and more shared memory, so an SM has one block, not two.
+           four_tiles: of wide. A ring of four tiles, not three.
+           persistent: of four_tiles. One block per SM takes tile after tile.
+           grouped: of persistent. The tiles come in another order, 8 rows of tiles at a time.
+           stored: of grouped. Results leave through shared memory and TMA while the next tile is
            computed.
            multicast: of stored. Two blocks of a cluster each load half of b's tile for both.
-           library: `torch.matmul`, which is cuBLASLt with its own choice of kernel.
 Bound      Tensor cores from wide on, at the rate that the power limit allows. Tiles of 128 x 128
            are limited by the L2, from which each tile reads its operands. With `mma.sync`, shared
            memory is the limit, because each of the 8 warps reads its operands there. mma_sync adds
@@ -28,12 +30,11 @@ Seen       cp_async takes longer than predicted. tma fills the same ring in less
            `mma.sync` reaches less than two thirds of the tensor cores' peak (arXiv 2501.12084). The
            cost does not count this, and shared memory would still take longer.
            At the power limit the clock drifts, and the time of mma_sync with it. Compare only sides
-           that were timed in turn. A share of the library is the ratio of two speedups over
-           mma_sync, and has the errors of both. Each side is timed in turn with mma_sync, which
-           computes less per second. Beside a faster side it may be slower, as the library is in
-           `triton_gemm_test.py`.
+           that were timed in turn. A share of the library from this page's first test is the ratio
+           of two speedups over mma_sync, and has the errors of both. The second test times stored
+           and multicast in turn with the library.
 Use when   Call the library. Write this kernel only for a product that the library does not have,
-           and begin with wide tiles, a producer warpgroup and TMA. multicast gains nothing over
+           and begin with wide tiles, a warp that only loads, and TMA. multicast gains nothing over
            stored here.
 """
 
@@ -94,34 +95,56 @@ def tma(a, b):
 
 def wgmma(a, b):
     c = empty(a, b)
-    launch = hopper.wgmma_tiles[tiles(a, b, 128), 256, ring(128)]
+    launch = hopper.wgmma_tiles[tiles(a, b, 128), 256, ring(128, stages=3)]
     launch(*maps(a, b), c, *c.shape, a.shape[1])
     return c
 
 
-def specialized(a, b):
+LOADING = 2 * 128 + 32
+"""Threads of a block with two warpgroups that compute and a warp that loads."""
+
+
+def per_tile(kernel, a, b, wide, stages):
     c = empty(a, b)
-    across, down = tiles(a, b, 128)
-    hopper.specialized[across * down, 384, ring(128)](*maps(a, b), c, *c.shape, a.shape[1])
+    across, down = tiles(a, b, wide)
+    launch = kernel[across * down, LOADING, ring(wide, stages)]
+    launch(*maps(a, b, wide), c, *c.shape, a.shape[1])
     return c
+
+
+def specialized(a, b):
+    return per_tile(hopper.specialized, a, b, wide=128, stages=3)
+
+
+def back_to_back(a, b):
+    return per_tile(hopper.back_to_back, a, b, wide=128, stages=3)
 
 
 def wide(a, b):
-    c = empty(a, b)
-    across, down = tiles(a, b, 256)
-    hopper.wide[across * down, 384, ring(256)](*maps(a, b, 256), c, *c.shape, a.shape[1])
-    return c
+    return per_tile(hopper.wide, a, b, wide=256, stages=3)
+
+
+def four_tiles(a, b):
+    return per_tile(hopper.four_tiles, a, b, wide=256, stages=4)
 
 
 def processors(a):
     return torch.cuda.get_device_properties(a.device).multi_processor_count
 
 
-def persistent(a, b):
+def per_processor(kernel, a, b):
     c = empty(a, b)
-    launch = hopper.persistent[processors(a), 384, ring(256)]
+    launch = kernel[processors(a), LOADING, ring(256)]
     launch(*maps(a, b, 256), c, *c.shape, a.shape[1])
     return c
+
+
+def persistent(a, b):
+    return per_processor(hopper.persistent, a, b)
+
+
+def grouped(a, b):
+    return per_processor(hopper.grouped, a, b)
 
 
 OUT = 2 * 2 * 64 * 64 * 2
@@ -131,7 +154,7 @@ OUT = 2 * 2 * 64 * 64 * 2
 def stored(a, b):
     c = empty(a, b)
     to = tensor_map(c, (64, 64), swizzle=128)
-    launch = hopper.stored[processors(a), 384, ring(256, out=OUT)]
+    launch = hopper.stored[processors(a), LOADING, ring(256, out=OUT)]
     launch(*maps(a, b, 256), to, *c.shape, a.shape[1])
     return c
 
@@ -140,8 +163,8 @@ def multicast(a, b):
     c = empty(a, b)
     to = tensor_map(c, (64, 64), swizzle=128)
     shared = ring(256, out=OUT)
-    pairs = hopper.multicast.clusters_at_once(384, shared, cluster=2)
-    launch = hopper.multicast[2 * pairs, 384, shared]
+    pairs = hopper.multicast.clusters_at_once(LOADING, shared, cluster=2)
+    launch = hopper.multicast[2 * pairs, LOADING, shared]
     launch(*maps(a, b, 128), to, *c.shape, a.shape[1])
     return c
 
@@ -189,15 +212,44 @@ def stored_meanwhile(m, n, k, **tile):
     return replace(in_tiles(m, n, k, **tile), write=2 * m * n)
 
 
+SIZES = [{"m": 8192, "n": 8192, "k": 8192}]
+# Rows begin at multiples of 16 bytes, which are 8 elements. Less than a tile, several tiles in each
+# dimension, one step of k.
+CHECK_SIZES = [
+    {"m": 33, "n": 40, "k": 72},
+    {"m": 300, "n": 264, "k": 520},
+    {"m": 257, "n": 776, "k": 64},
+]
+
+
+def work(m, n, k):
+    return Work(read=2 * (m * k + k * n), write=2 * m * n, flops={"bf16": 2 * m * n * k}, terms=k)
+
+
+def stored_cost(m, n, k):
+    return stored_meanwhile(m, n, k, wide=256)
+
+
+def multicast_cost(m, n, k):
+    return stored_meanwhile(m, n, k, wide=256, loaded=128)
+
+
+def library_cost(m, n, k):
+    return replace(multiplied(m, n, k), write=2 * m * n)
+
+
 @compare(
     baseline=mma_sync,
     optimized=[
         Variant(cp_async, sass=("LDGSTS", "HMMA"), at_least={"sm90": 1.1}),
         Variant(tma, needs="tma", sass="HMMA", at_least={"sm90": 1.4}),
-        Variant(wgmma, needs=("tma", "wgmma"), at_least={"sm90": 1.65}),
-        Variant(specialized, needs=("tma", "wgmma"), sass="USETMAXREG", at_least={"sm90": 2.0}),
-        Variant(wide, needs=("tma", "wgmma"), sass="USETMAXREG", at_least={"sm90": 2.4}),
-        Variant(persistent, needs=("tma", "wgmma"), sass="USETMAXREG", at_least={"sm90": 2.5}),
+        Variant(wgmma, needs=("tma", "wgmma"), sass="HGMMA", at_least={"sm90": 1.65}),
+        Variant(specialized, needs=("tma", "wgmma"), sass="HGMMA", at_least={"sm90": 1.65}),
+        Variant(back_to_back, needs=("tma", "wgmma"), sass="HGMMA", at_least={"sm90": 1.65}),
+        Variant(wide, needs=("tma", "wgmma"), sass="HGMMA", at_least={"sm90": 2.2}),
+        Variant(four_tiles, needs=("tma", "wgmma"), sass="HGMMA", at_least={"sm90": 2.4}),
+        Variant(persistent, needs=("tma", "wgmma"), sass="HGMMA", at_least={"sm90": 2.4}),
+        Variant(grouped, needs=("tma", "wgmma"), sass="HGMMA", at_least={"sm90": 2.5}),
         Variant(stored, needs=("tma", "wgmma"), sass=("STSM", "UTMASTG"), at_least={"sm90": 2.6}),
         Variant(
             multicast,
@@ -209,31 +261,48 @@ def stored_meanwhile(m, n, k, **tile):
     ],
     inputs=inputs,
     reference=reference,
-    sizes=[{"m": 8192, "n": 8192, "k": 8192}],
-    # Rows begin at multiples of 16 bytes, which are 8 elements. Less than a tile, several tiles in
-    # each dimension, one step of k.
-    check_sizes=[
-        {"m": 33, "n": 40, "k": 72},
-        {"m": 300, "n": 264, "k": 520},
-        {"m": 257, "n": 776, "k": 64},
-    ],
-    work=lambda m, n, k: Work(
-        read=2 * (m * k + k * n), write=2 * m * n, flops={"bf16": 2 * m * n * k}, terms=k
-    ),
+    sizes=SIZES,
+    check_sizes=CHECK_SIZES,
+    work=work,
     bound="tensor",
     costs={
         mma_sync: one_after_the_other,
         cp_async: overlapped,
         tma: overlapped,
-        wgmma: lambda m, n, k: in_tiles(m, n, k) + results(m, n),
-        specialized: lambda m, n, k: in_tiles(m, n, k) + results(m, n),
-        wide: lambda m, n, k: in_tiles(m, n, k, wide=256) + results(m, n),
-        persistent: lambda m, n, k: in_tiles(m, n, k, wide=256) + results(m, n),
-        stored: lambda m, n, k: stored_meanwhile(m, n, k, wide=256),
-        multicast: lambda m, n, k: stored_meanwhile(m, n, k, wide=256, loaded=128),
-        library: lambda m, n, k: replace(multiplied(m, n, k), write=2 * m * n),
+        **dict.fromkeys(
+            (wgmma, specialized, back_to_back),
+            lambda m, n, k: in_tiles(m, n, k) + results(m, n),
+        ),
+        **dict.fromkeys(
+            (wide, four_tiles, persistent, grouped),
+            lambda m, n, k: in_tiles(m, n, k, wide=256) + results(m, n),
+        ),
+        stored: stored_cost,
+        multicast: multicast_cost,
+        library: library_cost,
     },
 )
 def test_gemm(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
+
+
+@compare(
+    baseline=library,
+    optimized=[
+        Variant(stored, needs=("tma", "wgmma"), sass=("STSM", "UTMASTG")),
+        Variant(multicast, needs=("tma", "wgmma", "multicast"), sass=("STSM", "UTMASTG")),
+    ],
+    inputs=inputs,
+    reference=reference,
+    sizes=SIZES,
+    check_sizes=CHECK_SIZES,
+    work=work,
+    bound="tensor",
+    versus="library",
+    at_least={"sm90": 0.9},
+    costs={library: library_cost, stored: stored_cost, multicast: multicast_cost},
+)
+def test_gemm_beside_the_library(pair):
     pair.assert_equivalent()
     pair.assert_speedup()

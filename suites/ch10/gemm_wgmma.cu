@@ -1,11 +1,7 @@
 // c = a b^T in bf16, summed in fp32, on Hopper's tensor cores. These are the rungs after gemm.cu.
 //
-// wgmma: two warpgroups compute 64 x 128 each. One of their threads keeps the ring filled.
-// specialized: the same tiles. A producer warpgroup fills the ring, without block-wide barriers.
-// wide: tiles of 128 x 256, 64 x 256 for each of the two warpgroups that compute.
-// persistent: wide, but one block per SM takes tile after tile, in an order that reuses the L2.
-// stored: persistent, but results leave through shared memory and TMA.
-// multicast: stored, but two blocks of a cluster each load half of b's tile for both.
+// wgmma: `tma` of gemm.cu, but two warpgroups compute 64 x 128 each, from shared memory.
+// The rungs after it have a warp that only loads. A struct for each says what it changes.
 
 #include <cuda_bf16.h>
 
@@ -18,6 +14,37 @@ constexpr int WARPGROUP = 128, COMPUTE = 2;
 constexpr int A_BYTES = M * K * 2;
 constexpr int GROUP = 8;  // rows of tiles that are taken together, for reuse in the L2
 constexpr int SLICE = 64, SLICE_BYTES = HALF * SLICE * 2;  // results on their way out
+
+// The rungs with a warp that only loads. Each differs from the rung before in one thing.
+struct Specialized {
+  static constexpr int N = 128, STAGES = 3;  // columns of a tile, tiles in the ring
+  static constexpr int UNDER_WAY = 0;        // steps whose products may run beside the next step's
+  static constexpr bool PERSISTENT = false;  // a block takes tile after tile
+  static constexpr bool GROUPED = false;     // rows of tiles are taken GROUP at a time
+  static constexpr bool BY_TMA = false;      // results leave through shared memory and TMA
+  static constexpr int CLUSTER = 1;          // blocks that share b's tile
+};
+struct BackToBack : Specialized {
+  static constexpr int UNDER_WAY = 1;
+};
+struct Wide : BackToBack {
+  static constexpr int N = 256;
+};
+struct FourTiles : Wide {
+  static constexpr int STAGES = 4;
+};
+struct Persistent : FourTiles {
+  static constexpr bool PERSISTENT = true;
+};
+struct Grouped : Persistent {
+  static constexpr bool GROUPED = true;
+};
+struct Stored : Grouped {
+  static constexpr bool BY_TMA = true;
+};
+struct Multicast : Stored {
+  static constexpr int CLUSTER = 2;
+};
 
 extern __shared__ unsigned char memory[];
 
@@ -40,6 +67,14 @@ __device__ void multiply(float (&sums)[N / 2], const unsigned char* a, const uns
   wgmma_commit();
 }
 
+// The compiler does not know that products arrive later. Reads of sums cannot move above this.
+// It follows wgmma_wait<0>.
+template <int count>
+__device__ void settle(float (&sums)[count]) {
+#pragma unroll
+  for (int i = 0; i < count; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+}
+
 // Writes a warpgroup's 64 x N sums, whose first element is c[row][column].
 template <int N>
 __device__ void store(const float (&sums)[N / 2], __nv_bfloat16* c, int row, int column, int m, int n) {
@@ -59,10 +94,10 @@ __device__ void store(const float (&sums)[N / 2], __nv_bfloat16* c, int row, int
   }
 }
 
-extern "C" __global__ void __launch_bounds__(COMPUTE* WARPGROUP)
+extern "C" __global__ void __launch_bounds__(COMPUTE* WARPGROUP, 2)
     wgmma_tiles(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
                 __nv_bfloat16* c, int m, int n, int k) {
-  constexpr int N = 128, STAGES = 4, STAGE_BYTES = A_BYTES + N * K * 2;
+  constexpr int N = 128, STAGES = 3, STAGE_BYTES = A_BYTES + N * K * 2;
   __shared__ alignas(8) unsigned long long full[STAGES];
   unsigned char* stages = aligned(memory);
   float sums[N / 2];
@@ -84,23 +119,18 @@ extern "C" __global__ void __launch_bounds__(COMPUTE* WARPGROUP)
   for (int step = 0; step < STAGES - 1; ++step) load(step);
   for (int step = 0; step < steps; ++step) {
     wait_phase(&full[step % STAGES], step / STAGES % 2);
+    __syncthreads();  // nobody reads the previous stage
+    load(step + STAGES - 1);
+    __syncwarp();  // wgmma needs whole warps
     const unsigned char* stage = stages + step % STAGES * STAGE_BYTES;
     multiply<N>(sums, stage + mine * K * 2, stage + A_BYTES, step == 0);
     wgmma_wait<0>();
-    __syncthreads();  // nobody reads this stage or the previous one, which is filled next
-    load(step + STAGES - 1);
   }
+  settle(sums);
   store<N>(sums, c, row + mine, column, m, n);
 }
 
-// The rungs with a warpgroup that only loads ------------------------------------------------------
-
-template <int N, int stages, bool by_tma>
-struct Shape {
-  static constexpr int STAGE_BYTES = A_BYTES + N * K * 2;
-  static constexpr int OUT_BYTES = by_tma ? COMPUTE * 2 * SLICE_BYTES : 0;
-  static constexpr int BYTES = stages * STAGE_BYTES + OUT_BYTES + 1024;
-};
+// The rungs with a warp that only loads -----------------------------------------------------------
 
 // Returns which tile comes at turn `turn`. GROUP rows of tiles are taken together, by columns.
 __device__ void place_of(int turn, int rows, int columns, int& row, int& column) {
@@ -147,7 +177,7 @@ __device__ void load_tile_for_both(void* tile, const CUtensorMap& map, int row, 
 // A barrier of one warpgroup. Barrier 0 is __syncthreads.
 __device__ void meet_warpgroup() {
   __syncwarp();
-  asm volatile("bar.sync %0, 128;" ::"r"(static_cast<int>(threadIdx.x / WARPGROUP)) : "memory");
+  asm volatile("bar.sync %0, 128;" ::"r"(static_cast<int>(threadIdx.x / WARPGROUP + 1)) : "memory");
 }
 
 // Writes 64 x N sums through two slices of 64 x 64 in shared memory, in TMA's swizzle.
@@ -179,18 +209,19 @@ __device__ void store_by_tma(const float (&sums)[N / 2], unsigned char* slices,
   }
 }
 
-template <int N, int stages, bool persistent, bool by_tma, int cluster>
+template <typename Rung>
 __device__ void compute(const CUtensorMap& a, const CUtensorMap& b, const CUtensorMap* to, __nv_bfloat16* c,
                         int m, int n, int k) {
-  using Here = Shape<N, stages, by_tma>;
+  constexpr int N = Rung::N, stages = Rung::STAGES, cluster = Rung::CLUSTER;
+  constexpr int STAGE_BYTES = A_BYTES + N * K * 2;
   __shared__ alignas(8) unsigned long long full[stages], empty[stages];
-  unsigned char *ring = aligned(memory), *out = ring + stages * Here::STAGE_BYTES;
+  unsigned char *ring = aligned(memory), *out = ring + stages * STAGE_BYTES;
   const int steps = (k + K - 1) / K, columns = (n + N - 1) / N;
   // The blocks of a cluster take neighboring rows of tiles. `rows` counts such pairs.
   const int rows = (m + M * cluster - 1) / (M * cluster);
   const unsigned rank = cluster > 1 ? rank_in_cluster() : 0;
   const int first = blockIdx.x / cluster, stride = gridDim.x / cluster;
-  const int turns = persistent ? rows * columns : first + 1;
+  const int turns = Rung::PERSISTENT ? rows * columns : first + 1;
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < stages; ++stage) {
       init_barrier(&full[stage], 1);
@@ -204,7 +235,7 @@ __device__ void compute(const CUtensorMap& a, const CUtensorMap& b, const CUtens
     __syncthreads();
   }
   auto place = [&](int turn, int& row, int& column) {
-    if constexpr (persistent) {
+    if constexpr (Rung::GROUPED) {
       place_of(turn, rows, columns, row, column);
     } else {
       row = turn / columns, column = turn % columns;
@@ -212,18 +243,17 @@ __device__ void compute(const CUtensorMap& a, const CUtensorMap& b, const CUtens
     row = (row * cluster + rank) * M;
     column *= N;
   };
-  if (threadIdx.x < WARPGROUP) {
-    give_registers<40>();
-    if (threadIdx.x == 0) {
+  if (threadIdx.x >= COMPUTE * WARPGROUP) {
+    if (threadIdx.x == COMPUTE * WARPGROUP) {
       int count = 0;
       for (int turn = first; turn < turns; turn += stride) {
         int row, column;
         place(turn, row, column);
         for (int step = 0; step < steps; ++step, ++count) {
           const int stage = count % stages;
-          unsigned char* tile = ring + stage * Here::STAGE_BYTES;
+          unsigned char* tile = ring + stage * STAGE_BYTES;
           wait_phase(&empty[stage], count / stages % 2 ^ 1);  // returns at once in the first round
-          expect_bytes(&full[stage], Here::STAGE_BYTES);
+          expect_bytes(&full[stage], STAGE_BYTES);
           load_tile(tile, a, row, step * K, &full[stage]);
           if constexpr (cluster > 1) {
             const int half = rank * (N / 2);
@@ -237,8 +267,7 @@ __device__ void compute(const CUtensorMap& a, const CUtensorMap& b, const CUtens
     }
     __syncwarp();
   } else {
-    take_registers<232>();
-    const int mine = threadIdx.x / WARPGROUP - 1;
+    const int mine = threadIdx.x / WARPGROUP;
     auto release = [&](int stage) {
       if constexpr (cluster > 1) {
         for (unsigned block = 0; block < cluster; ++block) arrive_at(&empty[stage], block);
@@ -251,57 +280,76 @@ __device__ void compute(const CUtensorMap& a, const CUtensorMap& b, const CUtens
     for (int turn = first; turn < turns; turn += stride) {
       for (int step = 0; step < steps; ++step, ++count) {
         const int stage = count % stages;
-        const unsigned char* tile = ring + stage * Here::STAGE_BYTES;
+        const unsigned char* tile = ring + stage * STAGE_BYTES;
         wait_phase(&full[stage], count / stages % 2);
         multiply<N>(sums, tile + mine * HALF * K * 2, tile + A_BYTES, step == 0);
-        wgmma_wait<1>();  // the previous step is done
-        if (step > 0) release((count - 1) % stages);
+        wgmma_wait<Rung::UNDER_WAY>();
+        if (step >= Rung::UNDER_WAY) release((count - Rung::UNDER_WAY) % stages);
       }
       wgmma_wait<0>();
-      release((count - 1) % stages);
+      settle(sums);
+      if constexpr (Rung::UNDER_WAY) release((count - 1) % stages);
       int row, column;
       place(turn, row, column);
-      if constexpr (by_tma) {
+      if constexpr (Rung::BY_TMA) {
         store_by_tma<N>(sums, out + mine * 2 * SLICE_BYTES, *to, row + mine * HALF, column);
       } else {
         store<N>(sums, c, row + mine * HALF, column, m, n);
       }
     }
-    if (by_tma && threadIdx.x % WARPGROUP == 0) wait_stores_read();
+    if (Rung::BY_TMA && threadIdx.x % WARPGROUP == 0) wait_stores_read();
     __syncwarp();
   }
   // No block may exit while the other still writes to its shared memory.
   if constexpr (cluster > 1) meet_cluster();
 }
 
-#define THREADS ((COMPUTE + 1) * WARPGROUP)
+#define THREADS (COMPUTE * WARPGROUP + 32)
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
     specialized(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
                 __nv_bfloat16* c, int m, int n, int k) {
-  compute<128, 4, false, false, 1>(a, b, nullptr, c, m, n, k);
+  compute<Specialized>(a, b, nullptr, c, m, n, k);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
+    back_to_back(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
+                 __nv_bfloat16* c, int m, int n, int k) {
+  compute<BackToBack>(a, b, nullptr, c, m, n, k);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    wide(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b, __nv_bfloat16* c,
-         int m, int n, int k) {
-  compute<256, 4, false, false, 1>(a, b, nullptr, c, m, n, k);
+    wide(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
+         __nv_bfloat16* c, int m, int n, int k) {
+  compute<Wide>(a, b, nullptr, c, m, n, k);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    four_tiles(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
+               __nv_bfloat16* c, int m, int n, int k) {
+  compute<FourTiles>(a, b, nullptr, c, m, n, k);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     persistent(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
                __nv_bfloat16* c, int m, int n, int k) {
-  compute<256, 4, true, false, 1>(a, b, nullptr, c, m, n, k);
+  compute<Persistent>(a, b, nullptr, c, m, n, k);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    grouped(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
+            __nv_bfloat16* c, int m, int n, int k) {
+  compute<Grouped>(a, b, nullptr, c, m, n, k);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     stored(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
            const __grid_constant__ CUtensorMap c, int m, int n, int k) {
-  compute<256, 4, true, true, 1>(a, b, &c, nullptr, m, n, k);
+  compute<Stored>(a, b, &c, nullptr, m, n, k);
 }
 
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1)
     multicast(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b,
               const __grid_constant__ CUtensorMap c, int m, int n, int k) {
-  compute<256, 4, true, true, 2>(a, b, &c, nullptr, m, n, k);
+  compute<Multicast>(a, b, &c, nullptr, m, n, k);
 }
