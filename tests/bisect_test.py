@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fake_results import fake_catalog
 
 from pytest_aisp.cli import app
+from pytest_aisp.results.messages import Reply
 from pytest_aisp.tools import catalog, commit_runs
 from pytest_aisp.tools.commit_runs import CommitRuns, Measurement, SideChange
 from pytest_aisp.worker.client import interpreter
@@ -90,7 +92,7 @@ def simulated(pytester, monkeypatch):
     class Measured(list):
         def __init__(self):
             super().__init__()
-            self.at, self.broken = {}, ()
+            self.at, self.broken, self.arch = {}, (), ""
 
     measured = Measured()
 
@@ -105,10 +107,12 @@ def simulated(pytester, monkeypatch):
             return Measurement(broken="no compiler")
         value = math.log(seconds(runs, against) / seconds(runs, commit))
         outcome = "red" if value < -0.01 else "clear"
-        return Measurement("gpu", {"optimized": SideChange("doubled", [value], 0.001, outcome)})
+        sides = {"optimized": SideChange("doubled", [value], 0.001, outcome)}
+        return Measurement("gpu", measured.arch, sides)
 
     monkeypatch.setattr(CommitRuns, "measure", measure)
-    monkeypatch.setattr(CommitRuns, "require_case", lambda runs, commit: None)
+    case = SimpleNamespace(function="test_doubling", variant="doubled", size={"n": 1001})
+    monkeypatch.setattr(CommitRuns, "require_case", lambda runs, commit: case)
     pages = fake_catalog(pytester.path, [])
     monkeypatch.setattr(catalog, "collect", lambda *targets, tell: pages)
     return measured
@@ -168,12 +172,84 @@ def test_a_loss_is_found_with_its_commit_and_diff(history, bisect, runs, git):
             "--- a/ch99/doubling_test.py",
             "-    return x * 2",
             "+    return x * 2 + 0",
+            "SASS of doubled: not known: the side launches no kernel of CUDA C++ or Triton",
             "5 runs of pytest",
         ]
     )
     assert len(runs) == 6  # and one to collect the case at the good commit
     assert [len(each) for each in left(git)] == [1, 0]
     assert git("status", "--porcelain") == ""
+
+
+KERNEL = """
+extern "C" __global__ void scale(const float* x, float* out, int n) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;  // time TIME
+  if (i < n) out[i] = x[i];
+}
+"""
+LAUNCHES = """
+from pytest_aisp import cuda_module
+
+kernels = cuda_module("scale.cu")
+
+def launched(x):
+    out = torch.empty_like(x)
+    kernels.scale[4, 256](x, out, x.numel())
+    return out
+"""
+
+
+@pytest.fixture
+def kernels(page, commit, simulated, bisect):
+    """Commit two versions of a kernel, and return the lines about its SASS."""
+    pytest.importorskip("cuda.bindings", reason="needs NVRTC: pip install cuda-core cuda-bindings")
+    simulated.arch = "sm90"
+
+    def found(old, new, optimized="launched(x)"):
+        for time, change in ("1", (old, old)), ("1.1", (old, new)):
+            path = page(f"{optimized}  # time {time}", defs=LAUNCHES)
+            path.with_name("scale.cu").write_text(KERNEL.replace(*change))
+            commit()
+        code, lines, _ = bisect("--good=HEAD~1")
+        assert code == 0
+        [start] = [n for n, line in enumerate(lines) if line.startswith("SASS of doubled:")]
+        return lines[start:-2]
+
+    return found
+
+
+def test_the_difference_of_the_sass_is_shown(kernels):
+    lines = kernels("out[i] = x[i]", "out[i] = 3.0f * x[i]")
+    assert lines[:3] == ["SASS of doubled:", "--- a/scale", "+++ b/scale"]
+    assert any(line.startswith("+    FMUL ") for line in lines)
+    assert not any("/*" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("new", "optimized", "why"),
+    [
+        ("1.0f * x[i]", "launched(x)", "the same in both versions"),
+        ("missing[i]", "launched(x)", "not known: scale.cu cannot be compiled"),
+        ("0.5f", "launched(x)[0].item()", "not known: on a fake GPU it raises RuntimeError"),
+    ],
+)
+def test_sass_that_does_not_differ_or_is_not_known_is_one_line(kernels, new, optimized, why):
+    assert kernels("= x[i]", f"= {new}", optimized) == [f"SASS of doubled: {why}"]
+
+
+def test_sass_is_not_known_if_the_worker_fails(kernels, monkeypatch):
+    class Failing:
+        def __init__(self, environment):
+            assert environment["TRITON_INTERPRET"] is None
+
+        def ask(self, task, seconds, progress):
+            return Reply(error="page", message="no page\nmore")
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(commit_runs, "WorkerProcess", Failing)
+    assert kernels("= x[i]", "= 0.5f") == ["SASS of doubled: not known: no page"]
 
 
 def test_equal_commits_are_refused_after_two_runs(history, bisect, runs, git):
@@ -209,6 +285,7 @@ def test_commits_that_do_not_touch_the_case_need_no_run(commit_times, bisect, si
     assert (code, lines[0]) == (0, "7 commits, 1 of them change files of the case")
     assert simulated == ["commit 3"]
     assert any(line.endswith("t: commit 3") for line in lines)
+    assert "SASS of doubled: not known on this machine" in lines
 
 
 def test_a_search_without_a_change_of_the_case_is_refused(commit_times, bisect, simulated, page):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,8 @@ from types import SimpleNamespace
 import pytest
 from msgspec.structs import replace
 
+from pytest_aisp.kernels import sass
+from pytest_aisp.kernels.machine_code import MOST_LINES
 from pytest_aisp.results import run_reader, store
 from pytest_aisp.results.messages import ChangedTask, PageSource, Reply
 from pytest_aisp.results.models import Stored
@@ -100,7 +103,8 @@ VERSIONS = Path(__file__).parent / "data" / "triton_versions.py"
 def why_timed(tmp_path, monkeypatch):
     """Write a page and a changed version of it; return why each changed side must be timed.
 
-    The text is empty for a side that launches the same, and None if not only kernels differ.
+    The text is empty for a side that launches the same, and None if not only kernels differ. With
+    `sass`, return the difference of the variant's SASS instead.
     """
     monkeypatch.setattr(sys, "path", [*sys.path])
     before = dict(sys.modules)
@@ -112,13 +116,14 @@ def why_timed(tmp_path, monkeypatch):
             path.write_text(text)
         return tmp_path / name
 
-    def run(old="", new="", *, files=FILES, changed=None, **parts):
+    def run(old="", new="", *, files=FILES, changed=None, sass=False, **parts):
         both = {"scale_test.py": PAGE.format(**{**PARTS, **parts}), **files}
         then, now = write("then", both), write("now", {**both, **(changed or {})})
         if old:
             [file] = [name for name, text in both.items() if old in text]
             write("now", {file: both[file].replace(old, new)})
         sys.path.insert(0, str(now))
+        more = {"sass": "optimized"} if sass else {}
         task = ChangedTask(
             page=str(now / "ch99/scale_test.py"),
             root=str(now),
@@ -132,8 +137,11 @@ def why_timed(tmp_path, monkeypatch):
                 root=str(then),
                 module=f"aisp_past_{next(NUMBERS)}.ch99.scale_test",
             ),
+            **more,
         )
         result = changed_sides(TaskContext(task, task.past))
+        if sass:
+            return result.sass
         assert result.why == ""
         assert list(result.why_timed) == result.kernels_alone
         return {role: result.why_timed.get(role) for role in result.roles()}
@@ -246,6 +254,47 @@ def test_launches_that_depend_on_the_kernel_file_are_compared(why_timed, old, ne
     assert found == {"baseline": "", "optimized": f"number {why}"}
 
 
+def test_the_sass_of_both_versions_is_compared(why_timed):
+    lines = why_timed("FACTOR 4.0f", "FACTOR 5.0f", sass=True)
+    assert lines[:2] == ["--- a/scale", "+++ b/scale"]
+    assert [line[0] for line in lines].count("+") == 2  # and the name of the file
+    assert any(re.match(r"-    FMUL \w+, \w+, 4 *$", line) for line in lines)
+
+
+def test_new_names_and_lines_do_not_change_the_sass(why_timed):
+    lines = why_timed("tile", "cached", options=', options={"lineinfo": True}', sass=True)
+    assert lines == ["the same in both versions"]
+
+
+def test_a_kernel_that_is_not_launched_any_more_is_in_the_difference(why_timed):
+    lines = why_timed(HALVE, "pass", sass=True)
+    assert lines[:2] == ["--- a/halve", "+++ b/halve"]
+    assert {line[0] for line in lines[3:]} == {"-"}
+
+
+def test_a_long_difference_of_the_sass_is_cut(why_timed):
+    lines = why_timed("FACTOR * t", "sinf(tile[0]) * cosf(tile[1]) * FACTOR * t", sass=True)
+    assert len(lines) == MOST_LINES + 1
+    assert re.fullmatch(r"\.\.\. and \d+ more lines", lines[-1])
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ("pass", "the side launches no kernel of CUDA C++ or Triton"),
+        ("out[0].item()", "on a fake GPU it raises RuntimeError"),
+    ],
+)
+def test_the_sass_of_unknown_launches_is_not_known(why_timed, body, why):
+    assert why_timed(body=body, sass=True) == [f"not known: {why}"]
+
+
+def test_without_a_disassembler_the_sass_is_not_known(why_timed, monkeypatch):
+    monkeypatch.setattr(sass, "disassemblers", tuple)
+    why = "not known: nvdisasm is not installed: pip install nvidia-cuda-nvdisasm"
+    assert why_timed("0.25f", "0.75f", options=", options={}", sass=True) == [why]
+
+
 RENAMED = "tile", "cached"
 SEVERAL = "it runs in several processes"
 
@@ -342,6 +391,14 @@ def test_equal_machine_code_of_triton_is_unchanged(triton, change):
 )
 def test_other_code_of_triton_is_timed(triton, change, why):
     assert triton[change]["optimized"] == why
+
+
+def test_the_sass_of_triton_is_compared(triton):
+    same, other = (
+        triton[f"the SASS after {what}"]["optimized"] for what in ("a line", "a configuration")
+    )
+    assert same == ["the same in both versions"]
+    assert other[:2] == ["--- a/tuned_kernel (2)", "+++ b/tuned_kernel (2)"]
 
 
 LAUNCHED = """

@@ -166,6 +166,18 @@ def test_the_next_disassembler_is_tried_when_one_fails(tmp_path, monkeypatch):
     assert sass.instructions(b"of a newer arch") == {"k": frozenset(["MOV"])}
 
 
+def test_a_listing_has_no_addresses_and_its_own_labels(tmp_path, monkeypatch):
+    text = "        /*0000*/  @P0 BRA `(.L_x_8) ;\n        /*0010*/  MOV R1, R2 ;\n.L_x_8:\n"
+    text += "        /*0020*/  EXIT ;\n.L_x_9:\n        /*0030*/  BRA `(.L_x_9);\n"
+    text += "        /*0040*/  NOP;\n.L_x_11:\n"
+    tool = tmp_path / "nvdisasm"
+    tool.write_text(f"#!/bin/sh\ncat <<'END'\n.text.k:\n{text}END\n")
+    tool.chmod(0o755)
+    monkeypatch.setattr(sass, "disassemblers", lambda: (str(tool),))
+    lines = ["    @P0 BRA `(.L0)", "    MOV R1, R2", ".L0:", "    EXIT", ".L1:", "    BRA `(.L1)"]
+    assert sass.listing(b"labels") == {"k": lines}
+
+
 def test_disassemblers_on_the_path_come_before_packages(tmp_path, monkeypatch):
     tool = tmp_path / "nvdisasm"
     tool.write_text("#!/bin/sh\n")

@@ -8,6 +8,7 @@ cannot be seen, so their operators are recorded instead.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import hashlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -30,6 +31,8 @@ ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_s
 QUERIES: tuple[str, ...] = ("is_available", "device_count", "mem_get_info", "get_device_properties")
 QUERIES += ("get_device_capability", "get_device_name")
 """Functions of torch.cuda whose results on a fake GPU may be others than on the real one."""
+MOST_LINES = 80
+"""How many lines of a diff of SASS are shown."""
 
 
 @dataclass
@@ -111,6 +114,40 @@ def difference(now: LaunchedCode, then: LaunchedCode) -> str:
         if new_code[0] != old_code[0] or not _is_same(new_code[1], old_code[1]):
             return f"the machine code of {new_code[0]} differs"
     return ""
+
+
+def sass_diff(now: LaunchedCode, then: LaunchedCode) -> list[str]:
+    """Return the diff of the SASS of all kernels that two versions launch.
+
+    If it is not known, the only line says why.
+    """
+    if error := now.error or then.error:
+        return [f"not known: {error}"]
+    try:
+        new, old = _sass(now), _sass(then)
+    except sass.NoDisassembler as missing:
+        return [f"not known: {missing}"]
+    if not new and not old:
+        return ["not known: the side launches no kernel of CUDA C++ or Triton"]
+    lines: list[str] = []
+    for name in {**old, **new}:
+        texts = old.get(name, []), new.get(name, [])
+        lines += difflib.unified_diff(*texts, f"a/{name}", f"b/{name}", lineterm="")
+    if len(lines) > MOST_LINES:
+        lines[MOST_LINES:] = [f"... and {len(lines) - MOST_LINES} more lines"]
+    return lines or ["the same in both versions"]
+
+
+def _sass(found: LaunchedCode) -> dict[str, list[str]]:
+    """Return the lines of each launched kernel. A tuned kernel has one entry per configuration."""
+    launched = {name for name, _ in found.launches}
+    listings: dict[str, list[str]] = {}
+    for cubin in dict.fromkeys(code for _, code in found.code):
+        for name, lines in sass.listing(cubin).items():
+            same = sum(each.partition(" ")[0] == name for each in listings)
+            if name in launched:
+                listings[f"{name} ({same + 1})" if same else name] = lines
+    return listings
 
 
 def _is_same(one: bytes, other: bytes) -> bool:

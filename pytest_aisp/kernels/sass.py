@@ -32,6 +32,8 @@ NEWER = "pip install -U nvidia-cuda-nvdisasm"
 
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", re.MULTILINE)
 _KERNEL = re.compile(r"^\.text\.(\w+):$", re.MULTILINE)
+_LINE = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;|^(\.L_\w+):", re.MULTILINE)
+_LABEL = re.compile(r"\.L_\w+")
 
 
 def usage(cubin: bytes) -> dict[str, dict[str, int]]:
@@ -126,6 +128,36 @@ def instructions(cubin: bytes) -> dict[str, frozenset[str]]:
     Raises:
         NoDisassembler: no nvdisasm can read this machine code.
     """
+    texts = _disassembled(cubin)
+    return {name: frozenset(_INSTRUCTION.findall(text)) for name, text in texts.items()}
+
+
+def listing(cubin: bytes) -> dict[str, list[str]]:
+    """Return the lines of each kernel's SASS: its instructions, without addresses, and its labels.
+
+    The labels are numbered from the kernel's first line. The padding at its end is left out.
+
+    Raises:
+        NoDisassembler: no nvdisasm can read this machine code.
+    """
+    return {name: _normalized(text) for name, text in _disassembled(cubin).items()}
+
+
+def _normalized(text: str) -> list[str]:
+    numbers: dict[str, str] = {}
+
+    def renamed(match: re.Match[str]) -> str:
+        return numbers.setdefault(match[0], f".L{len(numbers)}")
+
+    found = [f"    {code}" if code else f"{label}:" for code, label in _LINE.findall(text)]
+    while found and (found[-1] == "    NOP" or found[-1].endswith(":")):
+        found.pop()
+    return [_LABEL.sub(renamed, line) for line in found]
+
+
+@functools.cache
+def _disassembled(cubin: bytes) -> dict[str, str]:
+    """Return what nvdisasm prints about each kernel."""
     fault = ""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -134,8 +166,7 @@ def instructions(cubin: bytes) -> dict[str, frozenset[str]]:
             done = subprocess.run([tool, "-c", file.name], capture_output=True, text=True)
             if not done.returncode:
                 _, *parts = _KERNEL.split(done.stdout)
-                pairs = zip(parts[::2], parts[1::2], strict=True)
-                return {name: frozenset(_INSTRUCTION.findall(text)) for name, text in pairs}
+                return dict(zip(parts[::2], parts[1::2], strict=True))
             fault = fault or f"{tool} cannot read it: {done.stderr.strip()}"
     if fault:
         raise NoDisassembler(f"{fault}: {NEWER}")

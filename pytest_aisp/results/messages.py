@@ -170,11 +170,13 @@ class ChangedTask(CaseTask, frozen=True, kw_only=True, tag="changed"):
     """Name the sides whose sources differ from `past`, the page at a commit.
 
     With `arch`, also compare what they launch there. Without `past`, name the sides that a recorded
-    run compared with a commit, or with `arch`, return digests of the machine code.
+    run compared with a commit, or with `arch`, return digests of the machine code. With `sass`,
+    only return the difference of the SASS of the side with this role.
     """
 
     past: PageSource | None
     arch: str = ""
+    sass: str = ""
 
 
 class SampleTask(CaseTask, frozen=True, kw_only=True, tag="sample"):

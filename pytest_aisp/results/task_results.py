@@ -121,6 +121,7 @@ class ChangedResult(Struct):
         why_timed: for each of these, why it must be timed. It is empty if the side launches the
             same machine code as before.
         machine_code: by role, the digest of the machine code that the side launches.
+        sass: the lines of the difference of a side's SASS.
     """
 
     baseline: bool = False
@@ -129,6 +130,7 @@ class ChangedResult(Struct):
     kernels_alone: list[str] = []
     why_timed: dict[str, str] = {}
     machine_code: dict[str, str] = {}
+    sass: list[str] = []
 
     def roles(self) -> list[str]:
         """Return the changed sides' roles, the baseline's first."""

@@ -24,9 +24,10 @@ from ..results.row import bare, ratio
 from ..results.run_reader import replace
 from ..results.verdict import VOTE
 from ..util.cli_result import CliError, CliResult
-from ..util.git import GitError, run_git, try_git
+from ..util.git import GitError, run_git
 from . import catalog
-from .commit_runs import CommitRuns, Measurement, SideChange
+from .bisect_report import Finding, SassDiff, finding_lines, loss_text
+from .commit_runs import CommitRuns, Measurement
 from .commits import Commit, Version, commits_between, versions, worktree
 
 Say = Callable[[str], None]
@@ -46,28 +47,14 @@ class Kept(Struct):
 
     Attributes:
         case: the case's id.
-        product: the machine.
+        product, arch: the machine.
         measured: the measurements, by the code of both commits.
     """
 
     case: str
     product: str = ""
+    arch: str = ""
     measured: dict[str, Measurement] = {}
-
-
-class Finding(Struct):
-    """Two versions of the case, between which a side became slower.
-
-    Attributes:
-        before, after: the indices of the versions. Those between them cannot be measured.
-        change: the side at `after` compared with `before`; None if the search is undecided.
-        why: why it is undecided.
-    """
-
-    before: int
-    after: int
-    change: SideChange | None = None
-    why: str = ""
 
 
 @dataclass
@@ -117,6 +104,7 @@ class Bisection:
                 if role in known.sides:
                     found.sides[role] = known.sides[role].merged(side)
         self.kept.product = found.product or self.kept.product
+        self.kept.arch = found.arch or self.kept.arch
         self.kept.measured[key] = found
         self.save()
         than = f", against {old.commit.short}" if before else ""
@@ -254,7 +242,7 @@ def bisect_result(case: str, good: str, bad: str, *, tell: Say, say: Say) -> Cli
         with worktree(pages.root, first) as tree:
             runs = CommitRuns(pages, tree, kept.case)
             tell("collect the case at the good commit")
-            runs.require_case(first)
+            at_good = runs.require_case(first)
             folders = [*pages.imports, *(str(folder) for folder in Path(page).parents)]
             found = versions(tree, page, folders, [first, *line], tell)
             say(f"{len(line)} commits, {len(found) - 1} of them change files of the case")
@@ -263,7 +251,12 @@ def bisect_result(case: str, good: str, bad: str, *, tell: Say, say: Say) -> Cli
                 replace(file, msgspec.json.encode(kept))
 
             bisection = Bisection(found, runs.measure, kept, save, say)
-            result = CliResult(*_search(bisection, pages.root))
+
+            def sass(role: str, commit: Commit, against: str) -> list[str]:
+                tell("compare the SASS")
+                return runs.sass_diff(at_good, role, commit, against, kept.arch)
+
+            result = CliResult(*_search(bisection, pages.root, sass))
     except KeyboardInterrupt:
         raise CliError(
             f"interrupted; {len(kept.measured)} measurements are kept in {file}\n"
@@ -300,7 +293,7 @@ def _read(file: Path, case: str) -> Kept:
     return kept
 
 
-def _search(bisection: Bisection, root: Path) -> tuple[list[str], int]:
+def _search(bisection: Bisection, root: Path, sass: SassDiff) -> tuple[list[str], int]:
     """Return the lines about everything that was found, and the exit code."""
     versions, last = bisection.versions, len(bisection.versions) - 1
     if not last:
@@ -308,43 +301,9 @@ def _search(bisection: Bisection, root: Path) -> tuple[list[str], int]:
     lines, undecided = [], False
     for role in bisection.slower_sides():
         whole = bisection.compared(last).sides[role]
-        lines.append(f"{whole.name}: {_loss(whole)} in all")
+        lines.append(f"{whole.name}: {loss_text(whole)} in all")
         for finding in bisection.losses(role, 0, last):
             undecided |= finding.change is None
-            lines += _lines(finding, whole.name, versions, root)
+            lines += finding_lines(finding, role, whole.name, versions, root, sass)
     lines += ["", f"{bisection.runs} runs of pytest"]
     return lines, int(undecided)
-
-
-def _loss(change: SideChange) -> str:
-    """Return the loss with its 99 % interval, such as ``a loss of 4.8 % (4.6 % to 5.0 %)``."""
-    low, high = change.interval()
-    value, least, most = (f"{-math.expm1(x):.2%}" for x in (change.value, high, low))
-    return f"a loss of {value} (99 % interval {least} to {most})"
-
-
-def _lines(finding: Finding, name: str, versions: Sequence[Version], root: Path) -> Iterator[str]:
-    """Yield the lines about one place where a side became slower, with the difference of code."""
-    before, after = versions[finding.before], versions[finding.after]
-    inner = [version.commit for version in versions[finding.before + 1 : finding.after]]
-    yield ""
-    if finding.change is None:
-        yield f"{name}: undecided between {before.commit.short} and {after.commit.short}:"
-        yield f"    {finding.why}"
-        yield from (f"    {commit}" for commit in (*inner, after.commit))
-        yield "The same command measures again and continues."
-        return
-    one = (
-        "this commit" if not inner else "one of these commits, of which only the last was measured"
-    )
-    yield f"{name}: {_loss(finding.change)} in {one}:"
-    yield from (f"    {commit}" for commit in (*inner, after.commit))
-    parent = before.commit.sha if inner else after.commit.parents[0]
-    if after.commit.is_merge:
-        branch = after.commit.parents[1]
-        base = try_git(root, "merge-base", parent, branch) or parent
-        yield f"To search its branch: --good={base[:8]} --bad={branch[:8]}"
-    names = before.files.keys() | after.files.keys()
-    changed = sorted(n for n in names if before.files.get(n) != after.files.get(n))
-    diff = run_git(root, "diff", "--relative", parent, after.commit.sha, "--", *changed)
-    yield from diff.decode(errors="replace").splitlines()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -13,16 +14,23 @@ from subprocess import PIPE, STDOUT, Popen
 
 from msgspec import Struct, convert
 
+from ..page.gpu_specs import LIMITS
 from ..page.pair import UNJUDGED
 from ..page.sources import PACKAGE
 from ..results import run_reader, stats, verdict
+from ..results.messages import ChangedTask, PageSource
 from ..results.row import Row
-from ..results.task_results import TimeResult
+from ..results.task_results import ChangedResult, TimeResult
 from ..results.verdict import DISTURBED, NOT_COMPARED, Outcome, Reading
 from ..util.cli_result import CliError
-from ..worker.client import interpreter
+from ..util.git import GitSnapshot
+from ..worker.client import WorkerProcess, interpreter
 from . import catalog
 from .commits import Commit, Worktree
+
+COMPILES: Mapping[str, str | None] = {"TRITON_INTERPRET": None, "CUDA_VISIBLE_DEVICES": ""}
+"""The environment of a process that compiles kernels for another machine."""
+SASS_SECONDS = 120.0
 
 
 class SideChange(Struct):
@@ -64,13 +72,14 @@ class Measurement(Struct, omit_defaults=True):
     """What the code gate found out about a commit, compared with another one.
 
     Attributes:
-        product: the machine.
+        product, arch: the machine.
         sides: the changed sides, by role. A side that has not changed is left out.
         broken: why the case cannot be measured at this commit, or empty.
         unclear: why this measurement does not count, or empty.
     """
 
     product: str = ""
+    arch: str = ""
     sides: dict[str, SideChange] = {}
     broken: str = ""
     unclear: str = ""
@@ -94,8 +103,8 @@ class CommitRuns:
         """The path of the page, relative to the root."""
         return self.nodeid.partition("::")[0]
 
-    def require_case(self, commit: Commit) -> None:
-        """Check that pytest collects the case at `commit`, from files of the worktree only.
+    def require_case(self, commit: Commit) -> catalog.CatalogCase:
+        """Return the case as pytest collects it at `commit`, from files of the worktree only.
 
         Raises:
             CliError: if not.
@@ -111,9 +120,10 @@ class CommitRuns:
             if not file.exists():
                 raise CliError(f"pytest cannot collect {page} at {commit.short}: {_fault(output)}")
             found = catalog.read(file)
-        if self.nodeid not in [case.nodeid for case in found.cases]:
+        cases = {case.nodeid: case for case in found.cases}
+        if self.nodeid not in cases:
             errors = "".join(f": {text}" for text in found.import_errors[:1])
-            names = "".join(f"\n    {case.nodeid}" for case in found.cases)
+            names = "".join(f"\n    {nodeid}" for nodeid in cases)
             raise CliError(f"there is no case {self.nodeid} at {commit.short}{errors}{names}")
         top, own = os.path.realpath(self.pages.root), str(self.tree.top)
         files = map(os.path.realpath, found.modules)
@@ -122,6 +132,7 @@ class CommitRuns:
                 f"at {commit.short} the page imports today's {os.path.relpath(mixed[0], top)}\n"
                 "Let pytest import from the repository, in its ini file:\n    pythonpath = src"
             )
+        return cases[self.nodeid]
 
     def measure(self, commit: Commit, against: Commit) -> Measurement:
         """Return what the code gate measures at `commit` against `against`."""
@@ -139,6 +150,43 @@ class CommitRuns:
         if not rows:
             return Measurement(broken=_fault(output))
         return read_row(rows[0], run.manifest.invalid, _fault(output))
+
+    def sass_diff(
+        self, case: catalog.CatalogCase, role: str, commit: Commit, against: str, arch: str
+    ) -> list[str]:
+        """Return the difference of the SASS of a side, compared with the commit `against`.
+
+        If it is not known, the only line says why.
+
+        Args:
+            case: the case, for its variant and size.
+            arch: the arch of the machine that measured.
+        """
+        if arch not in LIMITS:
+            return [f"not known on {arch or 'this machine'}"]
+        self.tree.check_out(commit)
+        page, root = self.tree.root / self.page, self.tree.root
+        module = Path(self.page).with_suffix("").as_posix().replace("/", ".")
+        past = GitSnapshot.at(root, against)
+        with past.folder:
+            then = past.page(page)
+            assert then is not None  # both versions were measured
+            task = ChangedTask(
+                page=str(page),
+                root=str(root),
+                module=module,
+                function=case.function,
+                variant=case.variant,
+                size=case.size,
+                arch=arch,
+                sass=role,
+                past=PageSource(page=str(then), root=str(past.tree), module=f"aisp_past.{module}"),
+            )
+            with closing(WorkerProcess({**COMPILES, "PYTHONPATH": self._path()})) as worker:
+                reply = worker.ask(task, SASS_SECONDS, lambda text: None)
+        if reply.error is not None:
+            return [f"not known: {(reply.message.splitlines() or [reply.error])[0]}"]
+        return reply.read(ChangedResult).sass
 
     def _run(self, *words: str) -> str:
         """Run pytest in the worktree, and return what it prints."""
@@ -198,7 +246,7 @@ def read_row(row: Row, invalid: Sequence[str], fault: str) -> Measurement:
         readings = [Reading(result.value, result.error) for result in results]
         if readings:
             sides[role] = _change(name, readings, row.spread)
-    return Measurement(row.product, sides)
+    return Measurement(row.product, row.arch, sides)
 
 
 def _change(name: str, readings: Sequence[Reading], spread: float) -> SideChange:

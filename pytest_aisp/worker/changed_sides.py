@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from types import FunctionType
 
-from ..kernels.machine_code import difference, launched_code
+from ..kernels.machine_code import difference, launched_code, sass_diff
 from ..page import normalize
 from ..page.imports import NO_KERNELS, contents, import_folders, imported_late, used_files
 from ..page.pair import ROLES, Pair, Side
@@ -31,6 +31,10 @@ def changed_sides(context: TaskContext) -> ChangedResult:
     Without an old tree, only return what the sides launch.
     """
     past, task = context.past, context.task
+    if isinstance(task, ChangedTask) and task.sass:
+        sides = context.side(task.sass)[0], context.old_side(task.sass)
+        launched = (launched_code(context.pair, side, task.size, task.arch) for side in sides)
+        return ChangedResult(sass=sass_diff(*launched))
     if past is None:
         return _machine_code(context)
     pair, result = context.pair, ChangedResult()  # the page first: the old import hides modules

@@ -1,5 +1,7 @@
 """Print why sides with changed Triton kernels must be timed, as JSON by the name of the change.
 
+For `SASS`, print the difference of the variant's SASS instead.
+
 Run as a program with a folder for the pages, without Triton's interpreter.
 """
 
@@ -106,9 +108,13 @@ CHANGES = {
     "another GPU": ([BLOCK], RENAMED),
     "torch.compile": ([("import torch\n", "import torch\n# torch.compile\n")], RENAMED),
 }
+SASS = {
+    "the SASS after a line": CHANGES["a line"],
+    "the SASS after a configuration": ([TUNED], [('"BLOCK": 1024', '"BLOCK": 2048')]),
+}
 
 
-def why_timed(folder, name, before, after):
+def why_timed(folder, name, before, after, sass=""):
     def write(tree, edits):
         for file, text in {"triton_test.py": PAGE, "kernels.py": KERNELS}.items():
             for old, new in edits:
@@ -130,15 +136,18 @@ def why_timed(folder, name, before, after):
         size={"n": 4096},
         arch="sm90",
         past=old,
+        sass=sass,
     )
     result = changed_sides(TaskContext(task, old))
     assert result.why == "", result.why
+    if sass:
+        return {sass: result.sass}
     return {role: result.why_timed.get(role) for role in result.roles()}
 
 
 if __name__ == "__main__":
     found = {
-        name: why_timed(Path(sys.argv[1]), number, before, after)
-        for number, (name, (before, after)) in enumerate(CHANGES.items())
+        name: why_timed(Path(sys.argv[1]), number, *change, "optimized" if name in SASS else "")
+        for number, (name, change) in enumerate({**CHANGES, **SASS}.items())
     }
     print(json.dumps(found))
