@@ -7,19 +7,22 @@ Baseline   in_cache: one thread per cell, with seven loads. Blocks are 32 x 8 ce
 Optimized  column: of in_cache. A thread computes 8 cells along z. It loads the 10 cells of its
            column into registers before it uses the first. The other four neighbors of each cell
            come through the L1.
-           tiled: of column. Two things change. A block loads its 32 x 8 x 8 cells and their faces
-           into shared memory, waits at a barrier, and reads all neighbors from there. And a thread
-           needs 13 loads from global memory instead of 42. It issues all of them before it uses
-           the first, while column issues most of its loads between its sums.
+           planes: of column. The neighbors along x and y come from shared memory. A block puts one
+           plane of its 32 x 8 x 8 cells and their faces there after the other, with a barrier for
+           each. 13 loads per thread from global memory are enough, not 42.
+           tiled: of planes. A thread issues all its loads before it uses the first. So a block puts
+           all planes into shared memory at once, with one barrier, and reads the neighbors along z
+           from there too.
            There is no library rung: `conv3d` computes 27 products per cell.
 Bound      DRAM, for 4 bytes read and 4 written per cell. The L2 serves in_cache 15 bytes per cell
-           in whole sectors, and the other two 8.
+           in whole sectors, and the other three 8.
 Seen       in_cache takes longer than predicted. Its threads keep one element from DRAM in flight,
            as `scalar` of vector_width does, which copies as many elements with as many threads.
            The time of scalar is most of this time. So in_cache has too few bytes in flight, like
            scalar, and the L2 is not the cause. column takes slightly longer than predicted and
-           longer than tiled, at the same number of resident threads. Which of the two changes of
-           tiled gains this was not measured.
+           longer than tiled, at the same number of resident threads. Compare planes with both to
+           see which change gains this: column and planes issue loads between their sums, planes and
+           tiled read shared memory.
 Use when   Compute several cells per thread before trying shared memory. Use shared memory if a
            wider stencil reads each cell so often that the L1 becomes the limit.
 """
@@ -30,6 +33,7 @@ from hypothesis import strategies as st
 from pytest_aisp import Cost, Variant, Work, compare, cuda_module
 
 kernels = cuda_module("stencil.cu")
+by_planes = cuda_module("stencil_planes.cu")
 X, Y, Z = 32, 8, 8
 
 
@@ -58,6 +62,10 @@ def in_cache(u):
     return step(kernels.in_cache, u, 1)
 
 
+def planes(u):
+    return step(by_planes.planes, u, Z)
+
+
 def tiled(u):
     return step(kernels.tiled, u, Z)
 
@@ -84,6 +92,7 @@ def stepped(nz, ny, nx, depth):
     baseline=in_cache,
     optimized=[
         Variant(column, at_least={"sm90": 1.25}),
+        planes,
         Variant(tiled, at_least={"sm90": 1.35}),
     ],
     inputs=inputs,
@@ -105,6 +114,7 @@ def stepped(nz, ny, nx, depth):
     costs={
         in_cache: lambda nz, ny, nx: stepped(nz, ny, nx, depth=1),
         column: lambda nz, ny, nx: stepped(nz, ny, nx, depth=Z),
+        planes: lambda nz, ny, nx: stepped(nz, ny, nx, depth=Z),
         tiled: lambda nz, ny, nx: stepped(nz, ny, nx, depth=Z),
     },
 )
