@@ -10,13 +10,12 @@ Optimized  fused_optimizer: first_draft with the update in one launch instead of
            captured: no_item as one CUDA graph.
 Bound      The host on every side but captured: Python, autograd and launches take longer than the
            kernels. captured launches once, and its 28 kernels run one after another.
-Seen       The stored time of first_draft is of an older baseline with eight micro-batches. Its
-           speedups are not those of this page (`README.md`).
-           All sides take longer than predicted. The cost of the first three counts launches, calls
-           that make a tensor, and the wait. It does not count the Python of modules and optimizer
-           or the bookkeeping of autograd. On a CPU at width 8, where kernels do little, a step
-           takes as long as several hundred calls of `Tensor.view`, so these parts matter. How the
-           time divides among them was not measured.
+Seen       In an earlier form, whose baseline had eight micro-batches, all sides took longer than
+           predicted. The cost of the first three counts launches, calls that make a tensor, and the
+           wait. It does not count the Python of modules and optimizer or the bookkeeping of
+           autograd. On a CPU at width 8, where kernels do little, a step takes as long as several
+           hundred calls of `Tensor.view`, so these parts matter. How the time divides among them
+           was not measured.
            The cost of captured counts the starts of its 28 kernels, and bytes and FLOPs at the
            rates of a full GPU. But a product of 256 x 512 has too few tiles for 132 SMs. Its
            kernels were not timed one by one.

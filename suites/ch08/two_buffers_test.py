@@ -14,13 +14,12 @@ Bound      With one block per SM, latency: a tile is 4 KiB, and even an idle DRA
            it. At the full rate of a copy, an SM would receive 5 KiB in that time. one_buffer also
            has nothing in flight during the filter. With six blocks, DRAM: while one block filters,
            others load. So the curves meet.
-Seen       On an H100, loaded_ahead and two_buffers gained almost nothing with one block per SM,
-           and all three kernels took longer than their costs. The loads of the next tile then came
+Seen       On an H100, loaded_ahead and two_buffers gained almost nothing with one block per SM, and
+           all three kernels took longer than their costs. The loads of the next tile then came
            after the barrier, and in the machine code for sm_90 the compiler had moved them behind
-           the filter. Now they come before the barrier, and the compiler leaves them there. This
-           form is not recorded yet, so both variants claim only that they are not slower. The
-           filter alone was not timed. With two warps per scheduler, it probably waits for shared
-           memory most of the time.
+           the filter. Now they come before the barrier, and the compiler leaves them there. Both
+           variants claim only that they are not slower. The filter alone was not timed. With two
+           warps per scheduler, it probably waits for shared memory most of the time.
 Use when   Few blocks fit an SM, because a tile or its accumulators are large, as in a matrix
            product. With many blocks per SM, one buffer does, and it leaves shared memory for more
            blocks. Use `cp.async` or TMA if the loads would need too many registers

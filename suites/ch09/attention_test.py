@@ -16,11 +16,12 @@ Bound      math: DRAM. Each step reads and writes all scores, so its time grows 
            exponentials take most of the time that the products take, so a fast kernel has to
            overlap the two. The costs take the full rate of the tensor cores. efficient and flash
            use `mma.sync`, which does not reach that rate on Hopper (`../ch10/gemm_test.py`).
-Seen       256 and 1024 tokens are recorded, on an H100. With 1024 tokens, cudnn takes about as long
-           as its products and then its exponentials, so it hides little of either. efficient and
-           flash take longer, efficient much longer than `mma.sync` explains. With 256 tokens, cudnn
-           comes close to DRAM's time. The other two do not: a block then has few tiles of keys, and
-           probably cannot hide the start and the end of its loop. None of this was profiled.
+Seen       With 1024 tokens on an H100, cudnn takes about as long as its products and then its
+           exponentials, so it hides little of either. efficient and flash take longer, efficient
+           much longer than `mma.sync` explains. With 4096 tokens on an H200, all sides take longer
+           than predicted, and efficient most of all. With 256 tokens, cudnn comes close to DRAM's
+           time. The other two do not: a block then has few tiles of keys, and probably cannot hide
+           the start and the end of its loop. None of this was profiled.
 Use when   Always call `scaled_dot_product_attention`, and let it choose. Its own math backend
            computes 16-bit inputs in fp32, so it is slower than the baseline of this page. A causal
            mask, FlexAttention and longer contexts are in `../ch13/long_attention_test.py`.

@@ -18,7 +18,7 @@ Seen       With few rows, host_waits is slower than one_stream, and event_waits 
            host. A chunk takes the host about twice as long as predicted: the rate of a launch was
            measured with a small addition, not with products and copies. As a CUDA graph,
            event_waits takes a third less. The products are slower than the peak of fp32, as in
-           `chunk_count_test.py`. The larger size has not been recorded yet.
+           `chunk_count_test.py`.
 Use when   Two streams depend on each other and their steps take less than about 1 ms. For longer
            steps, a wait of the host costs little. If the host's calls take longer than the steps,
            use larger chunks or capture a graph. The host must still wait before it reads a

@@ -19,11 +19,13 @@ Bound      Integer arithmetic, if all SMs are busy until the end. A heavy item t
            heavy item to start decides when the kernel ends. The costs count the steps of all
            items and spread them over the GPU, so they are the same for all sides. What a side takes
            longer is its imbalance.
-Seen       Only interleaved and queue with order=last are recorded, on an H100. static_share takes
-           several times as long as predicted: the warps that have the heavy items end last.
-           interleaved takes as long as predicted, so it leaves no imbalance. queue takes longer.
-           Either the atomics on one address are slow, or the heavy items, which start last, go to
-           the SMs less evenly. queue_by_4 would show which, but it is not recorded yet.
+Seen       static_share takes longer than predicted, and several times as long with order=last: the
+           warps that have the heavy items end last. With order=last, interleaved takes as long as
+           predicted, so it leaves no imbalance. queue takes longer. Its atomics are not the reason:
+           on even items it makes as many, and takes as long as predicted. A warp of queue_by_4
+           takes four heavy items in a row, so it ends later still. With order=random, every side
+           takes longer than predicted. Probably the last heavy items to start then run beside idle
+           warps. No timeline was taken.
 Use when   Some items take much longer than others, and you do not know which. Start with a warp or
            a block per item, because the GPU's scheduler is a queue too. With fixed shares,
            interleave them: it costs nothing, and heavy items often lie together. Write your own

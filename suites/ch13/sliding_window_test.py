@@ -13,9 +13,9 @@ Bound      dense and banded: DRAM. Every step of theirs reads and writes all sco
            cores, because it computes the masked scores as well. flex: DRAM and tensor cores about
            equally. It moves q, k, v and the output once, and computes 3 tiles of keys per tile of
            queries.
-Seen       The stored results are of older code, in which dense, fused and banded built their masks
-           in every call. That explains only part of the difference to the prediction. The rest is
-           not explained: no step was measured on its own.
+Seen       In an earlier form, in which dense, fused and banded built their masks in every call,
+           these three took longer than predicted. The masks explain only part of that. No step was
+           measured on its own.
 Use when   A model attends within a window that is much shorter than the sequence. Without
            FlexAttention, blocks of `window` queries give most of the gain. When the window is about
            as long as the sequence, no tile can be skipped, so use the fused kernel.
