@@ -29,10 +29,12 @@ class Simulated:
         self.errors = dict(errors or {})
         self.measured, self.said, self.saved = [], [], 0
         names = code or [str(number) for number in range(len(times))]
-        self.versions = [
-            Version(Commit(f"{i:08}", (f"{i - 1:08}",), "t", "2026-01-01", f"number {i}"), {"f": n})
-            for i, n in enumerate(names)
+        commits = [
+            Commit(f"{i:08}", (f"{i - 1:08}",), "t", "2026-01-01", f"number {i}")
+            for i in range(len(names))
         ]
+        pairs = zip(commits, names, strict=True)
+        self.versions = [Version(commit, {"f": name}, "f") for commit, name in pairs]
         self.kept = kept or Kept("case")
         self.search = Bisection(self.versions, self.measure, self.kept, self.save, self.said.append)
 

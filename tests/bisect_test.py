@@ -82,7 +82,12 @@ def history(page, gpu, git, pytester):
 
 
 @pytest.fixture
-def simulated(pytester, monkeypatch):
+def original_measure():
+    return CommitRuns.measure
+
+
+@pytest.fixture
+def simulated(original_measure, pytester, monkeypatch):
     """Replace the runs of pytest: `doubled` gets the time that stands in its code, ``# 1.05``.
 
     Return the subjects of the measured commits. A callable at `at` runs before that measurement.
@@ -98,7 +103,8 @@ def simulated(pytester, monkeypatch):
 
     def seconds(runs, commit):
         runs.tree.check_out(commit)
-        return float((runs.tree.root / runs.page).read_text().rpartition("# time ")[2].split()[0])
+        text = (runs.tree.root / runs.page(commit)).read_text()
+        return float(text.rpartition("# time ")[2].split()[0])
 
     def measure(runs, commit, against):
         measured.at.get(len(measured), lambda: None)()
@@ -108,7 +114,7 @@ def simulated(pytester, monkeypatch):
         value = math.log(seconds(runs, against) / seconds(runs, commit))
         outcome = "red" if value < -0.01 else "clear"
         sides = {"optimized": SideChange("doubled", [value], 0.001, outcome)}
-        return Measurement("gpu", measured.arch, sides)
+        return Measurement("gpu", sides, arch=measured.arch)
 
     monkeypatch.setattr(CommitRuns, "measure", measure)
     case = SimpleNamespace(function="test_doubling", variant="doubled", size={"n": 1001})
@@ -368,6 +374,69 @@ def test_several_commits_are_each_named_with_their_loss(commit_times, bisect, si
     named = [line.split()[0] for line in lines if line.startswith("    ")]
     assert named[:1] == [shas[1]]
     assert shas[3] in named
+
+
+MOVED = "ch98/moved_test.py"
+
+
+@pytest.fixture
+def move(git, pytester):
+    """Commit the page with a new name in another folder; return the commit."""
+
+    def run(old="ch99/doubling_test.py", new=MOVED):
+        (pytester.path / new).parent.mkdir(exist_ok=True)
+        git("mv", old, new)
+        git("commit", "-qm", "another name")
+        return git("rev-parse", "--short=8", "HEAD")
+
+    return run
+
+
+def test_a_page_that_was_moved_is_followed(commit_times, move, bisect, simulated, page, commit):
+    good, slow = commit_times(1, 1.1)
+    move()
+    page("(1.2, 2 * x)[1]  # time 1.2", name="moved_test.py", folder="ch98")
+    commit()
+    code, lines, _ = bisect(f"--good={good}", case=CASE.replace("ch99/doubling_test.py", MOVED))
+    assert (code, lines[0]) == (0, "3 commits, 2 of them change files of the case")
+    assert simulated == ["a commit", "commit 1", "a commit"]
+    losses = [line for line in lines if line.endswith("in this commit:")]
+    assert [line.split()[4] for line in losses] == ["9.09%", "8.33%"]
+    assert any(line.startswith(f"    {slow} ") for line in lines)
+    assert {"+++ b/ch99/doubling_test.py", f"+++ b/{MOVED}"} <= set(lines)
+
+
+def test_a_page_that_is_moved_and_slower_at_once_is_measured(
+    history, move, gpu, bisect, runs, git, pytester
+):
+    [good] = history()
+    move()
+    gpu(**{**FAST, "doubled": 1.05e-5})
+    path = pytester.path / MOVED
+    path.write_text(path.read_text().replace("return 2 * x\n", "return x * 2 + 0\n"))
+    git("commit", "-qa", "--amend", "-m", "moved and slower")
+    code, lines, error = bisect(f"--good={good}", case=CASE.replace("ch99/doubling_test.py", MOVED))
+    assert (code, error) == (0, "")
+    wanted = ["rename from ch99/doubling_test.py", f"rename to {MOVED}", "+    return x * 2 + 0"]
+    pytest.LineMatcher(lines).fnmatch_lines(["doubled: a loss of 4.*% * in this commit:", *wanted])
+
+
+def test_a_page_whose_rename_git_does_not_see_cannot_be_measured(
+    commit_times, move, bisect, monkeypatch, simulated, pytester, git, original_measure
+):
+    good, *_ = commit_times(1, 1.1)
+    move()
+    path = pytester.path / MOVED
+    for number in range(2):  # in two steps, because git must see each of them
+        lines = path.read_text().splitlines()
+        half = [f"X{i} = {i}" for i in range(number * 50, number * 50 + 50)]
+        path.write_text("\n".join([*half, *lines]) + "\n")
+        git("commit", "-qam", "more")
+    monkeypatch.setattr(CommitRuns, "measure", original_measure)
+    code, _, error = bisect(f"--good={good}", case=CASE.replace("ch99/doubling_test.py", MOVED))
+    last = git("rev-parse", "--short=8", "HEAD")
+    why = f"git does not see that ch99/doubling_test.py was renamed to {MOVED}"
+    assert (code, error) == (2, f"{last} cannot be measured: {why}\n")
 
 
 @pytest.fixture

@@ -36,7 +36,9 @@ def test_python_imports_from_the_worktree_but_not_another_plugin(tmp_path, monke
     monkeypatch.setenv("PYTHONPATH", f"{root / 'src'}:/elsewhere:{root}")
     pages = fake_results.fake_catalog(root, [], imports=[".", "src"])
     commit = Commit("1" * 40, (), "t", "2026-01-01", "")
-    found = CommitRuns(pages, Worktree(top, top), CASE).measure(commit, commit)
+    page, _, case = CASE.partition("::")
+    runs = CommitRuns(pages, Worktree(top, top), case, {commit.sha: page})
+    found = runs.measure(commit, commit)
     assert found == Measurement(broken="ValueError: no")
     [options] = started
     assert options["cwd"] == top

@@ -127,8 +127,8 @@ def changing(pytester, git):
 
         with commits.worktree(root, first) as tree:
             watched = Watched(tree.top, tree.root)
-            page, folders = "ch99/page_test.py", (".",)
-            found = commits.versions(watched, page, folders, [first, *line], lambda text: None)
+            names = commits.page_names(tree.root, "ch99/page_test.py", [first, *line])
+            found = commits.versions(watched, names, (".",), [first, *line], lambda text: None)
         return [version.commit.subject for version in found], checked
 
     return commit

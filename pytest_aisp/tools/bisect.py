@@ -28,7 +28,7 @@ from ..util.git import GitError, run_git
 from . import catalog
 from .bisect_report import Finding, SassDiff, finding_lines, loss_text
 from .commit_runs import CommitRuns, Measurement
-from .commits import Commit, Version, commits_between, versions, worktree
+from .commits import Commit, Version, commits_between, page_names, versions, worktree
 
 Say = Callable[[str], None]
 Measure = Callable[[Commit, Commit], Measurement]
@@ -240,11 +240,11 @@ def bisect_result(case: str, good: str, bad: str, *, tell: Say, say: Say) -> Cli
         say(f"continue with {len(kept.measured)} measurements of an interrupted search: {file}")
     try:
         with worktree(pages.root, first) as tree:
-            runs = CommitRuns(pages, tree, kept.case)
+            names = page_names(tree.root, page, [first, *line])
+            runs = CommitRuns(pages, tree, name, names)
             tell("collect the case at the good commit")
             at_good = runs.require_case(first)
-            folders = [*pages.imports, *(str(folder) for folder in Path(page).parents)]
-            found = versions(tree, page, folders, [first, *line], tell)
+            found = versions(tree, names, pages.imports, [first, *line], tell)
             say(f"{len(line)} commits, {len(found) - 1} of them change files of the case")
 
             def save() -> None:

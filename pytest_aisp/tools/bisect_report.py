@@ -69,7 +69,8 @@ def finding_lines(
         yield f"To search its branch: --good={base[:8]} --bad={branch[:8]}"
     names = before.files.keys() | after.files.keys()
     changed = sorted(n for n in names if before.files.get(n) != after.files.get(n))
-    diff = run_git(root, "diff", "--relative", parent, after.commit.sha, "--", *changed)
+    words = ("diff", "--relative", "--find-renames", parent, after.commit.sha, "--")
+    diff = run_git(root, *words, *changed)
     yield from diff.decode(errors="replace").splitlines()
     first, *rest = sass(role, after.commit, parent)
     yield from ("", f"SASS of {name}: {first}") if not rest else ("", f"SASS of {name}:", first)

@@ -23,7 +23,7 @@ from ..results.row import Row
 from ..results.task_results import ChangedResult, TimeResult
 from ..results.verdict import DISTURBED, NOT_COMPARED, Outcome, Reading
 from ..util.cli_result import CliError
-from ..util.git import GitSnapshot
+from ..util.git import GitSnapshot, renamed
 from ..worker.client import WorkerProcess, interpreter
 from . import catalog
 from .commits import Commit, Worktree
@@ -79,10 +79,10 @@ class Measurement(Struct, omit_defaults=True):
     """
 
     product: str = ""
-    arch: str = ""
     sides: dict[str, SideChange] = {}
     broken: str = ""
     unclear: str = ""
+    arch: str = ""
 
 
 @dataclass(frozen=True)
@@ -91,17 +91,22 @@ class CommitRuns:
 
     Attributes:
         pages: the catalog of the user's own tree.
-        nodeid: the case, relative to the root.
+        case: the pytest id of the case without the page.
+        names: the path of the page at each commit, relative to the root.
     """
 
     pages: catalog.Catalog
     tree: Worktree
-    nodeid: str
+    case: str
+    names: Mapping[str, str]
 
-    @property
-    def page(self) -> str:
-        """The path of the page, relative to the root."""
-        return self.nodeid.partition("::")[0]
+    def page(self, commit: Commit) -> str:
+        """Return the path of the page at `commit`, relative to the root."""
+        return self.names[commit.sha]
+
+    def nodeid(self, commit: Commit) -> str:
+        """Return the case at `commit`, relative to the root."""
+        return f"{self.page(commit)}::{self.case}"
 
     def require_case(self, commit: Commit) -> catalog.CatalogCase:
         """Return the case as pytest collects it at `commit`, from files of the worktree only.
@@ -109,7 +114,7 @@ class CommitRuns:
         Raises:
             CliError: if not.
         """
-        page = self.page
+        page, nodeid = self.page(commit), self.nodeid(commit)
         self.tree.check_out(commit)
         if not (self.tree.root / page).is_file():
             raise CliError(f"there is no {page} at {commit.short}; give a later --good")
@@ -121,10 +126,10 @@ class CommitRuns:
                 raise CliError(f"pytest cannot collect {page} at {commit.short}: {_fault(output)}")
             found = catalog.read(file)
         cases = {case.nodeid: case for case in found.cases}
-        if self.nodeid not in cases:
+        if nodeid not in cases:
             errors = "".join(f": {text}" for text in found.import_errors[:1])
-            names = "".join(f"\n    {nodeid}" for nodeid in cases)
-            raise CliError(f"there is no case {self.nodeid} at {commit.short}{errors}{names}")
+            names = "".join(f"\n    {each}" for each in cases)
+            raise CliError(f"there is no case {nodeid} at {commit.short}{errors}{names}")
         top, own = os.path.realpath(self.pages.root), str(self.tree.top)
         files = map(os.path.realpath, found.modules)
         if mixed := [f for f in files if f.startswith(f"{top}{os.sep}") and not f.startswith(own)]:
@@ -132,19 +137,22 @@ class CommitRuns:
                 f"at {commit.short} the page imports today's {os.path.relpath(mixed[0], top)}\n"
                 "Let pytest import from the repository, in its ini file:\n    pythonpath = src"
             )
-        return cases[self.nodeid]
+        return cases[nodeid]
 
     def measure(self, commit: Commit, against: Commit) -> Measurement:
         """Return what the code gate measures at `commit` against `against`."""
         self.tree.check_out(commit)
-        if not (self.tree.root / self.page).is_file():
-            return Measurement(broken=f"there is no {self.page}")
+        page, old = self.page(commit), self.page(against)
+        if not (self.tree.root / page).is_file():
+            return Measurement(broken=f"there is no {page}")
+        if page != old and renamed(self.tree.root, against.sha).get(page) != old:
+            return Measurement(broken=f"git does not see that {old} was renamed to {page}")
         with tempfile.TemporaryDirectory(prefix="aisp-bisect-") as folder:
             options = (f"--aisp-against={against.sha}", f"--aisp-artifacts={folder}/run")
-            output = self._run("-q", *options, self.nodeid)
+            output = self._run("-q", *options, self.nodeid(commit))
             try:
                 run = run_reader.load(Path(folder) / "run")
-                rows = [row for row in run.rows() if row.nodeid == self.nodeid]
+                rows = [row for row in run.rows() if row.nodeid == self.nodeid(commit)]
             except run_reader.RunError:
                 rows = []
         if not rows:
@@ -165,14 +173,14 @@ class CommitRuns:
         if arch not in LIMITS:
             return [f"not known on {arch or 'this machine'}"]
         self.tree.check_out(commit)
-        page, root = self.tree.root / self.page, self.tree.root
-        module = Path(self.page).with_suffix("").as_posix().replace("/", ".")
+        root, name = self.tree.root, self.page(commit)
+        module = Path(name).with_suffix("").as_posix().replace("/", ".")
         past = GitSnapshot.at(root, against)
         with past.folder:
-            then = past.page(page)
+            then = past.page(root / name)
             assert then is not None  # both versions were measured
             task = ChangedTask(
-                page=str(page),
+                page=str(root / name),
                 root=str(root),
                 module=module,
                 function=case.function,
@@ -246,7 +254,7 @@ def read_row(row: Row, invalid: Sequence[str], fault: str) -> Measurement:
         readings = [Reading(result.value, result.error) for result in results]
         if readings:
             sides[role] = _change(name, readings, row.spread)
-    return Measurement(row.product, row.arch, sides)
+    return Measurement(row.product, sides, arch=row.arch)
 
 
 def _change(name: str, readings: Sequence[Reading], spread: float) -> SideChange:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,15 +46,20 @@ class Version(Struct, frozen=True):
     """A commit, and a hash of each file that a page may use there, by path below the root.
 
     The hashes ignore comments and formatting. If the commit lacks the page, there are no files.
+
+    Attributes:
+        page: the path of the page at the commit, below the root.
     """
 
     commit: Commit
     files: dict[str, str]
+    page: str
 
     @property
     def code(self) -> str:
-        """A hash of all files."""
-        return _hash(repr(sorted(self.files.items())))
+        """A hash of all files. It does not depend on the name of the page."""
+        others = sorted((n, each) for n, each in self.files.items() if n != self.page)
+        return _hash(repr((self.files.get(self.page), others)))
 
 
 def commits_between(root: Path, good: str, bad: str) -> tuple[Commit, list[Commit]]:
@@ -150,10 +155,10 @@ class Worktree:
         self.check_out(commit)
         path = self.root / page
         if not path.is_file():
-            return Version(commit, {})
+            return Version(commit, {}, page)
         used = used_files(path, str(self.root), folders)
         hashes = {name: _hash(normalized_file(file)) for name, file in used.items()}
-        return Version(commit, hashes)
+        return Version(commit, hashes, page)
 
 
 def _hash(text: str) -> str:
@@ -182,27 +187,59 @@ def worktree(root: Path, commit: Commit) -> Iterator[Worktree]:
                 run_git(root, "worktree", "remove", "--force", "--force", str(top))
 
 
+def page_names(root: Path, page: str, commits: Sequence[Commit]) -> dict[str, str]:
+    """Return the path of a page below `root` at each of `commits`, by the hash of the commit.
+
+    Args:
+        page: its path at the last commit. It follows renames by the commits before.
+    """
+    command = ["-c", "core.quotePath=off", "log", "--first-parent", "-m", "--find-renames"]
+    command += ["--diff-filter=R", "--relative", "--name-status", "--format=%x00%H"]
+    text = run_git(root, *command, f"{commits[0].sha}..{commits[-1].sha}").decode()
+    renames: dict[str, dict[str, str]] = {}
+    for part in text.split("\0")[1:]:
+        sha, *lines = part.split("\n")
+        fields = [line.split("\t") for line in lines if line]
+        renames[sha] = {new: old for _, old, new in fields}
+    found: dict[str, str] = {}
+    for commit in reversed(commits):
+        found[commit.sha] = page
+        page = renames.get(commit.sha, {}).get(page, page)
+    return found
+
+
 def versions(
     tree: Worktree,
-    page: str,
-    folders: Sequence[str],
+    pages: Mapping[str, str],
+    imports: Sequence[str],
     commits: Sequence[Commit],
     tell: Callable[[str], None],
 ) -> list[Version]:
     """Return the first of `commits`, and each one that changes a file that the page may use.
 
     A commit is checked out only if it modifies such a file, or adds or removes any file.
+
+    Args:
+        pages: the path of the page at each commit, as `page_names` returns them.
+        imports: the folders below the root from which Python imports.
     """
-    found = [tree.version(commits[0], page, folders)]
+
+    def version(commit: Commit) -> Version:
+        page = pages[commit.sha]
+        folders = [*imports, *(str(folder) for folder in Path(page).parents)]
+        return tree.version(commit, page, folders)
+
+    last = version(commits[0])
+    found = [last]
     changes = _changes(tree.root, commits[0], commits[-1])
     for number, commit in enumerate(commits[1:], 1):
         tell(with_progress("look for commits that change the case", number, len(commits) - 1))
-        before, changed = found[-1].files, changes.get(commit.sha, set())
-        if changed is not None and not changed & before.keys():
+        changed = changes.get(commit.sha, set())
+        if changed is not None and not changed & last.files.keys():
             continue
-        version = tree.version(commit, page, folders)
-        if version.files != before:
-            found.append(version)
+        before, last = last, version(commit)
+        if last.code != before.code:
+            found.append(last)
     return found
 
 

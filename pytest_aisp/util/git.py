@@ -91,7 +91,7 @@ class GitSnapshot:
             raise SnapshotError(_fetch(ref, f"its files cannot be read: {error}")) from None
         left_out = frozenset(_drop_links_out(tree))
         moved = bool(_git(root, "diff", "--name-only", "--relative", sha).strip())
-        return cls(root, sha, label, folder, tree, moved, _renamed(root, sha), names, left_out)
+        return cls(root, sha, label, folder, tree, moved, renamed(root, sha), names, left_out)
 
     @classmethod
     def of_files(cls, root: Path, files: Mapping[str, str], page: Path, label: str) -> GitSnapshot:
@@ -231,7 +231,7 @@ def _fetch(ref: str, why: str) -> str:
     return f"--aisp-against={ref}: {why}\nA shallow clone lacks it; fetch it first:\n    {command}"
 
 
-def _renamed(root: Path, sha: str) -> dict[str, str]:
+def renamed(root: Path, sha: str) -> dict[str, str]:
     """Return the old names of the files under `root` that were renamed since `sha`."""
     args = ("diff", "--relative", "--find-renames", "--diff-filter=R", "--name-status", "-z", sha)
     fields = _git(root, *args).split("\0")
