@@ -25,7 +25,7 @@ for line in sys.stdin:
         nodes[name] = cluster.add_node(node_name=name, **options[0])
     elif name in nodes:
         cluster.remove_node(nodes.pop(name), allow_graceful=False)
-    else:
+    elif name == "head":
         cluster.head_node.kill_all_processes(check_alive=False, allow_graceful=False)
     print("done", flush=True)
 for node in [*nodes.values(), cluster.head_node]:

@@ -16,6 +16,7 @@ from fleet_cluster import CONFTEST, RayCluster, processes_of, stop
 from worker_processes import wait_for
 
 pytest.importorskip("ray")
+CLIENT_PORT = 10011
 BUSY = pytest.mark.slow
 """Tests that start several processes for each seat, on a machine with few cores."""
 
@@ -26,7 +27,7 @@ def cluster(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ray")
     for name in ("a1", "a2", "b1"):
         (folder / f"leases-{name}").mkdir()
-    started = RayCluster(folder)
+    started = RayCluster(folder, ray_client_server_port=CLIENT_PORT)
     started.folder = folder
     yield started
     started.close()
@@ -178,7 +179,7 @@ def test_a_suite_runs_on_two_products(suite, products, fleet, pytester, commit, 
     assert len({row["nodeid"] for row in rows}) == 2
     assert Path("kept-run/report.html").exists()
     assert len(list(ElementTree.parse("junit.xml").iter("testcase"))) == 13
-    assert json.loads(Path("kept-run/results.json").read_text())["complete"]
+    assert json.loads(Path("kept-run/manifest.json").read_text())["complete"]
     wait_for(lambda: not processes_of(products.folder))
     assert not list(products.folder.glob("trees-*/*/tree"))
 
@@ -203,11 +204,14 @@ def test_selection_and_the_end_after_a_failure_are_this_sessions(suite, products
     again.assert_outcomes(failed=1)
 
 
-def test_a_product_without_a_node_is_named_and_red(suite, fleet, products):
+def test_a_product_without_a_good_node_is_named_and_red(suite, fleet, own_nodes):
+    own_nodes("slow", "simulated-none", RAY_worker_niceness="15")
     suite(tests="def test_it():\n    pass\n")
     result = fleet("simulated-none", "-o", "aisp_fleet_wait=1", "--junitxml=junit.xml")
     result.stdout.fnmatch_lines(
         [
+            "aisp: slow is refused: Ray runs its workers at nice 15, and everything else would *",
+            "aisp: Start Ray there with: RAY_worker_niceness=0 ray start ..., or aisp fleet start",
             "no node of simulated-none for 1 s (aisp_fleet_wait)",
             "    aisp fleet start --address=HEAD:6379",
             "=* 1 failed in *",
@@ -251,8 +255,11 @@ def test_a_node_killed_in_a_case_loses_nothing(suite, own_nodes, start, cluster,
     cluster.kill("k2")
     output, _ = run.communicate(timeout=120)
     assert run.returncode == 0, output
-    assert "fleet: k2 gets no more work: " in output
-    cases = [case.attrib["name"] for case in ElementTree.parse("junit.xml").iter("testcase")]
+    assert "fleet: k2 lost a worker: " in output
+    cases = [
+        (case.attrib["classname"], case.attrib["name"])
+        for case in ElementTree.parse("junit.xml").iter("testcase")
+    ]
     assert len(cases) == len(set(cases)) == 20
     assert "NO CANARY" not in output
 
@@ -391,11 +398,11 @@ def test_a_run_whose_head_is_gone_goes_on_elsewhere(suite, start, new_cluster, p
 
 
 @BUSY
-def test_a_fleet_is_used_from_outside_the_cluster(suite, new_cluster, start):
-    cluster = new_cluster("c1", "simulated-c", ray_client_server_port=10011)
+def test_a_fleet_is_used_from_outside_the_cluster(suite, own_nodes, cluster, start):
+    own_nodes("c1", "simulated-c", gpus=1)
     host = cluster.address.partition(":")[0]
     suite(tests=FAILS)
-    run = start("simulated-c", "-v", address=f"ray://{host}:10011")
+    run = start("simulated-c", "-v", address=f"ray://{host}:{CLIENT_PORT}")
     output, _ = run.communicate(timeout=120)
     assert "=== 1 failed, 39 passed in " in output
 
@@ -468,3 +475,41 @@ def test_a_thousand_cases_keep_sixteen_gpus_busy(
     assert busy / total >= 0.9, figures
     assert (total - busy) / gaps < 0.02, figures
     assert memory[1] - memory[0] < 8, figures
+
+
+LOGS = """
+
+
+import time
+
+import pytest
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    begun = time.time()
+    time.sleep(3)
+    try:
+        return (yield)
+    finally:
+        with open({file!r}, "a") as log:
+            log.write(f"{{begun}} {{time.time()}}\\n")
+"""
+
+
+@BUSY
+def test_cases_on_the_hosts_clock_take_turns_on_a_node(suite, own_nodes, fleet, page, pytester):
+    own_nodes("w1", "simulated-w", gpus=2)
+    suite()
+    for name in ("first", "second"):
+        page(name=f"{name}_test.py", bound='"host"')
+    file = pytester.path / "times"
+    with open(pytester.path / "conftest.py", "a") as conftest:
+        conftest.write(LOGS.format(file=str(file)))
+    result = fleet("simulated-w", "-v")
+    assert result.ret == 0
+    assert {"[w1-1]", "[w1-2]"} <= {line.partition(" ")[0] for line in result.outlines}
+    (_, end), (begin, _) = sorted(
+        tuple(map(float, line.split())) for line in file.read_text().splitlines()
+    )
+    assert end <= begin

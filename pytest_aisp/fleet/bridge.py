@@ -34,6 +34,7 @@ WAIT_SECONDS = 0.02
 CLOSE_SECONDS = 5.0
 """Seconds that seats may take to end their pytest and to remove the tree."""
 PORT_SECONDS = 5.0
+LOST = "Ray lost it"
 THREADS = 4
 """A seat is polled, and gets messages meanwhile."""
 
@@ -165,8 +166,9 @@ class Bridge:
                 self._listed = True
                 self._pipe.send(("listed", sum(_ray_node(n).told for n in listed.values())))
             for node in set(self._alive) - set(listed):
-                del self._alive[node]
-                self._probes.pop(node, None)
+                lost = self._alive.pop(node)
+                if self._probes.pop(node, None) is not None:
+                    self._pipe.send(("refused", lost, LOST))
                 self._pipe.send(("gone", node))
             for node in sorted(set(listed) - set(self._alive)):
                 self._join(_ray_node(listed[node]))

@@ -5,16 +5,15 @@ from __future__ import annotations
 import itertools
 import pickle
 import time
-import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import msgspec
 import pytest
 
+from ..results.results_json import Canary
 from ..results.row import Row
-from ..results.verdict import RED
 from ..session.canary import CLOCKS, has_canary
 from ..session.collect import case_of
 from ..session.options import PRODUCTS, RECORDER, RUN, Settings
@@ -22,45 +21,14 @@ from ..session.run_context import Interrupted
 from ..timing import peaks as peaks_module
 from . import setup, shipping
 from .connection import HeadGone, RayProcess
-from .kept import FILE, FOLDER, Kept, KeptFile, Reports
+from .kept import FILE, FOLDER, Kept, KeptFile
+from .reports import Gateway, Process, Reporter
 from .scheduler import Finish, Give, Kill, Note, NoVerdict, Scheduler, Start, Unproved, Work
-
-if TYPE_CHECKING:
-    from _pytest.terminal import TerminalReporter
-
-    from ..session.recorder import Recorder
 
 TICK = 0.2
 """The longest time in seconds between two looks at the clock."""
 BOARDS = 2
 """A recording runs each case on so many nodes of its product, if there are as many."""
-
-
-@dataclass(frozen=True)
-class Gateway:
-    """The name that the terminal shows before each report."""
-
-    id: str
-
-
-@dataclass(eq=False)
-class Process:
-    """pytest on a node, with the attributes that pytest expects of an xdist worker.
-
-    Attributes:
-        tree: its working tree, whose paths are replaced by paths here.
-        reports: the reports of the running case, by key.
-    """
-
-    gateway: Gateway
-    node: str
-    works: dict[str, Work] = field(default_factory=dict)
-    reports: dict[str, Reports] = field(default_factory=dict)
-    finished: list[str] = field(default_factory=list)
-    tree: str = ""
-    workeroutput: dict[str, Any] = field(default_factory=dict)
-    workerinfo: dict[str, Any] = field(default_factory=dict)
-    errors: Sequence[str] = ()
 
 
 class FleetRun:
@@ -74,8 +42,7 @@ class FleetRun:
         self._products = list(products)
         self._processes: dict[str, Process] = {}
         self._numbers = itertools.count()
-        self._verdicts: dict[str, str] = {}
-        self._confirmed: list[str] = []
+        self._reporter = Reporter(config)
         self._scheduler = Scheduler([], 0.0)
 
     def pytest_report_header(self) -> list[str]:
@@ -147,8 +114,11 @@ class FleetRun:
                 if key in self._items:
                     self._done.add(key)
                     kept.case(key, reports, unproved=False)
-                    for plain in reports:
-                        self._emit(plain)
+                    self._reporter.emit(reports)
+            for canary in old.canaries:
+                kept.proved([], canary)
+                if (recorder := self._config.stash.get(RECORDER, None)) is not None:
+                    recorder.add_canary(msgspec.convert(canary, Canary))
         return kept
 
     def _kept_run(self, file: Path) -> Kept:
@@ -209,10 +179,9 @@ class FleetRun:
             case NoVerdict(work, why):
                 self._report_red(work, why)
             case Unproved(seat, keys):
-                if (recorder := self._recorder) is not None:
-                    recorder.without_canary.append((seat, list(keys)))
+                self._reporter.unproved(seat, keys)
             case Note(text):
-                self._write(text)
+                self._reporter.write(text)
 
     def _spec_of(self, seat: str) -> dict[str, Any]:
         run = self._config.stash.get(RUN, None)
@@ -237,7 +206,7 @@ class FleetRun:
                 known = len(self._nodes.lines)
                 node = self._nodes.judge(event)
                 for line in self._nodes.lines[known:]:
-                    self._write(line)
+                    self._reporter.write(line)
                 if node is not None:
                     self._scheduler.node_joined(node)
             case ("gone", node_id):
@@ -256,11 +225,10 @@ class FleetRun:
                 process.tree, process.errors, process.workerinfo = tree, errors, python
                 self._scheduler.ready(seat, time.monotonic())
             case "start", (remote, location):
-                work = process.works[remote]
-                if not work.again:
-                    self._hook.pytest_runtest_logstart(nodeid=work.key, location=location)
+                if not (work := process.works[remote]).again:
+                    self._reporter.begin(work.key, location)
             case "report", (remote, data):
-                self._add_report(process, process.works[remote], pickle.loads(data))
+                process.add(process.works[remote].key, pickle.loads(data), self._tree.top)
             case "done", (remote,):
                 self._finish_case(seat, process, process.works.pop(remote))
             case "unknown", (remote,):
@@ -268,8 +236,8 @@ class FleetRun:
                 found = "\n".join(process.errors) or "it collected other cases than pytest here"
                 self._report_red(work, f"{process.node} did not collect this case\n{found}")
                 self._scheduler.finished(seat, work, unproved=False)
-            case "warning", (text, file, line, when, nodeid):
-                self._warn(text, file, line, when, nodeid)
+            case "warning", warning:
+                self._reporter.warn(*warning)
             case "stop", (why,):
                 self._session.shouldstop = why
             case "output", (output, peaks):
@@ -283,24 +251,6 @@ class FleetRun:
                     last = f"\n{output}" if output else ""
                     self._scheduler.lost(seat, f"its pytest ended with code {code}{last}")
 
-    # Reports
-
-    def _add_report(self, process: Process, work: Work, plain: dict[str, Any]) -> None:
-        plain = _replaced(plain, process.tree, str(self._tree.top))
-        plain["nodeid"] = work.key
-        if row := plain.get("aisp"):
-            row["nodeid"] = work.key
-        # A report of a case that does not finish would come a second time, from another node.
-        process.reports.setdefault(work.key, []).append(plain)
-
-    def _emit(self, plain: dict[str, Any], process: Process | None = None) -> None:
-        report = self._hook.pytest_report_from_serializable(config=self._config, data=dict(plain))
-        if process is not None:
-            report.node = process
-        if row := plain.get("aisp"):
-            self._verdicts[report.nodeid] = row["verdict"]
-        self._hook.pytest_runtest_logreport(report=report)
-
     def _finish_case(self, seat: str, process: Process, work: Work) -> None:
         reports = process.reports.pop(work.key, [])
         rows = [Row.of(plain["aisp"]) for plain in reports if plain.get("aisp")]
@@ -309,44 +259,20 @@ class FleetRun:
         unproved = unproved and run is not None and has_canary(run)
         where = self._scheduler.seats.get(seat)
         if work.again:
-            self._compare(work, process, reports, rows)
+            self._reporter.compare(work.key, process, reports, rows)
         else:
-            for plain in reports:
-                self._emit(plain, process)
+            self._reporter.emit(reports, process)
             self._done.add(work.key)
             self._kept.case(work.key, reports, unproved=unproved)
-            self._hook.pytest_runtest_logfinish(nodeid=work.key, location=reports[0]["location"])
             others = self._scheduler.usable(work.product)
             if where and self._settings.update and rows and len(others) >= BOARDS:
                 self._scheduler.again(work, where)
         process.finished += [work.key] if unproved else []
         self._scheduler.finished(seat, work, unproved=unproved)
 
-    def _compare(self, work: Work, process: Process, reports: Reports, rows: Sequence[Row]) -> None:
-        """Use a second run: record it, or report it if it is red and the first one was not."""
-        if self._settings.update and rows and (recorder := self._recorder) is not None:
-            recorder.add_session(rows[-1])
-        self._confirmed.append(work.key)
-        red = any(row.verdict in RED for row in rows) or any(
-            r["outcome"] == "failed" for r in reports
-        )
-        if red and self._verdicts.get(work.key) not in RED:
-            self._write(f"{work.key}: a second run on {process.node} is red")
-            for plain in reports:
-                self._emit(plain, process)
-
     def _report_red(self, work: Work, why: str) -> None:
-        if work.again:
-            return
-        key, location = work.key, self._items[work.key].location
-        self._hook.pytest_runtest_logstart(nodeid=key, location=location)
-        for outcome, text, when in (("failed", why, "call"), ("passed", None, "teardown")):
-            report = pytest.TestReport(key, location, {}, outcome, text, when)  # type: ignore[arg-type]
-            report.user_properties = [("aisp_missing", work.product)]
-            self._hook.pytest_runtest_logreport(report=report)
-        self._hook.pytest_runtest_logfinish(nodeid=key, location=location)
-        if (recorder := self._recorder) is not None:
-            recorder.crashes.append(f"{work.key}: {why.splitlines()[0]}")
+        if not work.again:
+            self._reporter.red(self._items[work.key], work.product, why)
 
     def _end_process(
         self, seat: str, process: Process, output: dict[str, Any], peaks: Mapping[str, str]
@@ -355,52 +281,17 @@ class FleetRun:
         if "aisp_canary" in output or not process.finished:
             self._scheduler.proved(seat)
             self._kept.proved(process.finished, output.get("aisp_canary"))
-        if (gather := self._config.pluginmanager.get_plugin("aisp-gather")) is not None:
-            gather.pytest_testnodedown(node=process, error=None)
+            self._reporter.process_ended(process)
         for product, text in peaks.items():
             path = peaks_module.path_of(self._settings.baselines, product)
             if self._settings.update and not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(text, encoding="utf-8")
 
-    def _warn(self, text: str, file: str, line: int, when: Any, nodeid: str) -> None:
-        message = warnings.WarningMessage(UserWarning(text), UserWarning, file, line)
-        arguments = {"warning_message": message, "when": when, "nodeid": nodeid, "location": None}
-        self._hook.pytest_warning_recorded.call_historic(kwargs=arguments)
-
     @pytest.hookimpl(trylast=True)
-    def pytest_terminal_summary(self, terminalreporter: TerminalReporter) -> None:
+    def pytest_terminal_summary(self) -> None:
         """Name the cases that ran twice."""
-        if self._confirmed:
-            count = len(self._confirmed)
-            terminalreporter.write_line(
-                f"fleet: {count} case{'s' * (count > 1)} ran a second time, on another node"
+        if count := len(self._reporter.confirmed):
+            self._reporter.write(
+                f"{count} case{'s' * (count > 1)} ran a second time, on another node"
             )
-
-    @property
-    def _hook(self) -> Any:
-        return self._config.hook
-
-    @property
-    def _recorder(self) -> Recorder | None:
-        return self._config.stash.get(RECORDER, None)
-
-    def _write(self, text: str) -> None:
-        terminal = self._config.pluginmanager.get_plugin("terminalreporter")
-        if terminal is not None:
-            terminal.ensure_newline()
-            for line in text.split("\n"):
-                terminal.write_line(f"fleet: {line}")
-
-
-def _replaced(value: Any, old: str, new: str) -> Any:
-    """Return plain values with the path `old` replaced in every text."""
-    if isinstance(value, str):
-        return value.replace(old, new) if old in value else value
-    if isinstance(value, dict):
-        return {key: _replaced(each, old, new) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        if value and isinstance(value[0], float):  # samples
-            return value
-        return type(value)(_replaced(each, old, new) for each in value)
-    return value
