@@ -2,14 +2,21 @@
 //
 // clustered: the blocks of a cluster share a row and keep it in their shared memory. So it is read
 //   once. They read each other's maxima and sums from shared memory too.
+// ring: a cluster takes row after row, while bulk copies bring the next ones. The blocks store
+//   their maxima and sums to each other.
+//
+// The exponentials are to base 2, and the mean's 1 / rows is in their exponent. So an element of the
+// gradient is one multiply-add, one exponential and its rounding. Only that of the label needs more.
 //
 // Rows begin at multiples of 16 bytes, which are 8 logits.
 
 #include <cuda_bf16.h>
 
-#include "cluster_rows.cuh"
+#include "row_ring.cuh"
 
-constexpr float LOWEST = -3.4028234e38f;
+constexpr float LN2 = 0.693147182f;
+constexpr unsigned AT_ONCE = 4;  // vectors that a thread of clustered takes at once
+constexpr uint4 NO_LOGITS{0xff80ff80, 0xff80ff80, 0xff80ff80, 0xff80ff80};  // 8 times -inf
 
 // 8 logits. A pair has 4 bytes.
 union Vector {
@@ -17,47 +24,82 @@ union Vector {
   __nv_bfloat162 pair[4];
 };
 
-__device__ float most_of(uint4 bytes) {
+__device__ __nv_bfloat162 most_of(uint4 bytes) {
   const Vector x{bytes};
-  const __nv_bfloat162 two = __hmax2(__hmax2(x.pair[0], x.pair[1]), __hmax2(x.pair[2], x.pair[3]));
-  const float2 most = __bfloat1622float2(two);
-  return fmaxf(most.x, most.y);
+  return __hmax2(__hmax2(x.pair[0], x.pair[1]), __hmax2(x.pair[2], x.pair[3]));
 }
 
-// Returns the sum of exp(x - most).
-__device__ float sum_of(uint4 bytes, float most) {
-  const Vector x{bytes};
-  float sum = 0.0f;
-#pragma unroll
-  for (const __nv_bfloat162 pair : x.pair) {
-    const float2 value = __bfloat1622float2(pair);
-    sum += __expf(value.x - most) + __expf(value.y - most);
-  }
-  return sum;
+// Returns exp2(x * LOG2E + bias) for both logits of a pair.
+__device__ float2 raised(__nv_bfloat162 pair, float bias) {
+  const float2 x = __bfloat1622float2(pair);
+  return {exp2f(fmaf(x.x, LOG2E, bias)), exp2f(fmaf(x.y, LOG2E, bias))};
 }
 
-// Returns (exp(x - log_sum) - own) * share. `own` is 1 for logit `label` of these 8, otherwise 0.
-// A label of 8 or more is not among them.
-__device__ uint4 gradient(uint4 bytes, float log_sum, unsigned label, float share) {
-  Vector x{bytes};
-  float2 value[4];
+template <unsigned COUNT>
+__device__ Exponentials exponentials(const uint4 (&vectors)[COUNT]) {
+  __nv_bfloat162 two = most_of(vectors[0]);
 #pragma unroll
-  for (unsigned i = 0; i < 4; ++i) {
-    const float2 logit = __bfloat1622float2(x.pair[i]);
-    value[i] = {__expf(logit.x - log_sum), __expf(logit.y - log_sum)};
-  }
-  if (label < 8) {
+  for (unsigned k = 1; k < COUNT; ++k) two = __hmax2(two, most_of(vectors[k]));
+  const float2 largest = __bfloat1622float2(two);
+  const float most = fmaxf(fmaxf(largest.x, largest.y) * LOG2E, LOWEST);
+  float sum[4] = {};
+#pragma unroll
+  for (unsigned k = 0; k < COUNT; ++k) {
+    const Vector x{vectors[k]};
 #pragma unroll
     for (unsigned i = 0; i < 4; ++i) {
-      value[i].x -= label == 2 * i ? 1.0f : 0.0f;
-      value[i].y -= label == 2 * i + 1 ? 1.0f : 0.0f;
+      const float2 value = raised(x.pair[i], -most);
+      sum[i] += value.x + value.y;
     }
   }
+  return {most, (sum[0] + sum[1]) + (sum[2] + sum[3])};
+}
+
+__device__ Exponentials together(Exponentials a, Exponentials b) {
+  const float most = fmaxf(a.most, b.most);
+  return {most, a.total * exp2f(a.most - most) + b.total * exp2f(b.most - most)};
+}
+
+// What the losses and the gradient need of a row. The logarithms are to base 2.
+struct Row {
+  float log_sum, share, bias;
+
+  __device__ Row(Exponentials all, unsigned rows)
+      : log_sum(all.most + __log2f(all.total)),
+        share(1.0f / static_cast<float>(rows)),
+        bias(__log2f(share) - log_sum) {}
+
+  // Returns exp(x - sum) * share, the gradient at each logit but the label's.
+  __device__ uint4 gradient(uint4 bytes) const {
+    Vector x{bytes};
 #pragma unroll
-  for (unsigned i = 0; i < 4; ++i) {
-    x.pair[i] = __floats2bfloat162_rn(value[i].x * share, value[i].y * share);
+    for (unsigned i = 0; i < 4; ++i) x.pair[i] = __float22bfloat162_rn(raised(x.pair[i], bias));
+    return x.bytes;
   }
-  return x.bytes;
+
+  // Stores the loss, and the gradient at the label. The caller has just stored the label's vector,
+  // and the compiler may not exchange the two stores.
+  __device__ void store_label(float logit, float* loss, uint4* grad, unsigned label) const {
+    asm volatile("" ::: "memory");
+    *loss = log_sum * LN2 - logit;
+    reinterpret_cast<__nv_bfloat16*>(grad)[label] =
+        __float2bfloat16_rn(exp2f(fmaf(logit, LOG2E, bias)) - share);
+  }
+};
+
+// Returns the label of a row, counted from the first logit of the slice. It is larger than all of
+// them if it is before them.
+__device__ unsigned label_of(const long long* labels, unsigned row, const Slice& part) {
+  return static_cast<unsigned>(labels[row]) - 8 * part.begin;
+}
+
+// Whether this thread of a block is the one that has the label's vector.
+__device__ bool has(unsigned label, const Slice& part, unsigned threads) {
+  return label / 8 < part.count && label / 8 % threads == threadIdx.x;
+}
+
+__device__ float logit_at(const uint4* slice, unsigned label) {
+  return __bfloat162float(reinterpret_cast<const __nv_bfloat16*>(slice)[label]);
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK, 4)
@@ -67,28 +109,52 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 4)
   const auto cluster = cooperative_groups::this_cluster();
   const Slice part = slice(n / 8);
   copy_to_shared(kept, logits + part.first, part.count);
-  // Counted from the first logit of the slice. It is larger than all of them if it is before them.
-  const unsigned label = static_cast<unsigned>(labels[blockIdx.y]) - 8 * part.begin;
+  const unsigned label = label_of(labels, blockIdx.y, part);
   __pipeline_wait_prior(0);
 
-  // A thread's exponentials are relative to its own largest logit. The lowest number instead of
-  // -inf: a thread without logits would compute -inf - -inf.
-  Exponentials own{LOWEST, 0.0f};
-  for (unsigned i = threadIdx.x; i < part.count; i += BLOCK) {
-    own.most = fmaxf(own.most, most_of(kept[i]));
+  // The exponentials of a few vectors are relative to their own largest logit.
+  Exponentials own = NO_NUMBERS;
+  for (unsigned i = threadIdx.x; i < part.count; i += AT_ONCE * BLOCK) {
+    uint4 some[AT_ONCE];
+#pragma unroll
+    for (unsigned k = 0; k < AT_ONCE; ++k) {
+      some[k] = NO_LOGITS;
+      if (i + k * BLOCK < part.count) some[k] = kept[i + k * BLOCK];
+    }
+    own = together(own, exponentials(some));
   }
-  for (unsigned i = threadIdx.x; i < part.count; i += BLOCK) own.total += sum_of(kept[i], own.most);
-  const Exponentials row = over_cluster(cluster, over_block(own));
-
-  const float log_sum = row.most + __logf(row.total), share = 1.0f / static_cast<float>(gridDim.y);
+  const Row row(over_cluster(cluster, over_block(own)), gridDim.y);
   grad += part.first;
-  for (unsigned i = threadIdx.x; i < part.count; i += BLOCK) {
-    grad[i] = gradient(kept[i], log_sum, label - 8 * i, share);
-  }
-  // The thread that has copied the label's logit still has it.
-  if (label / 8 < part.count && label / 8 % BLOCK == threadIdx.x) {
-    const __nv_bfloat16* logit = reinterpret_cast<const __nv_bfloat16*>(kept) + label;
-    losses[blockIdx.y] = log_sum - __bfloat162float(*logit);
+#pragma unroll 4
+  for (unsigned i = threadIdx.x; i < part.count; i += BLOCK) grad[i] = row.gradient(kept[i]);
+  if (has(label, part, BLOCK)) {
+    row.store_label(logit_at(kept, label), &losses[blockIdx.y], grad, label);
   }
   cluster.barrier_wait();
+}
+
+constexpr unsigned THREADS = 1024, PER = 4, STAGES = 2;
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    ring(const uint4* __restrict__ logits, const long long* __restrict__ labels,
+         float* __restrict__ losses, uint4* __restrict__ grad, unsigned n, unsigned rows) {
+  using Rows = Ring<Exponentials, THREADS, PER, STAGES>;
+  extern __shared__ uint4 stages[];
+  __shared__ Rows::Shared shared;
+  const Rows ring(shared, stages, logits, n / 8, rows);
+  for (unsigned turn = 0, row = blockIdx.y; row < rows; ++turn, row += gridDim.y) {
+    const unsigned label = label_of(labels, row, ring.part);
+    uint4 v[PER];
+    ring.take(v, turn, NO_LOGITS);
+    const Exponentials own = exponentials(v);
+    const bool mine = has(label, ring.part, THREADS);
+    const float logit = mine ? logit_at(ring.stage(turn), label) : 0.0f;
+    const Row all(ring.over_row<true>(own, turn), rows);
+    uint4* to = grad + ring.begin(row);
+#pragma unroll
+    for (unsigned k = 0; k < PER; ++k) {
+      if (ring.holds(k)) to[ring.index(k)] = all.gradient(v[k]);
+    }
+    if (mine) all.store_label(logit, &losses[row], to, label);
+  }
 }

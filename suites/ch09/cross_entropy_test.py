@@ -13,6 +13,9 @@ Optimized  compiled: of eager: softmax, loss and gradient by formula, through `t
            clustered: of one_kernel. In CUDA C++, the blocks of a cluster share a row and keep it in
            their shared memory. They exchange their maxima and sums once. It exists from 16384
            classes on, and needs a multiple of 8. One block keeps a row of 16384 classes.
+           ring: of clustered. The clusters stay and take row after row, while bulk copies bring the
+           next ones, as in rms_norm_test.py. The blocks store their maxima and sums to each other.
+           It exists for more than 32768 classes, up to 262144.
            chunked: of whole. Eight chunks of rows in turn, each with its logits, its loss and its
            gradients. The gradient of the weight is added up in bf16.
            fused_chunks: of chunked. The loss of each chunk is that of one_kernel, which overwrites
@@ -21,14 +24,17 @@ Optimized  compiled: of eager: softmax, loss and gradient by formula, through `t
            returns the loss in bf16.
 Bound      test_cross_entropy: DRAM, or issue. eager makes ten passes over the logits, most of them
            in fp32. torch's log softmax and its backward also read long rows more than once. The
-           Triton kernels read a logit twice and write its gradient, and clustered reads it once. In
-           one_kernel the second read comes from the L2, as long as the rows of all running programs
-           fit there together. Then the issue of instructions takes longer than DRAM. The machine
-           code for sm_90 has about 40 instructions per logit, most of them for exponentials and for
-           rounding to bf16, and half as many again if the row is a single step of the loop. That of
-           clustered has 16. It rounds by an instruction, flushes denormal numbers, and computes two
-           exponentials per logit instead of three. With 16384 classes that is the whole difference,
-           because one block keeps the row.
+           Triton kernels read a logit twice and write its gradient, and those in CUDA C++ read it
+           once. In one_kernel the second read comes from the L2, as long as the rows of all running
+           programs fit there together. Then the issue of instructions takes longer than DRAM. The
+           machine code for sm_90 has about 40 instructions per logit, most of them for exponentials
+           and for rounding to bf16, and half as many again if the row is a single step of the loop.
+           That of clustered has 13. It rounds by an instruction, flushes denormal numbers, and
+           computes two exponentials per logit instead of three. They are to base 2, so that each is
+           one multiply-add and one instruction of the SFU. The gradient's factor 1 / rows is in the
+           exponent, and only the thread with the label's logit subtracts the one. With 16384
+           classes that is the whole difference, because one block keeps the row. The costs do not
+           know that blocks wait for each other. rms_norm_test.py is about that.
            test_linear_cross_entropy: the tensor cores. All sides compute the same three products.
            The passes of whole over its fp32 logits take another three quarters of that time. Memory
            is the point: whole keeps fp32 copies of logits and gradients. Chunks are claimed to save
@@ -37,7 +43,10 @@ Bound      test_cross_entropy: DRAM, or issue. eager makes ten passes over the l
 Seen       On an H100, with 1024 classes, eager takes somewhat longer than predicted. torch adds up
            the losses of all rows in a single block, and that is probably the rest. With 16384
            classes, compiled takes as long as if its second read came from DRAM. The kernel that
-           Inductor wrote was not looked at. fused_chunks and linear_library are not recorded yet.
+           Inductor wrote was not looked at. clustered, ring, fused_chunks and linear_library are
+           not recorded yet. A standalone program with such loops ran on an H200. There, clustered
+           with 16384 classes and ring with 262144 reached more than nine tenths of the copy rate,
+           and clustered with 262144 classes little more than eight.
 Use when   The vocabulary is large. The gradient of the loss is known as soon as the loss is, so
            compute both in the forward. Choose chunks so large that the products still fill the GPU:
            here 1024 rows, whose gradient has 128 tiles of 128 x 128 for the 132 SMs of an H200.
@@ -66,9 +75,12 @@ L2 = 60 * 2**20
 # Instructions of a thread for its 16 logits of a step, and once per row, counted in the machine
 # code that Triton 3.9 makes for sm_90.
 LOSS, GRADIENT, BOTH = (284, 301), (328, 51), (625, 312)
-CLUSTERED = 130 / 8  # instructions of clustered per logit, in the machine code for sm_90
-BLOCK, MOST_BLOCKS = 256, 8  # threads of a block of clustered, blocks of its largest cluster
+# Instructions per logit, counted in the machine code for sm_90. Those of ring include the exchange.
+CLUSTERED, RING = 404 / 32, 580 / 32
+BLOCK, MOST_BLOCKS = 256, 8  # threads of a block of clustered, blocks of the largest cluster
 SLICE = 32 * 2**10  # bytes of a row that a block keeps, or more if the largest cluster needs it
+# Threads of a block of ring, rows in its shared memory, and the bytes of each.
+THREADS, STAGES, RING_SLICE = 1024, 2, 64 * 2**10
 MOST = {"chunked": 0.35, "fused_chunks": 0.2, "linear_library": 0.6}
 
 
@@ -219,9 +231,9 @@ def one_kernel(logits, labels):
     return losses.mean(), grad
 
 
-def blocks_of(n):
-    """Return how many blocks of clustered share a row."""
-    return min(triton.next_power_of_2(triton.cdiv(2 * n, SLICE)), MOST_BLOCKS)
+def blocks_of(n, each=SLICE):
+    """Return how many blocks share a row, if each keeps so many bytes."""
+    return min(triton.next_power_of_2(triton.cdiv(2 * n, each)), MOST_BLOCKS)
 
 
 def clustered(logits, labels):
@@ -233,6 +245,20 @@ def clustered(logits, labels):
     shared = 16 * triton.cdiv(n, 8 * blocks)
     launch = kernels.clustered.launch((blocks, rows), BLOCK, shared, cluster=(blocks, 1))
     launch(logits, labels, losses, grad, n)
+    return losses.mean(), grad
+
+
+def ring(logits, labels):
+    (rows, n), grad = logits.shape, torch.empty_like(logits)
+    if n % 8 or 2 * n > MOST_BLOCKS * RING_SLICE:
+        raise ValueError(f"rows of {n} logits; ring needs a multiple of 8, and at most 262144")
+    losses = torch.empty(rows, device=logits.device)
+    kernel, blocks, shared = kernels.ring, blocks_of(n, RING_SLICE), STAGES * RING_SLICE
+    # As many clusters as fit the GPU, or fewer, so that each has 8 rows.
+    fit = kernel.clusters_at_once(THREADS, shared, cluster=(blocks, 1)) if logits.is_cuda else 2
+    clusters = min(fit, triton.cdiv(rows, 8))
+    launch = kernel.launch((blocks, clusters), THREADS, shared, cluster=(blocks, 1))
+    launch(logits, labels, losses, grad, n, rows)
     return losses.mean(), grad
 
 
@@ -348,6 +374,10 @@ def clustered_cost(rows, n):
     return both + Cost(read=4 * rows, launches=1)
 
 
+def ring_cost(rows, n):
+    return moved(rows, n, 2, 2, 2, RING) + Cost(read=4 * rows, launches=1)
+
+
 def compiled_cost(rows, n):
     """Return its cost. Inductor joins the sums of a row and its gradient in one kernel too.
 
@@ -390,13 +420,20 @@ def in_chunks(rows, n, k, loss):
             needs=("clusters", "dsmem"),
             sass=("UCGABAR_WAIT", "LDGSTS.E.BYPASS.128"),
         ),
+        Variant(
+            ring,
+            when=lambda rows, n: n > 2 * CLASSES[1],
+            needs=("clusters", "dsmem", "bulk_copy", "st_async"),
+            sass=("UBLKCP", "STAS"),
+        ),
     ],
     inputs=inputs,
     reference=reference,
     sizes=[{"rows": TOTAL // n, "n": n} for n in CLASSES],
-    # Rows begin at multiples of 16 bytes. With 17000, clustered has two blocks, which differ in
-    # their number of vectors, as some of their threads do.
-    check_sizes=[{"rows": 17, "n": 248}, {"rows": 2, "n": 9000}, {"rows": 5, "n": 17000}],
+    # Rows begin at multiples of 16 bytes. With 40008, clusters have at least two blocks, which
+    # differ in their number of vectors, as some of their threads do. A cluster of ring has more of
+    # the 9 rows than fit its shared memory.
+    check_sizes=[{"rows": 17, "n": 248}, {"rows": 2, "n": 9000}, {"rows": 9, "n": 40008}],
     work=lambda rows, n: Work(read=2 * rows * n, write=2 * rows * n, terms=n, roundings=4),
     bound="dram",
     costs={
@@ -405,6 +442,7 @@ def in_chunks(rows, n, k, loss):
         two_kernels: two_kernels_cost,
         one_kernel: one_kernel_cost,
         clustered: clustered_cost,
+        ring: ring_cost,
     },
     sweep=Sweep("n"),
 )

@@ -2,12 +2,15 @@
 //
 // clustered: the blocks of a cluster share a row and keep it in their shared memory, so it is read
 //   once. They read each other's sums from shared memory too.
+// ring: a cluster takes row after row, while bulk copies bring the next ones. So a block loads its
+//   part of the weight once. The blocks meet at the cluster's barrier once per row.
+// pushed: ring, but the blocks store their sums to each other, and wait for these alone.
 //
 // Rows begin at multiples of 16 bytes, which are 8 elements.
 
 #include <cuda_fp16.h>
 
-#include "cluster_rows.cuh"
+#include "row_ring.cuh"
 
 constexpr unsigned AHEAD = 4;  // vectors of the weight that a thread loads before it uses the first
 
@@ -66,4 +69,47 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 4)
   }
   for (; i < part.count; i += BLOCK) out[i] = scaled(kept[i], weight[i], scale);
   cluster.barrier_wait();
+}
+
+// The clusters that stay --------------------------------------------------------------------------
+
+constexpr unsigned THREADS = 512, PER = 8, STAGES = 3;
+
+template <bool PUSHED>
+__device__ void take_rows(const uint4* x, const uint4* weight, uint4* out, unsigned n,
+                          unsigned rows, float eps) {
+  using Rows = Ring<float, THREADS, PER, STAGES>;
+  extern __shared__ uint4 stages[];
+  __shared__ Rows::Shared shared;
+  const Rows ring(shared, stages, x, n / 8, rows);
+  uint4 weights[PER];
+#pragma unroll
+  for (unsigned k = 0; k < PER; ++k) {
+    weights[k] = ring.holds(k) ? weight[ring.begin(0) + ring.index(k)] : uint4{};
+  }
+  for (unsigned turn = 0, row = blockIdx.y; row < rows; ++turn, row += gridDim.y) {
+    uint4 v[PER];
+    ring.take(v, turn, uint4{});
+    float sum = 0.0f;
+#pragma unroll
+    for (const uint4 bytes : v) sum += squares(bytes);
+    sum = ring.over_row<PUSHED>(sum, turn);
+    const float scale = rsqrtf(sum / static_cast<float>(n) + eps);
+#pragma unroll
+    for (unsigned k = 0; k < PER; ++k) {
+      if (ring.holds(k)) out[ring.begin(row) + ring.index(k)] = scaled(v[k], weights[k], scale);
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    ring(const uint4* __restrict__ x, const uint4* __restrict__ weight, uint4* __restrict__ out,
+         unsigned n, unsigned rows, float eps) {
+  take_rows<false>(x, weight, out, n, rows, eps);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    pushed(const uint4* __restrict__ x, const uint4* __restrict__ weight, uint4* __restrict__ out,
+           unsigned n, unsigned rows, float eps) {
+  take_rows<true>(x, weight, out, n, rows, eps);
 }

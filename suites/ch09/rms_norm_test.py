@@ -13,24 +13,40 @@ Optimized  compiled: of chain, through `torch.compile`.
            clustered: of fused. In CUDA C++, the blocks of a cluster share a row and keep it in
            their shared memory. Each adds up its own squares and reads the sums of the others. It
            exists from rows of 32768 on, and needs a multiple of 8 elements (16 bytes). An SM of an
-           H200 holds four blocks with 32 KiB of a row each, or three with 64 KiB. At 32768, it
-           also has smaller blocks than fused, and more of them per SM.
+           H200 holds three blocks with 64 KiB of a row each. At 32768, a row has a single block,
+           which is smaller than that of fused.
+           ring: of clustered. The clusters stay and take row after row. While they have one in
+           registers, bulk copies bring the next ones to shared memory, which is a ring of three
+           rows. A block loads its part of the weight once. It exists for rows of more than 32768
+           elements, up to 262144.
+           pushed: of ring. Each block stores its sum to the shared memory of the others, by
+           st.async, and an mbarrier there counts the bytes. In ring it stores the sum too, but all
+           meet at the cluster's barrier.
            library: `torch.nn.functional.rms_norm`.
-Bound      DRAM. fused and clustered read and write each element once, 4 bytes in all. The chain
-           also reads and writes fp32 copies. walked reads a row twice. As long as the rows of all
-           running programs fit the L2 together, only the first of its reads comes from DRAM. That
-           is so up to rows of 16384 elements. torch's kernel has a block of 128 threads for each
-           row. With rows of 256 elements, the starts of a million blocks take longer than the
-           bytes.
+Bound      DRAM. fused and the kernels in CUDA C++ read and write each element once, 4 bytes in
+           all. The chain also reads and writes fp32 copies. walked reads a row twice. As long as
+           the rows of all running programs fit the L2 together, only the first of its reads comes
+           from DRAM. That is so up to rows of 16384 elements. torch's kernel has a block of 128
+           threads for each row. With rows of 256 elements, the starts of a million blocks take
+           longer than the bytes.
+           The costs do not know that blocks wait for each other. In clustered, a block moves
+           nothing while it waits for the sums, and the others of its SM have to make up for that.
+           In ring, the copies of the next rows go on. But a thread that arrives at a cluster's
+           barrier releases all that it has written: in the machine code for sm_90 it first waits at
+           a MEMBAR.ALL.GPU, for its stores of the last row. An st.async releases nothing.
 Seen       On an H100, compiled with rows of 32768 takes less time than two reads from DRAM, and as
            long as fused. So Inductor's code reads these rows from DRAM only once, and its cost
            counts that. It probably has fewer rows at work at a time than walked, so that they fit
            the L2. library takes longer than its bytes at all lengths, and it is the slowest of the
-           fused sides. Its kernel was not examined. clustered is not recorded yet.
+           fused sides. Its kernel was not examined. clustered, ring and pushed are not recorded
+           yet. A standalone program with such loops ran on an H200. There, rows of 262144 took as
+           long with ring as with clustered. pushed reached more than nine tenths of the copy rate
+           with rows of 65536 to 262144, and so did clustered with rows of 32768.
 Use when   Always fuse a norm. The compiler does it best up to rows of 32768, and torch's own kernel
            takes longer. Write your own kernel when it does more than the norm, as in
-           dropout_norm_test.py. Keep the row in registers while it fits. How the blocks of a
-           cluster share their sums is the subject of `../ch10/cluster_reduction_test.py`. The
+           dropout_norm_test.py. Keep the row in registers while it fits, then on a cluster. Where
+           the blocks of a cluster exchange a few numbers in every turn of a loop, push them to
+           mbarriers. `../ch10/cluster_reduction_test.py` is about sharing sums in a cluster. The
            backward is norm_backward_test.py.
 """
 
@@ -54,7 +70,8 @@ LENGTHS = (256, 4096, 32768, 262144)
 RUNNING = 132 * 8  # programs of walked that an H200 holds at once: 32 registers per thread
 L2 = 60 * 2**20
 BLOCK, MOST_BLOCKS = 256, 8  # threads of a block of clustered, blocks of its largest cluster
-SLICE = 32 * 2**10  # bytes of a row that a block keeps, or more if the largest cluster needs it
+SLICE = 64 * 2**10  # bytes of a row that a block keeps, or more if the largest cluster needs it
+THREADS, STAGES = 512, 3  # threads of a block of ring and pushed, and rows in its shared memory
 
 
 @triton.jit
@@ -132,15 +149,41 @@ def walked(x, weight):
     return out
 
 
+def blocks_of(n):
+    """Return how many blocks share a row."""
+    return min(triton.next_power_of_2(triton.cdiv(2 * n, SLICE)), MOST_BLOCKS)
+
+
 def clustered(x, weight):
     (rows, n), out = x.shape, torch.empty_like(x)
     if n % 8:
         raise ValueError(f"rows of {n} elements; clustered needs a multiple of 8")
-    blocks = min(triton.next_power_of_2(triton.cdiv(2 * n, SLICE)), MOST_BLOCKS)
+    blocks = blocks_of(n)
     shared = 16 * triton.cdiv(n, 8 * blocks)
     launch = kernels.clustered.launch((blocks, rows), BLOCK, shared, cluster=(blocks, 1))
     launch(x, weight, out, n, EPS)
     return out
+
+
+def staying(kernel, x, weight):
+    """Run a kernel with as many clusters as fit the GPU, or fewer, so that each has 8 rows."""
+    (rows, n), out = x.shape, torch.empty_like(x)
+    if n % 8 or 2 * n > MOST_BLOCKS * SLICE:
+        raise ValueError(f"rows of {n} elements; needs a multiple of 8, and at most 262144")
+    blocks, shared = blocks_of(n), STAGES * SLICE
+    fit = kernel.clusters_at_once(THREADS, shared, cluster=(blocks, 1)) if x.is_cuda else 2
+    clusters = min(fit, triton.cdiv(rows, 8))
+    launch = kernel.launch((blocks, clusters), THREADS, shared, cluster=(blocks, 1))
+    launch(x, weight, out, n, rows, EPS)
+    return out
+
+
+def ring(x, weight):
+    return staying(kernels.ring, x, weight)
+
+
+def pushed(x, weight):
+    return staying(kernels.pushed, x, weight)
 
 
 def library(x, weight):
@@ -197,23 +240,36 @@ def library_cost(rows, n):
             needs=("clusters", "dsmem"),
             sass=("UCGABAR_WAIT", "LDGSTS.E.BYPASS.128"),
         ),
+        Variant(
+            ring,
+            when=lambda rows, n: n > LONGEST,
+            needs=("clusters", "dsmem", "bulk_copy"),
+            sass=("UCGABAR_WAIT", "UBLKCP"),
+        ),
+        Variant(
+            pushed,
+            when=lambda rows, n: n > LONGEST,
+            needs=("clusters", "dsmem", "bulk_copy", "st_async"),
+            sass=("UBLKCP", "STAS"),
+        ),
         Variant(library, at_least="yardstick"),
     ],
     inputs=inputs,
     reference=reference,
     sizes=[{"rows": TOTAL // n, "n": n} for n in LENGTHS],
-    # Rows begin at multiples of 16 bytes. With 17000, clustered has two blocks, which differ in
-    # their number of vectors, as some of their threads do.
+    # Rows begin at multiples of 16 bytes. With 40008, clusters have at least two blocks, which
+    # differ in their number of vectors, as some of their threads do. A cluster of ring has more of
+    # the 9 rows than fit its shared memory.
     check_sizes=[
         {"rows": 17, "n": 248},
         {"rows": 2, "n": 9000},
-        {"rows": 3, "n": 17000},
+        {"rows": 9, "n": 40008},
     ],
     work=lambda rows, n: Work(read=2 * rows * n + 2 * n, write=2 * rows * n, terms=n, roundings=2),
     bound="dram",
     costs={
         chain: chain_cost,
-        **dict.fromkeys([fused, clustered], one_kernel),
+        **dict.fromkeys([fused, clustered, ring, pushed], one_kernel),
         compiled: compiled_cost,
         walked: walked_cost,
         library: library_cost,

@@ -10,13 +10,14 @@
 #include "cluster_rows.cuh"
 
 constexpr unsigned HELD = 8;  // vectors that a thread keeps in registers
-constexpr float LOWEST = -3.4028234e38f;
 
 __device__ float most_of(float4 v) { return fmaxf(fmaxf(v.x, v.y), fmaxf(v.z, v.w)); }
 
-// Replaces each x by exp(x - most) and returns the sum of the results.
+__device__ float raised(float x, float most) { return exp2f(fmaf(x, LOG2E, -most)); }
+
+// Replaces each x by exp2(x * LOG2E - most) and returns the sum of the results.
 __device__ float raise(float4& v, float most) {
-  v = {__expf(v.x - most), __expf(v.y - most), __expf(v.z - most), __expf(v.w - most)};
+  v = {raised(v.x, most), raised(v.y, most), raised(v.z, most), raised(v.w, most)};
   return (v.x + v.y) + (v.z + v.w);
 }
 
@@ -42,18 +43,19 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 3)
   copy_to_shared(kept, x + HELD * BLOCK, rest);
   __pipeline_wait_prior(0);
 
-  // Each exponential is relative to the thread's own largest element. The lowest number instead of
-  // -inf: a thread without elements would compute -inf - -inf.
-  Exponentials own{LOWEST, 0.0f};
+  // Each exponential is relative to the thread's own largest element.
+  Exponentials own = NO_NUMBERS;
 #pragma unroll
-  for (unsigned k = 0; k < HELD; ++k) own.most = fmaxf(own.most, most_of(held[k]));
-  for (unsigned i = threadIdx.x; i < rest; i += BLOCK) own.most = fmaxf(own.most, most_of(kept[i]));
+  for (unsigned k = 0; k < HELD; ++k) own.most = fmaxf(own.most, LOG2E * most_of(held[k]));
+  for (unsigned i = threadIdx.x; i < rest; i += BLOCK) {
+    own.most = fmaxf(own.most, LOG2E * most_of(kept[i]));
+  }
 #pragma unroll
   for (unsigned k = 0; k < HELD; ++k) own.total += raise(held[k], own.most);
   for (unsigned i = threadIdx.x; i < rest; i += BLOCK) own.total += raise(kept[i], own.most);
 
   const Exponentials row = over_cluster(cluster, over_block(own));
-  const float factor = __expf(own.most - row.most) / row.total;
+  const float factor = exp2f(own.most - row.most) / row.total;
 #pragma unroll
   for (unsigned k = 0; k < HELD; ++k) {
     const unsigned i = threadIdx.x + k * BLOCK;
