@@ -14,9 +14,9 @@ Bound      The CUDA cores' products in ddp, and the host in fsdp. Memory is the 
            and at last half of them as returned rows, 3.5 GiB. fsdp holds half of the first three,
            1.5 GiB, and in backward also three or four layers of 64 MiB: the gathered layer, the
            next one, and a gradient on its way to the other ranks. That is half of ddp's memory.
-Seen       fsdp is far slower than predicted. Its host runs Python hooks before and after each
-           layer, and their time is no part of the cost, which counts launches. How long they take
-           was not measured, so this is not explained.
+Seen       In an earlier form, whose update had no momentum, fsdp was far slower than predicted. Its
+           host runs Python hooks before and after each layer, and their time is no part of the
+           cost, which counts launches. How long they take was not measured.
 Use when   Parameters, gradients and optimizer state do not fit on one GPU. If they fit, DDP is
            faster, unless a layer's products take longer than its hooks.
 """
