@@ -12,7 +12,9 @@ Bound      DRAM for coalesced. chunked moves the same bytes to and from DRAM, be
            its own, so chunked sends the L2 eight times the bytes of its stores.
 Seen       chunked takes several times as long as its sectors at the L2 rate. The naive side of
            transpose also stores 4 bytes to each line, and it stores about as many elements per
-           second. What limits such stores is not explained.
+           second. Its loads need a lookup in the L1 for each element, one per cycle (row_mapping of
+           chapter 8). That is about a fifth of the time. The rest is about four cycles of an SM for
+           each store, as in transpose. Which part of the way to the L2 takes them was not measured.
 Use when   Always, when a thread handles several elements. If an algorithm needs a chunk per thread,
            as a scan does, load the chunks through shared memory or 16 bytes at a time.
 """

@@ -19,8 +19,9 @@ Bound      DRAM: sorted draws sweep the table once per resample, so each resampl
 Seen       unsorted takes several times as long as its sectors at the read rate. DRAM may be slower
            with scattered sectors than with the sequential reads that its rate comes from, but no
            rate of scattered reads was measured. The L2 may also fetch more than the sector that is
-           missing (`cudaLimitMaxL2FetchGranularity`). That setting was neither read nor changed.
-           This is not explained.
+           missing (`cudaLimitMaxL2FetchGranularity`). That setting was neither read nor changed. If
+           it fetched whole lines of 128 bytes, their bytes would take the stored time, and with 64
+           bytes about half of it. So whole lines are the likely cause.
 Use when   Many calls use the same indices, and the result does not depend on their order. If each
            result belongs to its draw, sorting the reads scatters the writes instead. For a real
            bootstrap, prepare the counts.

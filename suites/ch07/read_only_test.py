@@ -12,8 +12,10 @@ Bound      DRAM: each side reads x once and writes out once. Since Volta both ki
            any further even if it knows that no store changes x. Apart from CONSTANT, the three
            have the same instructions, some of them in another order (nvcc 13.0 for sm_90).
 Seen       No side reaches the copy rate. `unrolled` in vector_width reaches it, with one load per
-           element and the same occupancy, so the four other loads of each element cost time. Which
-           resource they run out of is not explained.
+           element and the same occupancy, so the four other loads of each element cost time. Four
+           of the five loads touch two lines. The lookups of all loads in the L1, one per cycle
+           (row_mapping of chapter 8), take about half of the time, so they alone are not the limit.
+           What else is was not measured.
 Use when   Declare pointers `__restrict__` when loads come after stores, because the compiler may
            then move the loads. Do not write `__ldg` by hand for speed on Volta or later.
 """

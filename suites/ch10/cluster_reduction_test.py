@@ -18,7 +18,9 @@ Bound      DRAM. x is ten times the L2, so a second kernel reads it from DRAM ag
            block and move data in another. atomics and two_passes may have
            8 blocks per SM.
 Seen       distributed takes longer than predicted. Compared with kept, its time fits if the L2
-           misses about half of the second reads. No counter was read, so this is not explained.
+           misses about half of the second reads. 99 rows are in work at a time, 26 MB, and as many
+           bytes are written meanwhile. Together they are as large as the L2 of 50 MB, so it
+           probably evicts part of a row before the second read. No counter was read.
 Use when   Blocks that need a common result also read their data twice, and a cluster's shared
            memory holds the data. The gain comes from reading once. The path of the sums does not
            matter. A row that fits in one SM, as most models have them, needs no cluster.
