@@ -7,6 +7,7 @@ import signal
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from fake_results import case, fake_catalog
 
@@ -263,12 +264,13 @@ def test_completion_is_empty_if_pytest_cannot_collect(completions, monkeypatch):
 @pytest.fixture
 def repository(pytester, monkeypatch, commit):
     """A committed catalog of two pages: `gemm` imports a helper, and `scan` nothing."""
-    pages = fake_catalog(pytester.path, [case("ch10:gemm"), case("ch07:scan")])
+    cases = [case("ch10:gemm"), case("ch07:scan"), case("ch07:scan", "wide")]
+    pages = fake_catalog(pytester.path, cases)
     monkeypatch.setattr(catalog, "collect", lambda *targets, tell: pages)
     files = {
         PAGE: "from .helper import twice\n",
         "suites/ch10/helper.py": "def twice(x):\n    return 2 * x\n",
-        "suites/ch07/scan_test.py": "SIZE = 1\n",
+        "suites/ch07/scan_test.py": SCAN,
     }
     for name, text in files.items():
         path = pytester.path / name
@@ -278,31 +280,78 @@ def repository(pytester, monkeypatch, commit):
     return pytester.path
 
 
-def changed_pages(capsys, ref="HEAD"):
+GEMM = f"{PAGE}::test_gemm[tiled-n64]"
+SCANS = [f"suites/ch07/scan_test.py::test_scan[{name}-n64]" for name in ("tiled", "wide")]
+SCAN = """
+def inputs(device, n):
+    return (n,)
+
+def tiled(x):
+    return 2 * x
+
+def wide(x):
+    return x + x
+
+@compare(baseline=sum, optimized=[tiled, wide], inputs=inputs)
+def test_scan(pair):
+    pair.assert_equivalent()
+"""
+
+
+def changed_cases(capsys, ref="HEAD"):
     assert app.main(["suite", "changed", ref]) == 0
     return capsys.readouterr().out.splitlines()
 
 
-def test_suite_changed_names_pages_whose_files_have_changed(repository, capsys, git):
-    assert changed_pages(capsys) == []
+def test_suite_changed_names_the_cases_that_a_change_can_touch(repository, capsys, git):
+    assert changed_cases(capsys) == []
     helper = repository / "suites/ch10/helper.py"
     helper.write_text(f"# a comment\n{helper.read_text()}")
-    assert changed_pages(capsys) == []
+    assert changed_cases(capsys) == []
     helper.write_text("def twice(x):\n    return x * 2\n")
-    assert changed_pages(capsys) == [PAGE]
+    assert changed_cases(capsys) == [GEMM]
     git("checkout", "-q", "--", ".")
-    (repository / "suites/ch07/scan_test.py").write_text("SIZE = 2\n")
-    assert changed_pages(capsys) == ["suites/ch07/scan_test.py"]
+    page = repository / "suites/ch07/scan_test.py"
+    page.write_text(SCAN.replace("x + x", "x + x + 0"))
+    assert changed_cases(capsys) == SCANS[1:]
+    page.write_text(SCAN.replace("(n,)", "(n, n)"))
+    assert changed_cases(capsys) == SCANS
+
+
+def test_suite_changed_names_the_cases_relative_to_the_working_directory(
+    repository, capsys, monkeypatch
+):
+    (repository / PAGE).write_text("X = 2\n")
+    monkeypatch.chdir(repository / "suites/ch07")
+    assert changed_cases(capsys) == [f"../ch10/{GEMM.removeprefix('suites/ch10/')}"]
+
+
+def test_suite_changed_names_the_page_if_it_cannot_be_imported(repository, capsys, monkeypatch):
+    (repository / PAGE).write_text("x = (\n")
+    pages = catalog.collect(tell=len)
+    unread = [catalog.UnreadPage(PAGE, "failed", "SyntaxError")]
+    monkeypatch.setattr(
+        catalog, "collect", lambda *_, tell: msgspec.structs.replace(pages, unread=unread)
+    )
+    assert changed_cases(capsys) == [PAGE]
+
+
+def test_suite_changed_names_all_cases_of_a_page_that_was_no_python(repository, capsys, commit):
+    page = repository / "suites/ch07/scan_test.py"
+    page.write_text("x = (\n")
+    commit()
+    page.write_text(SCAN)
+    assert changed_cases(capsys) == SCANS
 
 
 def test_suite_changed_names_new_pages_and_not_renamed_ones(repository, capsys, git):
     git("rm", "-q", "--cached", PAGE)
     git("commit", "-qm", "without the page")
-    assert changed_pages(capsys) == [PAGE]
+    assert changed_cases(capsys) == [GEMM]
     git("mv", "suites/ch07/scan_test.py", "suites/ch07/old_test.py")
     git("commit", "-qm", "another name")
     git("mv", "suites/ch07/old_test.py", "suites/ch07/scan_test.py")
-    assert changed_pages(capsys) == [PAGE]
+    assert changed_cases(capsys) == [GEMM]
 
 
 def test_suite_changed_refuses_an_unknown_commit(repository, capsys):

@@ -92,10 +92,13 @@ def show(
 def changed(
     ref: Annotated[str, typer.Argument(metavar="REF", help="a commit, such as origin/main")],
 ) -> None:
-    """Print the pages that may give other results than at the commit REF, a line each."""
-    from ..tools import catalog
+    """Print the cases that may give other results than at the commit REF, a line each."""
+    from ..tools.changed_cases import changed_result
 
-    finish(catalog.changed_result(_read_catalog(None), ref))
+    pages = _read_catalog(None)
+    with show_progress() as progress:
+        result = changed_result(pages, ref, tell=progress)
+    finish(result)
 
 
 def bisect(

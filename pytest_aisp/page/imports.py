@@ -58,12 +58,21 @@ def used_files(page: Path, root: str, folders: Iterable[str]) -> dict[str, Path]
             continue
         found[name] = file
         if file.suffix == ".py":
-            named = list(_named(file, under, bases))
+            text = file.read_text(encoding="utf-8", errors="replace")
+            named = list(_named(text, file, under, bases))
             todo += [path.resolve() for path in named if path.is_file()]
             header_folders += [path for path in named if path.is_dir()]  # may be an include path
         elif file.suffix in CUDA_SUFFIXES:
             todo += _included(file, header_folders)
     return dict(sorted(found.items()))
+
+
+def named_files(text: str, page: Path, root: str, folders: Iterable[str]) -> set[str]:
+    """Return the files, relative to `root`, that a part of a page with this `text` may use."""
+    under = Path(root).resolve()
+    paths = _named(text, page.resolve(), under, [under / folder for folder in folders])
+    files = (used_files(path, root, folders) for path in paths if path.is_file())
+    return {name for each in files for name in each}
 
 
 def imported_late(side: object, root: str) -> list[str]:
@@ -151,16 +160,16 @@ def _may_be_a_file(text: str) -> bool:
     return 0 < len(text) <= LONGEST_NAME and text.isprintable()
 
 
-def _named(file: Path, root: Path, bases: Collection[Path]) -> Iterator[Path]:
-    """Yield the paths that the imports and the text constants of a module may mean."""
-    imports, constants = _names_in(file.read_text(encoding="utf-8", errors="replace"))
+def _named(text: str, file: Path, root: Path, bases: Collection[Path]) -> Iterator[Path]:
+    """Yield the paths that the imports and text constants in `text`, of a module, may mean."""
+    imports, constants = _names_in(text)
     for level, name in imports:
         if not level and name.split(".")[0] == PLUGIN:
             continue
         for base in [file.parents[level - 1]] if level else bases:
             yield from _modules(base, name)
-    for text in constants:
-        yield from (folder / text for folder in (file.parent, root))
+    for constant in constants:
+        yield from (folder / constant for folder in (file.parent, root))
 
 
 def _included(file: Path, folders: Iterable[Path]) -> Iterator[Path]:

@@ -20,10 +20,8 @@ from subprocess import Popen
 import msgspec
 
 from ..page.gpu_specs import ARCHS
-from ..page.imports import contents, normalized_file
 from ..results.messages import Json
 from ..util.cli_result import CliError, CliResult, columns
-from ..util.git import GitError, GitSnapshot
 from ..worker.client import ReplayError, ReplayWorker
 
 COLLECTOR = "pytest_aisp.session.collect"
@@ -303,29 +301,3 @@ def replay_command(
     if not arguments:
         raise CliError(f"{folder} has no case of these targets\n    aisp suite replay {folder}")
     return [f"--aisp-replay={folder}", *more, *arguments]
-
-
-def changed_result(pages: Catalog, ref: str) -> CliResult:
-    """Return the pages that may give other results than at the commit `ref`.
-
-    A page has changed if a file that it may use has (`page.imports`), beyond comments and
-    formatting, or if it is new. No page is imported. Paths are relative to the working directory.
-
-    Raises:
-        CliError: there is no such commit, or no repository.
-    """
-    try:
-        old = GitSnapshot.at(pages.root, ref)
-    except GitError as error:
-        raise CliError(str(error).replace("--aisp-against=", "")) from None
-    with old.folder:
-        changed = [page.path for page in pages.pages if _has_changed(pages, page.path, old)]
-    return CliResult([os.path.relpath(pages.root / path) for path in dict.fromkeys(changed)])
-
-
-def _has_changed(pages: Catalog, path: str, old: GitSnapshot) -> bool:
-    root, folders = pages.root, pages.imports
-    here, then = root / path, old.page(root / path)
-    if then is None or normalized_file(here) != normalized_file(then):
-        return True
-    return contents(here, str(root), folders) != contents(then, str(old.tree), folders)
