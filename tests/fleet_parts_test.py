@@ -11,6 +11,7 @@ from pathlib import Path
 
 import fake_results
 import pytest
+from import_time_test import loaded
 
 from pytest_aisp.cli import app
 from pytest_aisp.fleet import PROTOCOL, bridge, nodes, probe, shipping
@@ -379,6 +380,16 @@ def test_options_without_a_meaning_in_a_fleet_are_refused(pytester, option, reas
     result = pytester.runpytest_subprocess("--aisp-fleet=127.0.0.1:1", option)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines([f"ERROR: --aisp-fleet cannot be combined with {reason}"])
+
+
+def test_a_wait_that_is_no_number_is_refused(pytester):
+    result = pytester.runpytest_subprocess("--aisp-fleet=127.0.0.1:1", "-o", "aisp_fleet_wait=soon")
+    result.stderr.fnmatch_lines(["ERROR: aisp_fleet_wait = soon: give seconds, as in *= 300"])
+
+
+def test_pytest_never_imports_ray():
+    modules = loaded("from pytest_aisp.fleet import driver, kept, remote, seat, setup, start")
+    assert not {name for name in modules if name.partition(".")[0] == "ray"}
 
 
 # Node ids

@@ -43,7 +43,8 @@ class FleetRun:
         self._processes: dict[str, Process] = {}
         self._numbers = itertools.count()
         self._reporter = Reporter(config)
-        self._scheduler = Scheduler([], 0.0)
+        self._patience = setup.patience(config)
+        self._scheduler = Scheduler([], self._patience)
 
     def pytest_report_header(self) -> list[str]:
         """Name the nodes, and how they differ from here."""
@@ -63,8 +64,7 @@ class FleetRun:
         self._tree = self._pack()
         self._kept = self._resume()
         works = [work for item in session.items if (work := self._work(item)).key not in self._done]
-        patience = float(self._config.getini("aisp_fleet_wait"))
-        self._scheduler = Scheduler(works, patience)
+        self._scheduler = Scheduler(works, self._patience)
         for node in self._nodes.accepted:
             self._scheduler.node_joined(node)
         try:
@@ -143,11 +143,12 @@ class FleetRun:
     def _run(self) -> None:
         self._ray.send("tree", self._tree.data)
         while not self._scheduler.done:
-            for action in self._scheduler.plan(time.monotonic()):
-                self._carry_out(action)
+            # First what has arrived: this process may have been suspended, and the seats not.
             for event in self._ray.events(TICK):
                 self._handle(event)
             self._stop_if_asked()
+            for action in self._scheduler.plan(time.monotonic()):
+                self._carry_out(action)
 
     def _stop_if_asked(self) -> None:
         session = self._session

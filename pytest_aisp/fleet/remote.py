@@ -107,6 +107,8 @@ class Cases:
     def pytest_warning_recorded(
         self, warning_message: Any, when: str, nodeid: str, location: Any
     ) -> None:
+        if when == "config":  # pytest here has the same ones
+            return
         text, category = str(warning_message.message), warning_message.category.__name__
         place = warning_message.filename, warning_message.lineno
         self._send("warning", f"{category}: {text}", *place, when, nodeid)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -164,6 +165,20 @@ def choose_products(config: pytest.Config, nodes: Nodes) -> dict[str, str]:
     return {name: nodes.archs.get(name) or arch_of_product(name) for name in products}
 
 
+def patience(config: pytest.Config) -> float:
+    """Return the seconds to wait for a node of a product that has none.
+
+    Raises:
+        pytest.UsageError: the ini key is no such number.
+    """
+    text = str(config.getini("aisp_fleet_wait"))
+    if re.fullmatch(r"\d+(\.\d+)?", text.strip()) is None:
+        raise pytest.UsageError(
+            f"aisp_fleet_wait = {text}: give seconds, as in aisp_fleet_wait = 300"
+        )
+    return float(text)
+
+
 def node_options(config: pytest.Config) -> dict[str, object]:
     """Return the options that pytest on a node gets: plain values that mean something there."""
     plain = (str, int, float, bool, type(None))
@@ -207,6 +222,7 @@ def configure(config: pytest.Config) -> None:
     from .driver import FleetRun
 
     refuse_options(config)
+    patience(config)
     address = config.getoption("aisp_fleet")
     ray, nodes = connect(address)
     config.add_cleanup(ray.close)
