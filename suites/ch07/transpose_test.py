@@ -16,7 +16,8 @@ Seen       naive and library take longer than predicted. Whole sectors in the L2
            each store, as chunked of copy_stride does. Which part of the way to the L2 takes them
            was not measured. library reads down columns, so it also moves 32 bytes for 4, and it
            needs a lookup in the L1 for each element, one per cycle (row_mapping of chapter 8).
-           These lookups take somewhat more than half of its time. The rest was not measured.
+           These lookups take as long as the sectors. If the two do not overlap, they explain its
+           time.
 Use when   A kernel must read along one dimension and write along another. Pad the tile, or swizzle
            it if shared memory is short.
 """

@@ -11,8 +11,10 @@ Optimized  nn: the baseline with the weight stored as (k, n). The reordering is 
 Bound      Tensor cores. Those of Hopper read bf16 from shared memory in either order, and TMA loads
            either order, so the layouts cost the same. fp8 and tf32 must be in rows of k.
 Seen       The copy takes about twice as long as predicted. Each of its loads takes 2 bytes of a
-           sector of 32 bytes, so the cost counts 32 bytes per element from the L2. Why the kernel
-           reaches only half of that rate is not explained.
+           sector of 32 bytes, so the cost counts 32 bytes per element from the L2. Each load of a
+           warp also touches 32 lines, which the L1 looks up one per cycle (row_mapping of chapter
+           8). These lookups take as long as the sectors. If the two do not overlap, they explain
+           the time, as in transpose of chapter 7. That was not measured.
 Use when   An operand is transposed in memory: pass the view, and do not call `contiguous`. In fp8
            or tf32 the operand must be in rows of k.
 
