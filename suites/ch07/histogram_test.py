@@ -26,14 +26,14 @@ Bound      DRAM: the values are read once. Shared memory keeps up: of 32 random 
 Seen       global_atomics: the `atomics` rate is that of 2^18 different counters. At skew=50, the
            stored time is 1 ns for each update of the frequent counter, as if the L2 merged no equal
            lanes. At skew=0, 256 counters together are updated only four times as fast. That fits if
-           a slice of the L2 makes one update per ns, of up to the 8 counters of a sector, and if
-           the 1 KiB of counters lies in four slices. How addresses spread over slices is not
-           documented, so this is a guess. The rate `atomics` has a warp's 32 counters side by side,
-           in all slices.
+           a slice of the L2 makes about one update per ns, and if the 1 KiB of counters lies in
+           only three or four slices. How addresses spread over slices is not documented, so this is
+           a guess. The rate `atomics` uses all slices, and the 32 counters of a warp lie side by
+           side, in 4 sectors.
            privatized: both values of n take about 10 us more than predicted, which is much at n =
            2^24 and little at n = 2^28. Every block adds 256 counts to the same 256 numbers at its
-           end. By the same guess, that takes most of the 10 us: 1056 blocks update 32 sectors each.
-           It was not measured alone.
+           end. By the same guess, that takes about as long: 1056 blocks update 32 sectors each. It
+           was not measured alone.
            aggregated: its time is proportional to the number of different values in a warp, 30 at
            skew=0 and 17 at skew=50, and comes to two cycles of an SM for each. A MATCH that handles
            one value after another would explain this. No profile has confirmed it.
