@@ -14,6 +14,7 @@ activate=${AISP_ACTIVATE:-:}
 
 stop() {
     for host in "${hosts[@]}"; do
+        # shellcheck disable=SC2029 # it expands here, as meant
         ssh "$host" "$activate && ray stop" </dev/null || true
     done
     ray stop || true
@@ -23,6 +24,7 @@ trap stop EXIT
 aisp fleet start --head
 here=$(hostname -f)
 for host in "${hosts[@]}"; do
+    # shellcheck disable=SC2029 # it expands here, as meant
     ssh "$host" "$activate && aisp fleet start --address=$here:6379" </dev/null
 done
 python -m pytest --aisp-fleet "--aisp-artifacts=${AISP_OUT:-fleet}" "$@"
