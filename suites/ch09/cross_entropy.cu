@@ -5,8 +5,9 @@
 // ring: a cluster takes row after row, while bulk copies bring the next ones. The blocks store
 //   their maxima and sums to each other.
 //
-// The exponentials are to base 2, and the mean's 1 / rows is in their exponent. So an element of the
-// gradient is one multiply-add, one exponential and its rounding. Only that of the label needs more.
+// Exponentials are to base 2, and those of the gradient have the mean's 1 / rows in their exponent.
+// So an element of the gradient is one multiply-add, one exponential and its rounding. Only that of
+// the label needs more.
 //
 // Rows begin at multiples of 16 bytes, which are 8 logits.
 
