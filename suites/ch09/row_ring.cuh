@@ -1,5 +1,5 @@
-// Clusters that stay: each takes row after row. While it has one row in registers, bulk copies bring
-// the next ones to its shared memory.
+// Clusters that stay: each takes row after row. While it has one row in registers, bulk copies
+// bring the next ones to its shared memory.
 //
 // The grid is (blocks of a cluster, clusters). Cluster i takes the rows i, i + clusters, and so on.
 // A block keeps at most THREADS * PER vectors of a row.
