@@ -120,6 +120,14 @@ def zygote() -> Iterator[Zygote]:
     started.close()
 
 
+@pytest.fixture(scope="session")
+def worker_zygote() -> Iterator[Zygote]:
+    """Return the process from which worker processes are forked."""
+    started = Zygote.new("pytest_aisp.worker.server", *monkeypatches.watched_modules())
+    yield started
+    started.close()
+
+
 @pytest.fixture(scope="module")
 def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Fork the worker processes of a module's tests from one that has imported what they need."""
@@ -137,6 +145,7 @@ def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def pytester(
     pytester: pytest.Pytester,
     zygote: Zygote,
+    worker_zygote: Zygote,
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> pytest.Pytester:
@@ -144,7 +153,7 @@ def pytester(
     for name in [name for name in os.environ if name.startswith("PYTEST_XDIST")]:
         monkeypatch.delenv(name)  # a run that a test starts is not in an xdist worker
     popen = pytester.popen
-    fork_workers = request.node.get_closest_marker("new_processes") is None
+    new_processes = request.node.get_closest_marker("new_processes") is not None
     pytest_itself = [sys.executable, "-mpytest"]
 
     def start(command: Any, *pipes: Any, **how: Any) -> Any:
@@ -154,7 +163,7 @@ def pytester(
         with monkeypatch.context() as patch:
             patch.setenv("PYTHONPATH", os.getcwd(), prepend=os.pathsep)
             files = how["stdout"].fileno(), how["stderr"].fileno()
-            return zygote.run(command[2:], *files, fork_workers=fork_workers)
+            return zygote.run(command[2:], *files, None if new_processes else worker_zygote)
 
     monkeypatch.setattr(pytester, "popen", start)
     return pytester

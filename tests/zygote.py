@@ -2,8 +2,8 @@
 
 A run of pytest spends seconds on imports before its first line, and so does each of its worker
 processes. `Zygote` imports once and forks a process for each run, with the arguments, environment,
-folder and output files that a new process would have. A run gets a zygote of its own, forked before
-the plugin is imported. Its worker processes are forked from that one, so that they die with it.
+folder and output files that a new process would have. The worker processes of a run are forked from
+a zygote of its own, which has imported the worker's modules and ends with the run.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from typing import Any, NoReturn
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 WORKER_NAME = "aisp-worker"
 """The name of a forked worker process, whose command line is that of its zygote."""
+WORKERS = 63
+"""The file descriptor of the socket between a run and the zygote of its worker processes."""
 FORKABLE = ("PYTHONPATH", "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG")
 """Variables that nothing imported here has read. If another one changes, the process is new."""
 
@@ -73,22 +75,22 @@ class Zygote:
             command = [sys.executable, __file__, str(theirs.fileno()), *modules]
             return cls(ours, subprocess.Popen(command, pass_fds=[theirs.fileno()]))
 
-    @classmethod
-    def fork(cls) -> Zygote:
-        """Fork this process into a zygote that dies with it."""
-        ours, theirs = socket.socketpair()
-        if os.fork() == 0:
-            _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            ours.close()
-            _serve(theirs)
-            os._exit(0)
-        theirs.close()
-        return cls(ours)
+    def run(
+        self, args: Sequence[str], stdout: int, stderr: int, workers: Zygote | None = None
+    ) -> Forked:
+        """Start `pytest args` as this process would start it, in its folder and environment.
 
-    def run(self, args: Sequence[str], stdout: int, stderr: int, *, fork_workers: bool) -> Forked:
-        """Start `pytest args` as this process would start it, in its folder and environment."""
+        Args:
+            workers: the zygote whose copy starts the worker processes of this run.
+        """
         fds = {1: stdout, 2: stderr}
-        return self._start(fds, os.environ, target="pytest", args=args, fork_workers=fork_workers)
+        if workers is None:
+            return self._start(fds, os.environ, target="pytest", args=args)
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            workers._start({WORKERS: theirs.fileno()}, os.environ, target="zygote")
+            fds[WORKERS] = ours.fileno()
+            return self._start(fds, os.environ, target="pytest", args=args, fork_workers=True)
 
     def worker(self, command: Sequence[str], **options: Any) -> Any:
         """Start a worker process as `subprocess.Popen(command, **options)` would."""
@@ -138,7 +140,8 @@ def _serve(requests: socket.socket) -> None:
 
 def _supervise(request: dict[str, Any], reply: int, fds: list[int]) -> NoReturn:
     """Fork the process; send its process id, then its exit code."""
-    is_worker = request.pop("target") == "worker"
+    target = request.pop("target")
+    is_worker = target == "worker"
     if is_worker:
         _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     pid = os.fork()
@@ -155,7 +158,7 @@ def _supervise(request: dict[str, Any], reply: int, fds: list[int]) -> NoReturn:
         os.setsid()
     _move(fds, request.pop("targets"))
     _set_up(request.pop("cwd"), request.pop("environ"), is_worker)
-    (_run_worker if is_worker else _run_pytest)(**request)
+    {"worker": _run_worker, "pytest": _run_pytest, "zygote": _run_zygote}[target](**request)
     raise AssertionError("the process returned")
 
 
@@ -185,10 +188,15 @@ def _set_up(cwd: str, environ: dict[str, str], is_worker: bool) -> None:
     sys.path[:1] = [*first, *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))]
 
 
-def _run_pytest(args: list[str], fork_workers: bool) -> NoReturn:
+def _run_zygote() -> NoReturn:
+    _serve(socket.socket(fileno=WORKERS))
+    os._exit(0)
+
+
+def _run_pytest(args: list[str], fork_workers: bool = False) -> NoReturn:
     import pytest
 
-    plugins = [ForkWorkers(Zygote.fork())] if fork_workers else []
+    plugins = [ForkWorkers(Zygote(socket.socket(fileno=WORKERS)))] if fork_workers else []
     sys.argv = [os.path.join(os.path.dirname(pytest.__file__), "__main__.py"), *args]
     raise SystemExit(pytest.main(plugins=plugins))
 
