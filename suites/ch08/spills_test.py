@@ -20,6 +20,9 @@ Bound      DRAM for no_limit and four_blocks: the lower triangle is read once. A
            costs count every spill as a transfer from or to the L2. All SMs together have 70 MB of
            local memory in use. The L2 of an H200 has 50 MB, so a part goes on to DRAM, which the
            costs do not count.
+Seen       eight_blocks takes longer than predicted, because part of its local memory goes to DRAM.
+           How large a part was not measured. library takes many times as long as its bytes. Which
+           kernels its batched factorization uses was not examined.
 Use when   A kernel needs so many registers that few warps fit an SM, and the profiler shows that
            they wait. Raise the number of blocks in small steps, and look at the compiler's count of
            bytes on the stack after each. A few bytes cost little, but more than nothing, and here

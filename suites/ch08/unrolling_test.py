@@ -19,6 +19,11 @@ Bound      Issue. A step needs one multiply-add. compiled also issues a fourth o
            All lanes load the same 16 bytes at once. The costs assume that shared memory needs one
            cycle for such a load. If it needs four, one for each register of a lane, it is the limit
            of compiled, by_16 and known, and only four_points gains.
+Seen       rolled takes as long as predicted, and the other sides longer. A load of 16 bytes does
+           not take four cycles: the loads of compiled alone would then take longer than all of it.
+           four_points loads little and takes longer too, so the loads are not the only reason. The
+           costs leave out that each block first loads the coefficients and waits at a barrier. What
+           that takes was not measured.
 Use when   Look at the machine code before you write a pragma: the compiler often has done it. Write
            one if a loop has a branch or a call inside and stays rolled. Make the trip count a
            template argument if it has few values. Unroll over outputs if they share operands: that

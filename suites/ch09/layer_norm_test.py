@@ -16,6 +16,9 @@ Bound      DRAM for all fused sides: 2 bytes read and 2 written per element. The
            programs are 6 MiB, so the second walk of one_sweep reads from the L2 and should cost
            little. in_registers also has the loads of a whole row in flight at once, and one_sweep
            those of half a row.
+Seen       chain takes half as long again as its bytes, and so does library. compiled takes about a
+           quarter longer than its bytes. None of their kernels was timed alone. one_sweep and
+           in_registers take as long as predicted.
 Use when   A row fits in registers: load it once and compute the variance from differences. Sums of
            x and x^2 lose digits where the mean is much larger than the deviation. The inputs here
            have a mean of about one deviation, where both forms are exact enough. A row that does
