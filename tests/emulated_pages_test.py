@@ -44,7 +44,7 @@ PAGES = [
     for path in sorted((ROOT / "suites").rglob("*_test.py"))
     if "cuda_module" in path.read_text()
 ]
-SEEDS = (1, 2)
+SEEDS = (1, pytest.param(2, marks=pytest.mark.slow))
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
