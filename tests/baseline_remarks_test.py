@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pytest_aisp.checking.inputs import BoundSide
-from pytest_aisp.results.baseline_remarks import cpu_note, unused_limit
+from pytest_aisp.results.notes import cpu_note, unused_limit
 from pytest_aisp.timing import peaks
 from pytest_aisp.timing.cpu_timer import HostWindow, UnseenWindow, cpu_shares
 from pytest_aisp.worker.process_timer import time_here

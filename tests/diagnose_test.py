@@ -14,9 +14,9 @@ import triton.language as tl
 from pytest_aisp import Variant, Work, compare
 from pytest_aisp.checking.diagnose import explain_tf32
 from pytest_aisp.checking.numerics import Wrong
+from pytest_aisp.isolation import global_state
 from pytest_aisp.isolation.global_state import restore, snapshot
 from pytest_aisp.results.messages import CheckTask
-from pytest_aisp.worker import page_settings
 from pytest_aisp.worker.engine import Engine
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; none is here")
@@ -128,7 +128,7 @@ PAGES = {
 
 
 def check(name, monkeypatch, device="cpu"):
-    monkeypatch.setattr(page_settings, "_at_start", {})  # the test has set the switches
+    monkeypatch.setattr(global_state, "_before_imports", {})  # the test has set the switches
     monkeypatch.setitem(sys.modules, "tf32_page", SimpleNamespace(**PAGES))
     pair = PAGES[name].pytestmark[0].kwargs["pair"]
     where = {"page": __file__, "root": "/", "module": "tf32_page", "device": device, "at": "check"}

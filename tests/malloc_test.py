@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from pytest_aisp.checking.inputs import BoundSide
-from pytest_aisp.isolation import malloc
 from pytest_aisp.isolation.protections import without
+from pytest_aisp.timing import cpu_timer
 from pytest_aisp.timing.cpu_timer import HostWindow, UnseenWindow
 
 CALLS, PAGES = 64, 256
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
-pytestmark = pytest.mark.skipif(malloc.MALLOPT is None, reason="needs glibc's malloc")
+pytestmark = pytest.mark.skipif(cpu_timer.MALLOPT is None, reason="needs glibc's malloc")
 
 
 def allocating(x):
@@ -36,7 +36,7 @@ def left_bad(x):
 @pytest.fixture(autouse=True)
 def parameters():
     yield
-    malloc.reset_malloc()
+    cpu_timer.reset_malloc()
 
 
 def host_window(side):
@@ -77,4 +77,4 @@ def test_a_side_that_leaves_malloc_bad_does_not_slow_the_other_one_down(made):
 
 def test_parameters_that_the_user_has_set_stay(monkeypatch):
     monkeypatch.setitem(os.environ, "MALLOC_TRIM_THRESHOLD_", "1000")
-    assert malloc.find_mallopt() is None
+    assert cpu_timer.find_mallopt() is None

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
+from pytest_aisp.isolation import global_state
 from pytest_aisp.isolation.global_state import restore, snapshot
 from pytest_aisp.results.messages import CheckTask
-from pytest_aisp.worker import page_settings
 from pytest_aisp.worker.engine import Engine
 
 HEADER = "import torch\nfrom exploits.common import against, honest\n"
@@ -31,8 +31,8 @@ SET = "torch.set_float32_matmul_precision('high')\n"
 @pytest.fixture
 def check(tmp_path, monkeypatch):
     """Return a function that checks a page with this text in the same process."""
-    monkeypatch.setattr(page_settings, "_at_start", {})
-    monkeypatch.setattr(page_settings, "_changed", {})
+    monkeypatch.setattr(global_state, "_before_imports", {})
+    monkeypatch.setattr(global_state, "_changed_by_imports", {})
     before, modules, path = snapshot(), set(sys.modules), list(sys.path)
     (tmp_path / "setting.py").write_text(f"import torch\n{SET}\ndef helper():\n    pass\n")
     engine = Engine()

@@ -1,6 +1,7 @@
 """Global settings of torch and the process that affect the results or times of later code.
 
-`snapshot` reads all settings, and `restore` resets those that have changed.
+`snapshot` reads all settings, and `restore` resets those that have changed. `settings_of` applies
+the settings of torch that a page changes when it is imported to this page alone.
 """
 
 from __future__ import annotations
@@ -11,11 +12,15 @@ import gc
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from inspect import isclass, isfunction
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from ..page.sources import libraries
 
 if TYPE_CHECKING:
     import torch
@@ -286,3 +291,53 @@ def _set_environment(before: Mapping[str, str]) -> None:
     for name in _environment().keys() - before.keys():
         del os.environ[name]
     os.environ.update(before)
+
+
+_LASTING = "torch's modes", "torch's dispatch modes", "torch's module hooks"
+"""Settings that can be ended, but not set again."""
+
+_before_imports: dict[str, object] = {}
+_changed_by_imports: dict[str, dict[str, object]] = {}
+"""The settings that changed when a page was imported, by this page and by each module that it
+imported first. A later page that uses such a module gets them too."""
+
+
+@contextmanager
+def settings_of(module: str, root: str) -> Iterator[None]:
+    """Apply the settings of the page `module`, which the ``with`` block imports, and no others."""
+    if not _before_imports:
+        _before_imports.update(_settings_of_torch())
+    restore(_before_imports)
+    known = set(sys.modules)
+    yield
+    after = _settings_of_torch()
+    changed = {
+        name: value for name, value in after.items() if value != _before_imports.get(name, value)
+    }
+    if changed:
+        new = sys.modules.keys() - known
+        _changed_by_imports.update(
+            {name: changed for name in new if _is_under(sys.modules[name], root)}
+        )
+    used = {module, *_modules_in(sys.modules[module])}
+    own = [settings for name, settings in _changed_by_imports.items() if name in used]
+    restore({**_before_imports, **{name: value for each in own for name, value in each.items()}})
+
+
+def _settings_of_torch() -> dict[str, object]:
+    settings = snapshot()
+    return {k: v for k, v in settings.items() if k.startswith("torch's ") and k not in _LASTING}
+
+
+def _is_under(module: ModuleType, root: str) -> bool:
+    file = str(getattr(module, "__file__", ""))
+    return file.startswith(root + os.sep) and not file.startswith(libraries())
+
+
+def _modules_in(page: ModuleType) -> Iterator[str]:
+    """Yield the names of the modules whose functions and classes a page uses."""
+    for value in vars(page).values():
+        if isinstance(value, ModuleType):
+            yield value.__name__
+        elif isfunction(value) or isclass(value):
+            yield value.__module__

@@ -1,4 +1,8 @@
-"""Notes and remarks of a row: graphs, memory, launch-bound sides, predicted times."""
+"""Notes and remarks of a row: graphs, memory, launch-bound sides, predicted times, slow baselines.
+
+A remark that a baseline waits, or hardly uses the machine, never changes the verdict. It asks a
+reader to look at the baseline.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,12 @@ LAUNCH_BOUND = 1.5
 """A side is launch-bound if its calls take this many times as long without a graph."""
 MORE_TIMES, MORE_BYTES = 1.5, 64 << 20
 """Memory is traded for speed if the optimized side needs more by this factor and by these bytes."""
+WAITS, FEWER_TIMES = 0.5, 2.0
+"""A baseline waits if it computes for less than this share of its time, and for less than the other
+side's share by this factor."""
+UNUSED, USED = 0.01, 0.5
+"""A baseline hardly uses the machine if it reaches less than the first share of a limit, of which
+the other side reaches the second."""
 
 
 def graph_notes(names: Sequence[str], details: Mapping[str, Json]) -> list[str]:
@@ -72,3 +82,38 @@ def predicted_note(
     text = f"predicted {duration(baseline)} / {duration(optimized)}: {baseline / optimized:.2g}x"
     longer = (f"{name} takes {seconds[name] / predicted[name]:.2f}x" for name in unexplained)
     return text + (f"; unexplained: {', '.join(longer)} the predicted time" if unexplained else "")
+
+
+def cpu_note(names: Sequence[str], shares: Sequence[float]) -> tuple[str, bool]:
+    """Return the text about the CPU time of both sides, and whether the baseline waits.
+
+    Args:
+        names: the baseline and the variant.
+        shares: by side, the CPU time of the process over the wall time of the timed calls.
+    """
+    baseline, optimized = shares
+    if baseline < WAITS and FEWER_TIMES * baseline < optimized:
+        return (
+            f"{names[0]} computes for {baseline:.0%} of its time and waits for the rest, {names[1]}"
+            f" computes for {min(optimized, 1.0):.0%}: look for a sleep, a lock, a file or another"
+            " process",
+            True,
+        )
+    return f"CPU time over wall time: {baseline:.2f} / {optimized:.2f}", False
+
+
+def unused_limit(seconds: Mapping[str, float], share: float, limit: str) -> str | None:
+    """Return the text about a baseline that hardly uses the machine, or None.
+
+    Args:
+        seconds: seconds per call by side, with the baseline first.
+        share: the share of `limit` that the optimized side reaches.
+    """
+    (baseline, slow), (optimized, fast) = seconds.items()
+    reached = share * fast / slow
+    if reached >= UNUSED or share < USED:
+        return None
+    return (
+        f"{baseline} reaches {reached:.2g} of the {limit} limit, {optimized} {share:.2g}: look for"
+        " a wider type, a loop in Python or a sleep in the baseline"
+    )

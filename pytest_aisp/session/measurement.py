@@ -14,14 +14,15 @@ from ..kernels.capture_launches import choice_notes
 from ..page.cost import cost_at
 from ..page.pair import Work
 from ..results import stats, verdict
-from ..results.baseline_remarks import cpu_note, unused_limit
 from ..results.messages import Json
 from ..results.notes import (
+    cpu_note,
     graph_notes,
     launch_bound,
     launch_bound_note,
     memory_note,
     predicted_note,
+    unused_limit,
 )
 from ..results.row import Row, duration
 from ..results.task_results import TimeResult

@@ -182,7 +182,7 @@ class PairUnderTest:
         """Print the output of the sides' processes here, so that pytest captures it."""
         run = self.case_run.run
         captured = self._session.config.getoption("capture", "fd") != "no"
-        for name, text in run.take_output(LINES if captured else None).items():
+        for name, text in run.shared.take_output(LINES if captured else None).items():
             if text:
                 run.progress("")
                 write_text(getattr(sys, name), text)
@@ -253,7 +253,7 @@ def pair_under_test(request: pytest.FixtureRequest) -> PairUnderTest:
     if reruns := config.getoption("reruns", None):
         case_run.notes.append(f"--reruns={reruns} does not rerun cases: the first verdict stands")
     item.stash[PAIR] = pair = PairUnderTest(case_run, request.session)
-    run.take_output(0)  # drop what an earlier case's threads or profiler printed after its end
+    run.shared.take_output(0)  # drop what an earlier case's threads printed after its end
     return pair
 
 

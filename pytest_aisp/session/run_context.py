@@ -26,7 +26,6 @@ from ..util.device import Machine
 from ..util.git import GitSnapshot
 from ..util.gpu_lease import lease
 from ..worker.client import Worker, WorkerProcess
-from ..worker.output_capture import STREAMS, Chunk, StreamName, format_output
 from ..worker.server import InProcess
 from .options import MAX_SEED, Settings
 from .shared_workers import SharedWorkers
@@ -119,7 +118,6 @@ class RunContext:
     vote_seconds: float = 0.0
     wait_seconds: float = 0.0
     shared: SharedWorkers = field(default_factory=SharedWorkers)
-    _printing: list[WorkerProcess | RankSet] = field(default_factory=list)
     _stored: dict[Path, Stored] = field(default_factory=dict)
     _trees: dict[str, GitSnapshot] = field(default_factory=dict)
     _peaks: dict[str, peaks_module.Peaks | None] = field(default_factory=dict)
@@ -166,27 +164,8 @@ class RunContext:
             worker = SanitizedWorker(settings.sanitize, environment)
         else:
             worker = WorkerProcess(environment, python=python)
-        self._printing.append(worker)
+        self.shared.printing.append(worker)
         return worker
-
-    def take_output(self, most: int | None = None) -> dict[StreamName, str]:
-        """Return the output of this run's processes since the last call.
-
-        Args:
-            most: the most lines per process, or None for all lines. All votes together are
-                treated as one process.
-        """
-        outputs = [(o, o.label) for worker in self._printing for o in worker.outputs]
-        self._printing = [worker for worker in self._printing if not worker.closed]
-        texts: dict[StreamName, str] = {}
-        for name in STREAMS:
-            chunks: dict[str, list[Chunk]] = {}
-            for output, label in outputs:
-                chunks.setdefault(label, []).append(output.take(name))
-            texts[name] = "".join(
-                format_output(each, label, most) for label, each in chunks.items()
-            )
-        return texts
 
     def environment(self, device: str, ranks: int = 1) -> dict[str, str | None]:
         """Return the environment variables to change for `device`. The value None removes one."""

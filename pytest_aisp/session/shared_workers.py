@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from ..distributed.launcher import RankSet
 from ..worker.client import Worker, WorkerProcess
+from ..worker.output_capture import STREAMS, Chunk, StreamName, format_output
 
 Place = tuple[str, int, int, tuple[tuple[str, str], ...]]
 """The device, number, ranks and environment variables of a shared worker."""
 
 
 class SharedWorkers:
-    """The shared workers by place. A process that has ended has no place any more."""
+    """The shared workers by place. A process that has ended has no place any more.
+
+    Attributes:
+        printing: the processes whose output is shown, shared or not.
+    """
 
     def __init__(self) -> None:
+        self.printing: list[WorkerProcess | RankSet] = []
         self._workers: dict[Place, Worker] = {}
         self._cases: dict[Place, list[str]] = {}
 
@@ -40,6 +46,25 @@ class SharedWorkers:
         if nodeid not in cases:
             cases.append(nodeid)
         return [case for case in cases if case != nodeid]
+
+    def take_output(self, most: int | None = None) -> dict[StreamName, str]:
+        """Return the output of this run's processes since the last call.
+
+        Args:
+            most: the most lines per process, or None for all lines. All votes together are
+                treated as one process.
+        """
+        outputs = [(o, o.label) for worker in self.printing for o in worker.outputs]
+        self.printing = [worker for worker in self.printing if not worker.closed]
+        texts: dict[StreamName, str] = {}
+        for name in STREAMS:
+            chunks: dict[str, list[Chunk]] = {}
+            for output, label in outputs:
+                chunks.setdefault(label, []).append(output.take(name))
+            texts[name] = "".join(
+                format_output(each, label, most) for label, each in chunks.items()
+            )
+        return texts
 
     def close(self) -> None:
         """End all shared workers."""

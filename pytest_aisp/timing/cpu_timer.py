@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 from collections.abc import Callable, Sequence
 
 from ..checking.inputs import BoundSide, InputPool
 from ..isolation.interference import Cause, InterferenceMonitor, agreed_cause
-from ..isolation.malloc import reset_malloc
 from ..isolation.monkeypatches import cpu_now, now_ns
+from ..isolation.protections import enabled
 from ..util.cpu_load import CpuLoad
 from ..util.device_state import synchronizer
 from ..util.process_group import current_group
@@ -21,6 +22,38 @@ WINDOW = 10e-3
 """Shortest length of a window, in seconds."""
 SIMILAR = 4
 """Windows with new values have the same number of calls if the numbers differ by less than this."""
+MALLOC_PARAMETERS = {
+    -1: 64 << 20,  # M_TRIM_THRESHOLD
+    -2: 128 << 10,  # M_TOP_PAD
+    -3: 32 << 20,  # M_MMAP_THRESHOLD
+    -4: 65536,  # M_MMAP_MAX
+    -6: 0,  # M_PERTURB
+}
+"""The values of malloc by the number of the parameter: those that glibc itself reaches in a process
+that has freed a block of 32 MiB or more.
+"""
+
+
+def reset_malloc() -> None:
+    """Set malloc's parameters, unless the user has set some of them for the whole process.
+
+    A side may change them with `mallopt`, after which each large allocation of the other side maps
+    new pages. No function returns them, so nothing can compare them: each window sets them.
+    """
+    if MALLOPT is not None and enabled("malloc"):
+        for number, value in MALLOC_PARAMETERS.items():
+            MALLOPT(number, value)
+
+
+def find_mallopt() -> Callable[[int, int], int] | None:
+    """Return the C library's `mallopt`, or None if there is none or the user has set parameters."""
+    if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
+        return None
+    return getattr(ctypes.CDLL(None), "mallopt", None)
+
+
+MALLOPT = find_mallopt()
+"""Found when this module is imported, so that a page cannot pretend to be the user."""
 
 
 class HostWindow:

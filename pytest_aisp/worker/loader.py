@@ -17,6 +17,7 @@ from ..checking.check import CheckResult
 from ..checking.inputs import InputPool
 from ..checking.numerics import Rule
 from ..checking.reference import Reference
+from ..isolation.global_state import settings_of
 from ..kernels.fake_gpu import drive_interpreter, interpreting
 from ..page.pair import MARK, ROLES, PageError, Pair, Precision, Side, Size, is_plain, size_words
 from ..page.sources import digest, libraries, triton_kernels
@@ -24,7 +25,6 @@ from ..results.messages import CaseTask, PageSource
 from ..timing import cuda_graph
 from ..util.device_state import Stopwatch, free_bytes, release
 from ..util.process_group import current_group
-from .page_settings import settings_of
 
 
 def load_page(path: str, root: str, module: str) -> types.ModuleType:
