@@ -1,7 +1,7 @@
 # make bench     measure the first chapter on this machine
 # make test      lint, build the docs, check every page, assemble it for sm90 and sm100, run the tests
 # make compile   assemble every page for every GPU
-# make slow      the tests that make test leaves out: wrong sides of each page, large tensors
+# make slow      the tests that make test leaves out: wrong sides of pages, further protections, large tensors
 # make lint      ruff, mypy, and the import layers of pyproject.toml
 # make docs      build the documentation site into site/
 # make release   build the sdist and the wheel into dist/ and try the wheel out
