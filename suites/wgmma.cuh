@@ -15,8 +15,10 @@ __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" 
 __device__ inline void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
+// Waits until at most so many groups are under way. The compiler does not know that sums arrive here:
+// tie them to this place by an empty asm with "+f" before they are read.
 template <int most>
-__device__ inline void wgmma_wait() {  // until at most so many groups are under way
+__device__ inline void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(most) : "memory");
 }
 
