@@ -14,10 +14,12 @@ Optimized  compiled: of eager. `torch.compile` of a step. Norms, rotation and Sw
 Bound      The host limits eager and compiled: a step computes one token, but launches more than a
            hundred small kernels. captured is limited by DRAM, which has to deliver all weights in
            each step, and by the starts of the kernels in the graph.
-Seen       On an H100, eager_captured takes much longer than predicted. The rate `graph_node` was
+Seen       eager_captured and captured take much longer than predicted. The rate `graph_node` was
            measured with an addition to one number, and these kernels do more. Products of one row
            probably do not read their weights at the full rate either. No kernel was timed on its
-           own. eager took longer beside eager_captured than beside compiled. Probably the host was
+           own. eager takes about twice as long as predicted or more, because its host does more for
+           an operator than for the addition that the rate `launch` is measured with. On an H100,
+           eager took longer beside eager_captured than beside compiled. Probably the host was
            slower then, so the speedups have wide intervals.
 Use when   A model generates for few users at a time. Capture first, because a graph removes all
            launches and needs no compiler. Compile as well if the starts of small kernels are a
