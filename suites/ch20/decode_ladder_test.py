@@ -17,10 +17,10 @@ Bound      The host limits eager and compiled: a step computes one token, but la
 Seen       eager_captured and captured take much longer than predicted. The rate `graph_node` was
            measured with an addition to one number, and these kernels do more. Products of one row
            probably do not read their weights at the full rate either. No kernel was timed on its
-           own. eager takes about twice as long as predicted or more, because its host does more for
-           an operator than for the addition that the rate `launch` is measured with. On an H100,
-           eager took longer beside eager_captured than beside compiled. Probably the host was
-           slower then, so the speedups have wide intervals.
+           own. eager and compiled take about twice as long as predicted or more, probably because
+           the host does more for an operator than for the addition that the rate `launch` is
+           measured with. On an H100, eager took longer beside eager_captured than beside compiled.
+           Probably the host was slower then, so the speedups have wide intervals.
 Use when   A model generates for few users at a time. Capture first, because a graph removes all
            launches and needs no compiler. Compile as well if the starts of small kernels are a
            visible part of a captured step. With large batches or large models, kernels take longer
