@@ -82,13 +82,14 @@ def add_options(parser: pytest.Parser) -> None:
     value("--aisp-seed", "N", seed, _whole_number(1, MAX_SEED))
     group.addoption("--aisp-cold-start", action="store_true", help=argparse.SUPPRESS)
     flag("--aisp-in-process", "run sides inside pytest, for debuggers")
-    flag("--aisp-audit", "let the profiler list the kernels that each side launches")
+    group.addoption("--aisp-audit", action="store_true", help=argparse.SUPPRESS)
     flag("--aisp-energy", "measure energy if a page asks for it (30 s a case)")
     flag("--aisp-untrusted", "run sides again in a process without the clock and the answers")
     optional_value("--aisp-sanitize", "TOOL", "check under compute-sanitizer")
     optional_value("--aisp-profile", "TOOL", "profile both sides after the verdict")
     optional_value("--aisp-fleet", "ADDRESS", "run the cases on the nodes of a Ray cluster")
-    value("--aisp-fleet-products", "PRODUCTS", "the products to run on, separated by commas")
+    products = "--aisp-fleet-products"
+    group.addoption(products, metavar="PRODUCTS", default=None, help=argparse.SUPPRESS)
     group.addoption("--aisp-fleet-resume", action="store_true", help=argparse.SUPPRESS)
 
     add_ini = parser.addini
