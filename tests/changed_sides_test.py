@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+from two_versions import compare_versions, write_files
 
 from pytest_aisp.page.imports import used_files
-from pytest_aisp.results.messages import ChangedTask, PageSource
-from pytest_aisp.worker.changed_sides import changed_sides
-from pytest_aisp.worker.loader import TaskContext
 
 PAGE = """
 import functools
@@ -212,56 +209,21 @@ EDITS = [
     ("2 * f(x)", "f(x) * 2"),
     ("import once as", "import twice as"),
 ]
-NUMBERS = itertools.count()
 
 
 @pytest.fixture
-def changed(tmp_path, monkeypatch):
+def changed(tmp_path, fresh_imports):
     """Write a page of one kind and its changed version; return the changed roles."""
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    before = dict(sys.modules)
-
-    def write(root, page, files):
-        for name, text in {"chapter/some_test.py": page, **files}.items():
-            path = root / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
-        return root
 
     def roles(parts, files, edit):
         given = {"imports": "", "defs": "", "default": "", "body": "return 2 * x", **parts}
-        page = PAGE.format(**given)
-        old = write(tmp_path / "old", page, files)
-        new_page, *texts = [edit(text) for text in (page, *files.values())]
-        today = write(tmp_path / "today", new_page, dict(zip(files, texts, strict=True)))
-        sys.path.insert(0, str(today))
-        name = f"{next(NUMBERS)}"
-        task = ChangedTask(
-            page=str(today / "chapter/some_test.py"),
-            root=str(today),
-            module="chapter.some_test",
-            function="test_doubling",
-            variant="doubled",
-            case="doubled",
-            size={"n": 64},
-            gpus=1,
-            device="cpu",
-            rule={},
-            seed=0,
-            reproducible=True,
-            past=PageSource(
-                page=str(old / "chapter/some_test.py"),
-                root=str(old),
-                module=f"aisp_past_{name}.chapter.some_test",
-            ),
-        )
-        result = changed_sides(TaskContext(task, task.past))
-        assert result.why == ""
-        return result.roles()
+        both = {"chapter/some_test.py": PAGE.format(**given), **files}
+        old = write_files(tmp_path / "old", both)
+        today = write_files(tmp_path / "today", {name: edit(text) for name, text in both.items()})
+        sys.path.insert(0, today)
+        return compare_versions(old, today, "chapter/some_test.py", size={"n": 64}).roles()
 
-    yield roles
-    for name in sys.modules.keys() - before.keys():
-        del sys.modules[name]
+    return roles
 
 
 def replaced(text):

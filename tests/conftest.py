@@ -282,6 +282,16 @@ def module_cache() -> dict[str, Any]:
 
 
 @pytest.fixture
+def fresh_imports(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let the test import modules and change the import path. Afterwards, drop these modules."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = set(sys.modules)
+    yield
+    for name in sys.modules.keys() - before:
+        del sys.modules[name]
+
+
+@pytest.fixture
 def read_junit() -> Callable[[Path], dict[str, Outcome]]:
     """Read the outcome of each page's case from a JUnit file."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
+from two_versions import write_files
 
 from pytest_aisp.worker import loader
 from pytest_aisp.worker.loader import MixedTreesError, load_old_page, load_page
@@ -13,27 +14,18 @@ PAST = "aisp_past_c0ffee.chapter.some_test"
 
 
 @pytest.fixture
-def trees(tmp_path, monkeypatch):
+def trees(tmp_path, fresh_imports):
     """Write a page and its helper into two trees, `today` and `old`, and import today's."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    before = dict(sys.modules)
 
     def write(page, helper):
-        roots = []
-        for age in ("today", "old"):
-            root = tmp_path / age
-            for path, text in (("chapter/some_test.py", page), (helper, f"AGE = {age!r}\n")):
-                (root / path).parent.mkdir(parents=True, exist_ok=True)
-                (root / path).write_text(text)
-            roots.append(root)
-        today, old = roots
+        today, old = tmp_path / "today", tmp_path / "old"
+        for root in (today, old):
+            write_files(root, {"chapter/some_test.py": page, helper: f"AGE = {root.name!r}\n"})
         for folder in ("src", "."):
             sys.path.insert(0, str(today / folder))
         return today, old
 
-    yield write
-    for name in sys.modules.keys() - before.keys():
-        del sys.modules[name]
+    return write
 
 
 def load_both(today, old):

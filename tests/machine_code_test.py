@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
@@ -12,61 +11,39 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import two_versions
 from msgspec.structs import replace
 
 from pytest_aisp.kernels import sass
 from pytest_aisp.kernels.machine_code import MOST_LINES
 from pytest_aisp.results import run_reader, store
-from pytest_aisp.results.messages import ChangedTask, PageSource, Reply
+from pytest_aisp.results.messages import Reply
 from pytest_aisp.results.models import Stored
 from pytest_aisp.session import changed_code
-from pytest_aisp.worker.changed_sides import changed_sides
-from pytest_aisp.worker.loader import TaskContext
 
 pytest.importorskip("triton")
 pytest.importorskip("cuda.bindings", reason="needs NVRTC: pip install cuda-core cuda-bindings")
 
-PAGE = """
-import torch
-
-from pytest_aisp import Conditions, Work, compare, cuda_module, fresh_process
+DEFS = """
+from pytest_aisp import Conditions, cuda_module, fresh_process
 from .helper import blocks
 
 kernels = cuda_module("scale.cu"{options})
 {defs}
 
-
-def inputs(device, n):
-    return (torch.randn(n, device=device),)
-
-
 {decorator}
 def added(x):
-    return x + x
+    return x if x.is_cuda else x + x  # on a fake GPU, an addition imports torch._dynamo for 1 s
 
 
 {decorator}
 def doubled(x):
+    if not x.is_cuda:
+        return 2 * x
     out = torch.empty_like(x)
     half = torch.empty_like(x)
     {body}
     return out
-
-
-@compare(
-    baseline=added,
-    optimized=[{variants}],
-    inputs=inputs,
-    reference=lambda x: 2 * x.double(),
-    sizes=[{{"n": 4096}}],
-    work=lambda n: Work(read=4 * n, write=4 * n),
-    bound="{bound}",
-    check_sizes=[{{"n": 33}}],
-    {more}
-)
-def test_doubling(pair):
-    pair.assert_equivalent()
-    pair.assert_speedup()
 """
 CUDA = """
 #include "factor.cuh"
@@ -94,61 +71,49 @@ FILES = {
     "helper.py": "def blocks(x):\n    return -(-x.numel() // 256)\n",
 }
 PARTS = {"body": f"{HALVE}\n    {SCALE}", "options": "", "defs": "", "decorator": ""}
-PARTS |= {"variants": "doubled", "bound": "dram", "more": ""}
-NUMBERS = itertools.count()
 VERSIONS = Path(__file__).parent / "data" / "triton_versions.py"
 
 
 @pytest.fixture
-def why_timed(tmp_path, monkeypatch):
+def write_page(page):
+    """Write a page whose variant launches kernels, with its other files; return its path."""
+
+    def write(files=FILES, **parts):
+        defs = DEFS.format(**{name: parts.pop(name, part) for name, part in PARTS.items()})
+        path = page(defs=defs, **parts)
+        two_versions.write_files(path.parent, files)
+        return path
+
+    return write
+
+
+@pytest.fixture
+def why_timed(write_page, tmp_path, fresh_imports):
     """Write a page and a changed version of it; return why each changed side must be timed.
 
     The text is empty for a side that launches the same, and None if not only kernels differ. With
     `sass`, return the difference of the variant's SASS instead.
     """
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    before = dict(sys.modules)
-
-    def write(name, files):
-        for file, text in files.items():
-            path = tmp_path / name / "ch99" / file
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
-        return tmp_path / name
 
     def run(old="", new="", *, files=FILES, changed=None, sass=False, **parts):
-        both = {"scale_test.py": PAGE.format(**{**PARTS, **parts}), **files}
-        then, now = write("then", both), write("now", {**both, **(changed or {})})
+        path = write_page(files, **parts)
+        both = {f"ch99/{name}": text for name, text in files.items()}
+        both["ch99/doubling_test.py"] = path.read_text()
+        then = two_versions.write_files(tmp_path / "then", both)
+        both |= {f"ch99/{name}": text for name, text in (changed or {}).items()}
         if old:
             [file] = [name for name, text in both.items() if old in text]
-            write("now", {file: both[file].replace(old, new)})
-        sys.path.insert(0, str(now))
-        more = {"sass": "optimized"} if sass else {}
-        task = ChangedTask(
-            page=str(now / "ch99/scale_test.py"),
-            root=str(now),
-            module="ch99.scale_test",
-            function="test_doubling",
-            variant="doubled",
-            size={"n": 4096},
-            arch="sm90",
-            past=PageSource(
-                page=str(then / "ch99/scale_test.py"),
-                root=str(then),
-                module=f"aisp_past_{next(NUMBERS)}.ch99.scale_test",
-            ),
-            **more,
-        )
-        result = changed_sides(TaskContext(task, task.past))
+            both[file] = both[file].replace(old, new)
+        now = two_versions.write_files(tmp_path / "now", both)
+        sys.path.insert(0, now)
+        fields = {"size": {"n": 4096}, "arch": "sm90", "sass": "optimized" if sass else ""}
+        result = two_versions.compare_versions(then, now, "ch99/doubling_test.py", **fields)
         if sass:
             return result.sass
-        assert result.why == ""
         assert list(result.why_timed) == result.kernels_alone
         return {role: result.why_timed.get(role) for role in result.roles()}
 
-    yield run
-    for name in sys.modules.keys() - before.keys():
-        del sys.modules[name]
+    return run
 
 
 UNCHANGED = {"baseline": "", "optimized": ""}
@@ -330,7 +295,7 @@ def test_a_side_on_several_gpus_is_timed(why_timed):
 
 
 def test_a_side_in_fresh_processes_is_timed(why_timed):
-    found = why_timed(*RENAMED, decorator="@fresh_process", bound="host")
+    found = why_timed(*RENAMED, decorator="@fresh_process", bound='"host"')
     assert found["optimized"] == SEVERAL
 
 
@@ -346,8 +311,8 @@ def other(x):
     body += "    TABLE[name][blocks(x), 256](x, out, x.numel())"
     files = {**FILES, "other.cu": CUDA}
     changed = {"other.cu": CUDA.replace(*RENAMED)}
-    given = {"body": body, "defs": defs, "files": files, "changed": changed}
-    found = why_timed(**given, variants="doubled, other")
+    given = {"body": body, "defs": defs, "files": files, "variants": "[doubled, other]"}
+    found = why_timed(changed=changed, **given)
     assert found["optimized"] == "its launches may depend on torch.cuda.is_available"
 
 
@@ -401,41 +366,20 @@ def test_the_sass_of_triton_is_compared(triton):
     assert other[:2] == ["--- a/tuned_kernel (2)", "+++ b/tuned_kernel (2)"]
 
 
-LAUNCHED = """
-from pytest_aisp import cuda_module
-
-kernels = cuda_module("scale.cu")
-
-
-def added(x):
-    return x if x.is_cuda else x + x  # on a fake GPU, an addition imports torch._dynamo for 1 s
-
-
-def launched(x):
-    if not x.is_cuda:
-        return 2 * x
-    out = torch.empty_like(x)
-    kernels.scale[-(-x.numel() // 256), 256](x, out, x.numel())
-    return out
-"""
 STORED = "baselines/simulated-gpu/ch99.json"
 SAME = "unchanged, because it launches the same machine code"
 
 
 @pytest.fixture
-def recorded(page, gpu, commit, pytester, module_cache):
+def recorded(write_page, gpu, commit, pytester, module_cache):
     """Record a page with a kernel on a simulated GPU, and commit it; return the kernel's file."""
     gpu(**SECONDS)
-    path = page("launched(x)", defs=LAUNCHED)
-    for name in ("scale.cu", "factor.cuh"):
-        path.with_name(name).write_text(FILES[name])
+    path = write_page()
     commit()
     stored = pytester.path / STORED
     if "stored" not in module_cache:
-        assert (
-            pytester.runpytest_subprocess("--aisp-update-expectations", "--aisp-processes=1").ret
-            == 0
-        )
+        options = ("--aisp-update-expectations", "--aisp-processes=1")
+        assert pytester.runpytest_subprocess(*options).ret == 0
         module_cache["stored"] = stored.read_text()
     stored.parent.mkdir(parents=True, exist_ok=True)
     stored.write_text(module_cache["stored"])

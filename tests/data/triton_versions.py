@@ -9,9 +9,8 @@ import json
 import sys
 from pathlib import Path
 
-from pytest_aisp.results.messages import ChangedTask, PageSource
-from pytest_aisp.worker.changed_sides import changed_sides
-from pytest_aisp.worker.loader import TaskContext
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from two_versions import compare_versions, write_files
 
 PAGE = """
 import torch
@@ -115,31 +114,16 @@ SASS = {
 
 
 def why_timed(folder, name, before, after, sass=""):
-    def write(tree, edits):
-        for file, text in {"triton_test.py": PAGE, "kernels.py": KERNELS}.items():
-            for old, new in edits:
-                text = text.replace(old, new)
-            path = folder / tree / f"ch{name}" / file
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
-        return str(folder / tree)
+    page = f"ch{name}/triton_test.py"
 
-    then, now = write(f"then{name}", before), write(f"now{name}", [*before, *after])
-    page, case = f"ch{name}/triton_test.py", f"ch{name}.triton_test"
-    old = PageSource(page=f"{then}/{page}", root=then, module=f"aisp_past_{name}.{case}")
-    task = ChangedTask(
-        page=f"{now}/{page}",
-        root=now,
-        module=case,
-        function="test_doubling",
-        variant="doubled",
-        size={"n": 4096},
-        arch="sm90",
-        past=old,
-        sass=sass,
-    )
-    result = changed_sides(TaskContext(task, old))
-    assert result.why == "", result.why
+    def write(tree, edits):
+        files = {page: PAGE, f"ch{name}/kernels.py": KERNELS}
+        for old, new in edits:
+            files = {file: text.replace(old, new) for file, text in files.items()}
+        return write_files(folder / f"{tree}{name}", files)
+
+    trees = write("then", before), write("now", [*before, *after])
+    result = compare_versions(*trees, page, size={"n": 4096}, arch="sm90", sass=sass)
     if sass:
         return {sass: result.sass}
     return {role: result.why_timed.get(role) for role in result.roles()}
