@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import re
 
 import pytest
 from fake_results import SOURCES, case, fake_catalog, result, stored
@@ -552,6 +553,14 @@ def test_a_page_is_shown_with_its_times_and_differences(collected, tmp_path, cap
     assert ["n=64", "baseline", "1.501", "ms", "1", "ms"] in shown
     row = ["n=64", "tiled", "1", "ms", "800", "us", "1.5x", "1.25x", "50%", "of", "copy"]
     assert row in shown
+    stored(
+        tmp_path,
+        {scan["key"]: result(1.25, sources={**SOURCES, "optimized": "syntax:fedcba9876543210"})},
+    )
+    assert app.main(["suite", "show", "ch07:scan"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"tiled +1 ms +800 us \(stale\)", shown)
+    assert "\n(stale): the side has changed since: record it again\n" in shown
     assert app.main(["suite", "show", "ch07"]) == 2
     message = "'ch07' has several pages; name one\n    aisp suite list --chapter=ch07\n"
     assert capsys.readouterr().err == message

@@ -21,6 +21,7 @@ import msgspec
 
 from ..page.gpu_specs import ARCHS
 from ..results.messages import Json
+from ..results.models import Result
 from ..util.cli_result import CliError, CliResult, columns
 from ..worker.client import ReplayError, ReplayWorker
 
@@ -70,6 +71,12 @@ class CatalogCase(Page, frozen=True, kw_only=True):
     has_seen: bool = False
     sources: Mapping[str, str]
     text_sources: Mapping[str, str] = {}
+
+    def stale_roles(self, result: Result) -> set[str]:
+        """Return the roles of the sides whose code has changed since `result` was stored."""
+        then = result.with_syntax(self.sources, self.text_sources).sources
+        roles = then.keys() | self.sources.keys()
+        return {role for role in roles if then.get(role) != self.sources.get(role)}
 
 
 class UnreadPage(msgspec.Struct, frozen=True):

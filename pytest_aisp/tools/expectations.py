@@ -133,7 +133,7 @@ def _states(
     few = timed and (result.processes < MIN_PROCESSES or result.sessions < MIN_SESSIONS)
     if case is None:
         return ["gone", *(["few"] if few else [])]
-    stale = _is_stale(result, case)
+    stale = bool(case.stale_roles(result))
     off = any(not explains(time.seconds, result.seconds[role]) for role, time in times.items())
     states = {
         "below": _is_below(result, claim),
@@ -143,11 +143,6 @@ def _states(
         "unexplained": off and not case.has_seen and not stale,  # the cost is of today's code
     }
     return [state for state, holds in states.items() if holds]
-
-
-def _is_stale(result: Result, case: CatalogCase) -> bool:
-    now = result.with_syntax(case.sources, case.text_sources)
-    return dict(now.sources) != dict(case.sources)
 
 
 def _is_below(result: Result, claim: float | str | None) -> bool:

@@ -169,6 +169,7 @@ TABLE_HEADS = (
     *("size", "side", "predicted", "stored", "predicted speedup", "stored speedup"),
     "share of limit",
 )
+STALE = " (stale)"
 
 
 def page_tables(catalog: Catalog, products: Sequence[str]) -> Iterator[str]:
@@ -190,6 +191,8 @@ def page_tables(catalog: Catalog, products: Sequence[str]) -> Iterator[str]:
         if rows:
             yield from ["", f"{product}:", "", *columns([TABLE_HEADS, *rows.values()])]
             yield from missing_line(list(missing.values()))
+            if any(row[3].endswith(STALE) for row in rows.values()):
+                yield f"{STALE.strip()}: the side has changed since: record it again"
 
 
 def _missing(predicted: Prediction | RateMissing | None) -> str:
@@ -201,11 +204,13 @@ def _rows(
 ) -> Iterator[tuple[str, ...]]:
     size = ", ".join(f"{name}={value}" for name, value in case.size.items())
     baseline, optimized = (_time_text(times.get(role)) for role in ROLES)
-    yield size, "baseline", baseline, duration(result.seconds["baseline"]), "", "", ""
+    changed = case.stale_roles(result)
+    stored = {r: duration(result.seconds[r]) + STALE * (r in changed) for r in ROLES}
+    yield size, "baseline", baseline, stored["baseline"], "", "", ""
     gain = predicted_speedup(times)
     share = "-" if result.share is None else f"{result.share:.0%} of {result.limit}"
     speedups = "-" if gain is None else f"{gain:.3g}x", f"{result.speedup:.3g}x"
-    yield size, case.variant, optimized, duration(result.seconds["optimized"]), *speedups, share
+    yield size, case.variant, optimized, stored["optimized"], *speedups, share
 
 
 def _time_text(predicted: Prediction | RateMissing | None) -> str:
