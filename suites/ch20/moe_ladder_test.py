@@ -1,0 +1,253 @@
+"""An MoE block from end to end: group the tokens, compute all experts at once, launch once.
+
+Problem    A block of a mixture of experts in inference, in bf16: RMS norm, a router, the 2 best of
+           `experts` experts for each of `tokens` tokens, the experts, which are SwiGLU MLPs, their
+           weighted sum, and the addition of the block's input. A softmax over the 2 best scores of
+           a token gives the weights. Some experts are popular: the first is 4 times as likely as
+           the last. The router reads one coordinate per expert, and 2 of them are raised in each
+           token. So rounding cannot change the choice. Each rung is a test of its own, and the last
+           test compares the first rung with the last.
+Baseline   masked: for each expert, find its tokens, gather them, compute, and add to the result, as
+           early models in public libraries did.
+           sorted_slices: the baseline of grouped.
+           grouped: the baseline of captured.
+Optimized  sorted_slices: of masked. Pairs of token and expert are sorted by expert once. Each
+           expert computes a slice. The host reads the ends of all slices at once.
+           grouped: of sorted_slices. `grouped_mm` computes all experts in two products and reads
+           the ends of the slices on the GPU. The host waits for nothing.
+           captured: of grouped. The whole block is a CUDA graph. A graph cannot hold a side that
+           waits for the GPU, so this rung needs the one before it.
+Bound      The host for masked and sorted_slices: launches for each expert, and waits for the GPU.
+           The number of launches of grouped does not depend on the experts. captured is limited by
+           DRAM, because each expert's weights are read for a few tokens, and by the starts of about
+           thirty nodes of the graph.
+Use when   A model with experts serves few tokens at a time, as in decode. Take the rungs in this
+           order: sorting makes one product possible, and one product makes a graph possible. With
+           thousands of tokens, products take longer than launches, and the first and the last rung
+           gain less. The next rung, one kernel that gathers and multiplies, is `moe_dispatch` in
+           chapter 15, without norm and router.
+"""
+
+import functools
+
+import torch
+from torch.nn import functional as F
+
+from pytest_aisp import Cost, Work, capture, compare
+
+CHOSEN = 2
+POPULAR = 4.0
+"""How much more likely the first expert is than the last one."""
+
+
+def state(device, tokens, width, hidden, experts):
+    def weight(*shape):
+        return (torch.randn(shape, device=device) / shape[-2] ** 0.5).bfloat16()
+
+    router = torch.eye(width, experts, device=device) + weight(width, experts) / 10
+    return {
+        "router": router.bfloat16(),
+        "up": weight(experts, width, 2 * hidden),
+        "down": weight(experts, hidden, width),
+    }
+
+
+def inputs(device, tokens, width, hidden, experts):
+    x = torch.randn(tokens, width, device=device)
+    x[:, :experts] /= 4
+    chances = torch.linspace(POPULAR, 1.0, experts, device=device).expand(tokens, -1)
+    raised = torch.multinomial(chances, CHOSEN)
+    return (x.scatter_add_(1, raised, x.new_full(raised.shape, 4.0)).bfloat16(),)
+
+
+def reference(weights, x):
+    """Compute every expert for every token. An expert that was not chosen has a share of 0."""
+    router, up, down = (weights[name].double() for name in ("router", "up", "down"))
+    x = x.double()
+    inner = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    scores = inner @ router
+    least = scores.topk(CHOSEN).values[:, -1:]
+    shares = scores.masked_fill(scores < least, -torch.inf).softmax(-1)
+    for expert in range(len(up)):
+        gate, value = (inner @ up[expert]).chunk(2, -1)
+        x = x + shares[:, expert, None] * ((gate * gate.sigmoid() * value) @ down[expert])
+    return x
+
+
+def block(weights, x, routed):
+    """Return the output of the block. `routed` is the weighted sum of the experts."""
+    inner = F.rms_norm(x, x.shape[-1:], eps=1e-6)
+    scores, chosen = (inner @ weights["router"]).float().topk(CHOSEN)
+    shares = scores.softmax(-1).to(x.dtype)
+    return x + routed(weights, inner, chosen, shares)
+
+
+def swiglu(both):
+    gate, value = both.chunk(2, -1)
+    return F.silu(gate) * value
+
+
+def by_mask(weights, x, chosen, shares):
+    out = torch.zeros_like(x)
+    for expert, (up, down) in enumerate(zip(weights["up"], weights["down"], strict=True)):
+        token, place = (chosen == expert).nonzero(as_tuple=True)
+        result = swiglu(x[token] @ up) @ down
+        out.index_add_(0, token, result * shares[token, place, None])
+    return out
+
+
+def by_expert(weights, x, chosen, shares, compute):
+    """Sort tokens by expert, `compute` them, put the results back, and sum both of each token.
+
+    `compute` also gets the ends of the experts' slices, which are on the GPU.
+    """
+    order = chosen.flatten().argsort()
+    numbers = torch.arange(len(weights["up"]), device=x.device)
+    ends = (chosen.flatten() == numbers[:, None]).sum(1).cumsum(0).int()
+    results = compute(weights, x[order // CHOSEN], ends)
+    back = torch.empty_like(results)
+    back[order] = results
+    return (back.unflatten(0, shares.shape) * shares[..., None]).sum(1)
+
+
+def in_slices(weights, ordered, ends):
+    results, begin = [], 0
+    for up, down, end in zip(weights["up"], weights["down"], ends.tolist(), strict=True):
+        if begin < end:
+            results.append(swiglu(ordered[begin:end] @ up) @ down)
+        begin = end
+    return torch.cat(results)
+
+
+def in_groups(weights, ordered, ends):
+    both = F.grouped_mm(ordered, weights["up"], offs=ends)
+    return F.grouped_mm(swiglu(both), weights["down"], offs=ends)
+
+
+def masked(weights, x):
+    return block(weights, x, by_mask)
+
+
+def sorted_slices(weights, x):
+    return block(weights, x, functools.partial(by_expert, compute=in_slices))
+
+
+def grouped(weights, x):
+    return block(weights, x, functools.partial(by_expert, compute=in_groups))
+
+
+def captured(weights, x):
+    yield capture(lambda: grouped(weights, x))
+
+
+ROUTING = 8
+"""Launches of every side: norm, product, a cast, selecting, sorting, softmax, a cast, the sum."""
+SORTING = 3 + 6
+"""The launches of the sort and of the ends of the slices."""
+GATHERING = 2 + 3
+"""The launches that gather sorted tokens, and that put results back, weight and add them."""
+GROUPS = 2 * 2 + 2
+"""The launches of two grouped products, each of which prepares its pointers, and of SwiGLU."""
+
+
+def block_cost(tokens, width, hidden, experts, **starts):
+    """Return the cost of the products. All experts have tokens."""
+    weights = experts * (width + 3 * width * hidden)
+    each = experts * width + CHOSEN * 3 * width * hidden
+    return Cost(
+        read=2 * weights + 2 * tokens * width,
+        write=2 * tokens * width,
+        ops={"bf16": 2 * tokens * each},
+        **starts,
+    )
+
+
+def masked_cost(tokens, width, hidden, experts):
+    """Return its cost.
+
+    For each expert, `nonzero` is five kernels and copies, and waits for the GPU. Others compare,
+    gather tokens and shares, multiply twice, apply SwiGLU in two, weight and add.
+    """
+    each = Cost(launches=5 + 9, host_steps=6, syncs=1)
+    return block_cost(tokens, width, hidden, experts, launches=ROUTING + 1) + experts * each
+
+
+def sorted_cost(tokens, width, hidden, experts):
+    sort = Cost(launches=ROUTING + SORTING + GATHERING + 1, syncs=1)  # and one joins the results
+    return sort + block_cost(tokens, width, hidden, experts, launches=4 * experts)
+
+
+def grouped_cost(tokens, width, hidden, experts):
+    launches = ROUTING + SORTING + GATHERING + GROUPS
+    return block_cost(tokens, width, hidden, experts, launches=launches)
+
+
+def captured_cost(tokens, width, hidden, experts):
+    nodes = ROUTING + SORTING + GATHERING + GROUPS
+    return block_cost(tokens, width, hidden, experts, launches=1, graph_nodes=nodes)
+
+
+def work(tokens, width, hidden, experts):
+    used = min(experts, tokens * CHOSEN)  # weights of an expert that no token chose are not needed
+    return Work(
+        read=2 * used * 3 * width * hidden + 2 * tokens * width,
+        write=2 * tokens * width,
+        flops={"bf16": 2 * CHOSEN * tokens * 3 * width * hidden},
+        terms=max(width, hidden),
+        roundings=12,
+    )
+
+
+rung = functools.partial(
+    compare,
+    state=state,
+    inputs=inputs,
+    reference=reference,
+    sizes=[{"tokens": 256, "width": 2048, "hidden": 1024, "experts": 32}],
+    check_sizes=[
+        {"tokens": 21, "width": 72, "hidden": 40, "experts": 3},
+        {"tokens": 2, "width": 64, "hidden": 24, "experts": 6},  # some have no token
+    ],
+    work=work,
+    bound="launch",  # the host's time is what the rungs remove
+)
+
+
+@rung(
+    baseline=masked,
+    optimized=[sorted_slices],
+    costs={masked: masked_cost, sorted_slices: sorted_cost},
+)
+def test_moe_ladder_sorted(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
+
+
+@rung(
+    baseline=sorted_slices,
+    optimized=[grouped],
+    costs={sorted_slices: sorted_cost, grouped: grouped_cost},
+)
+def test_moe_ladder_grouped(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
+
+
+@rung(
+    baseline=grouped,
+    optimized=[captured],
+    costs={grouped: grouped_cost, captured: captured_cost},
+)
+def test_moe_ladder_captured(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
+
+
+@rung(
+    baseline=masked,
+    optimized=[captured],
+    costs={masked: masked_cost, captured: captured_cost},
+)
+def test_moe_ladder(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
