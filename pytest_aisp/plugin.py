@@ -89,14 +89,14 @@ def pytest_configure(config: pytest.Config) -> None:
     for marker, meaning in MARKERS.items():
         config.addinivalue_line("markers", f"{marker}: {meaning}")
     config.stash[SETTINGS] = settings = read_settings(config)
-    if settings.ours:
-        from .session import startup
-
-        startup.configure(config)
     if config.getoption("aisp_fleet"):
         from .fleet import setup
 
         setup.configure(config)
+    if settings.ours:
+        from .session import startup
+
+        startup.configure(config)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

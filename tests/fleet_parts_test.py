@@ -23,7 +23,7 @@ from pytest_aisp.fleet.start import resume_command, start_command
 from pytest_aisp.results import store
 from pytest_aisp.util.cli_result import CliError
 
-H200 = {"uuid": "GPU-1", "name": "NVIDIA H200", "capability": (9, 0), "mig": False}
+H200 = {"index": 0, "name": "NVIDIA H200", "capability": (9, 0), "mig": False}
 FACTS = {"plugin": "1.0", "protocol": PROTOCOL, "python": "3.11.7", "pytest": "9.2.0"}
 FACTS |= {"torch": "2.13.0", "triton": "3.9.0", "driver": "580.1", "nice": 0, "time": 1000.0}
 FACTS |= {"host": "n1", "product": "nvidia-h200", "arch": "sm90", "gpus": [H200]}
@@ -60,7 +60,7 @@ def test_a_node_like_this_machine_is_accepted():
             "Start Ray there with: RAY_worker_niceness=0 ray start ..., or aisp fleet start",
         ),
         (
-            {"gpus": [H200, {**H200, "mig": True}]},
+            {"gpus": [H200, {**H200, "index": 1, "mig": True}]},
             "GPU 1 is split by MIG, and slices share clocks and power\n"
             "Turn it off:\n    sudo nvidia-smi -i 1 -mig 0",
         ),
@@ -125,6 +125,37 @@ def test_the_probe_tells_the_facts_of_this_machine(monkeypatch):
         PROTOCOL,
     )
     assert abs(facts["time"] - time.time()) < 10
+
+
+class TwoProducts:
+    """A stand-in for NVML: an H200 and an H100, each with its index as its handle."""
+
+    NVMLError = RuntimeError
+    nvmlInit = nvmlSystemGetDriverVersion = staticmethod(lambda: "580.1")
+    nvmlDeviceGetCount = staticmethod(lambda: 2)
+    nvmlDeviceGetHandleByIndex = staticmethod(lambda index: index)
+    nvmlDeviceGetMigMode = staticmethod(lambda gpu: (gpu, gpu))
+    nvmlDeviceGetName = staticmethod(["NVIDIA H200", "NVIDIA H100"].__getitem__)
+    nvmlDeviceGetUUID = staticmethod(["GPU-a", "GPU-b"].__getitem__)
+    nvmlDeviceGetCudaComputeCapability = staticmethod(lambda gpu: (9, 0))
+
+
+@pytest.mark.parametrize(
+    ("visible", "indices"),
+    [(None, [0, 1]), ("1", [1]), ("GPU-a", [0]), ("", [])],
+    ids=["all", "index", "uuid", "none"],
+)
+def test_the_probe_counts_the_gpus_that_ray_may_use(monkeypatch, visible, indices):
+    monkeypatch.setitem(sys.modules, "pynvml", TwoProducts)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    facts = probe.probe()
+    assert [gpu["index"] for gpu in facts["gpus"]] == indices
+    assert facts["uuids"] == ["GPU-a", "GPU-b"]
+    expected = {0: "nvidia-h200", 1: "nvidia-h100", None: ""}
+    assert facts["product"] == expected[next(iter(indices), None)]
+    assert [gpu["mig"] for gpu in facts["gpus"]] == [bool(index) for index in indices]
 
 
 @pytest.mark.parametrize(

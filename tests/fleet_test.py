@@ -10,6 +10,7 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from statistics import median
 
 import pytest
 from fleet_cluster import CONFTEST, RayCluster, processes_of, stop
@@ -179,7 +180,9 @@ def test_a_suite_runs_on_two_products(suite, products, fleet, pytester, commit, 
     assert len({row["nodeid"] for row in rows}) == 2
     assert Path("kept-run/report.html").exists()
     assert len(list(ElementTree.parse("junit.xml").iter("testcase"))) == 13
-    assert json.loads(Path("kept-run/manifest.json").read_text())["complete"]
+    manifest = json.loads(Path("kept-run/manifest.json").read_text())
+    assert manifest["complete"]
+    assert manifest["machine"]["name"] == "a fleet: a1 (simulated-a x 2), b1 (simulated-b x 2)"
     wait_for(lambda: not processes_of(products.folder))
     assert not list(products.folder.glob("trees-*/*/tree"))
 
@@ -430,7 +433,7 @@ import pytest
 @pytest.mark.parametrize("number", range({count}))
 def test_timed(number):
     begun = time.time()
-    time.sleep(0.2)
+    time.sleep(0.3)
     with open({file!r}, "a") as log:
         log.write(f"{{os.getpid()}} {{begun}} {{time.time()}}\\n")
 """
@@ -458,22 +461,22 @@ def test_a_thousand_cases_keep_sixteen_gpus_busy(
         memory.append(resident(run.pid))
     output, _ = run.communicate(timeout=120)
     assert run.returncode == 0, output
-    spans, busy = {}, 0.0
+    spans, busy, gaps = {}, 0.0, []
     for line in file.read_text().splitlines():
         pid, begin, end = line.split()
-        first, _, cases = spans.get(pid, (float(begin), 0.0, 0))
-        spans[pid] = first, float(end), cases + 1
+        if pid in spans:
+            gaps.append(float(begin) - spans[pid][1])
+        spans[pid] = spans.get(pid, (float(begin),))[0], float(end)
         busy += float(end) - float(begin)
-    total = sum(last - first for first, last, _ in spans.values())
-    gaps = 1000 - len(spans)
+    total = sum(last - first for first, last in spans.values())
     figures = {"seats": len(spans), "share busy": round(busy / total, 3)}
-    figures["ms a case"] = round((total - busy) / gaps * 1e3, 1)
+    figures["ms a case"] = round(median(gaps) * 1e3, 1)
     figures["MiB"] = [round(each) for each in memory]
     record_property("figures", str(figures))
     print(figures)
     assert len(spans) == 16
     assert busy / total >= 0.9, figures
-    assert (total - busy) / gaps < 0.02, figures
+    assert median(gaps) < 0.02, figures
     assert memory[1] - memory[0] < 8, figures
 
 

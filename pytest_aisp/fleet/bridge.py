@@ -200,7 +200,7 @@ class Bridge:
         except Exception as error:  # an error of the node, or one that Ray found
             self._pipe.send(("refused", node, _reason(error)))
             return
-        self._uuids[node.id] = [gpu["uuid"] for gpu in facts["gpus"]]
+        self._uuids[node.id] = facts["uuids"]
         self._pipe.send(("node", node, facts, time.time()))
 
     def _collect(self) -> None:

@@ -59,7 +59,7 @@ def refusal(node: RayNode, facts: Facts, *, now: float) -> str:
 
 
 def _gpu_refusal(node: RayNode, facts: Facts) -> str:
-    if slices := [str(i) for i, gpu in enumerate(facts["gpus"]) if gpu["mig"]]:
+    if slices := [str(gpu["index"]) for gpu in facts["gpus"] if gpu["mig"]]:
         number = slices[0]
         return (
             f"GPU {', '.join(slices)} is split by MIG, and slices share clocks and power\n"

@@ -13,7 +13,8 @@ def probe() -> Facts:
 
     The keys: ``plugin``, ``protocol``, ``python``, ``pytest``, ``torch``, ``triton``, ``driver``
     (versions; None if missing), ``nice``, ``time`` (seconds since 1970), ``host``, ``product``,
-    ``arch``, and ``gpus``: for each GPU its ``uuid``, ``name``, ``capability`` and ``mig``.
+    ``arch``; ``uuids`` of all GPUs, by their index; and ``gpus``: for each GPU that Ray may use
+    its ``index``, ``name``, ``capability`` and ``mig``.
     """
     import importlib.metadata
     import os
@@ -26,8 +27,26 @@ def probe() -> Facts:
         except importlib.metadata.PackageNotFoundError:
             return None
 
+    def visible() -> list[str] | None:
+        variable = "CUDA_VISIBLE_DEVICES"
+        found = os.environ.get(variable)
+        if "RAY_JOB_ID" in os.environ:  # Ray sets the variable in this process; its own is above
+            try:
+                with open(f"/proc/{os.getppid()}/environ", "rb") as file:
+                    lines = file.read().decode(errors="replace").split("\0")
+            except OSError:
+                return None
+            found = dict(line.partition("=")[::2] for line in lines).get(variable)
+        return None if found is None else [name.strip() for name in found.split(",")]
+
     facts: Facts = {name: version(name) for name in ("pytest", "torch", "triton")}
-    facts |= {"plugin": version("pytest-aisp"), "protocol": None, "driver": None, "gpus": []}
+    facts |= {
+        "plugin": version("pytest-aisp"),
+        "protocol": None,
+        "driver": None,
+        "gpus": [],
+        "uuids": [],
+    }
     facts |= {"python": platform.python_version(), "nice": os.nice(0), "host": platform.node()}
     facts |= {"time": time.time(), "product": "", "arch": ""}
     try:
@@ -47,15 +66,18 @@ def probe() -> Facts:
     except Exception:  # no package, no driver, no permission
         return facts
     facts["driver"] = str(pynvml.nvmlSystemGetDriverVersion())
+    named = visible()
     for index in range(pynvml.nvmlDeviceGetCount()):
         gpu = pynvml.nvmlDeviceGetHandleByIndex(index)
         try:
             mig = bool(pynvml.nvmlDeviceGetMigMode(gpu)[0])
         except pynvml.NVMLError:  # this GPU has no such mode
             mig = False
-        name, uuid = str(pynvml.nvmlDeviceGetName(gpu)), str(pynvml.nvmlDeviceGetUUID(gpu))
-        capability = tuple(pynvml.nvmlDeviceGetCudaComputeCapability(gpu))
-        facts["gpus"].append({"uuid": uuid, "name": name, "capability": capability, "mig": mig})
+        facts["uuids"].append(uuid := str(pynvml.nvmlDeviceGetUUID(gpu)))
+        if named is None or str(index) in named or any(n and uuid.startswith(n) for n in named):
+            capability = tuple(pynvml.nvmlDeviceGetCudaComputeCapability(gpu))
+            known = {"index": index, "name": str(pynvml.nvmlDeviceGetName(gpu)), "mig": mig}
+            facts["gpus"].append({**known, "capability": capability})
     if facts["gpus"]:
         first = facts["gpus"][0]
         facts["product"], facts["arch"] = product_of(first["name"]), arch_of(*first["capability"])

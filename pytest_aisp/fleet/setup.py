@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from ..session.options import PRODUCTS, SETTINGS
+from ..session.options import MACHINE, PRODUCTS, SETTINGS
 from ..session.recorder import environment
+from ..util.device import Machine
 from .connection import HeadGone, NoCluster, RayProcess
 from .nodes import VERSIONS, RayNode, arch_of_product, differences, refusal
 from .probe import Facts
@@ -165,6 +166,17 @@ def choose_products(config: pytest.Config, nodes: Nodes) -> dict[str, str]:
     return {name: nodes.archs.get(name) or arch_of_product(name) for name in products}
 
 
+def fleet_machine(products: Mapping[str, str], nodes: Nodes) -> Machine:
+    """Return what the manifest and the report have as this run's machine: the nodes at its start.
+
+    Its product is the first one. Each row has the product and the facts of its own node.
+    """
+    product, arch = next(iter(products.items()))
+    chosen = [node for node in nodes.accepted if node.product in products]
+    named = ", ".join(f"{node.name} ({node.product} x {node.gpus})" for node in chosen)
+    return Machine(arch, product, f"a fleet: {named or 'no node yet'}")
+
+
 def patience(config: pytest.Config) -> float:
     """Return the seconds to wait for a node of a product that has none.
 
@@ -226,6 +238,7 @@ def configure(config: pytest.Config) -> None:
     address = config.getoption("aisp_fleet")
     ray, nodes = connect(address)
     config.add_cleanup(ray.close)
-    config.stash[PRODUCTS] = choose_products(config, nodes)
+    config.stash[PRODUCTS] = products = choose_products(config, nodes)
+    config.stash[MACHINE] = fleet_machine(products, nodes)
     run = FleetRun(config, config.stash[SETTINGS], ray, nodes)
     config.pluginmanager.register(run, "aisp-fleet")

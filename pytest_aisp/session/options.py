@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from ..util.device import Machine
     from .recorder import Recorder
     from .run_context import RunContext
     from .unused_results import CollectedCases
@@ -20,6 +21,8 @@ SETTINGS: pytest.StashKey[Settings] = pytest.StashKey()
 RUN: pytest.StashKey[RunContext] = pytest.StashKey()
 RECORDER: pytest.StashKey[Recorder] = pytest.StashKey()
 COLLECTED: pytest.StashKey[CollectedCases] = pytest.StashKey()
+MACHINE: pytest.StashKey[Machine] = pytest.StashKey()
+"""The key under which a fleet run has what takes the place of this machine."""
 PRODUCTS: pytest.StashKey[Mapping[str, str]] = pytest.StashKey()
 """The key under which a fleet run has its products, each with its arch (empty if unknown)."""
 LOCK_ERROR: pytest.StashKey[str] = pytest.StashKey()

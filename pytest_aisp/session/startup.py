@@ -27,7 +27,7 @@ from ..util.gpu_lease import REMEDY
 from ..worker.client import ReplayError, ReplayWorker
 from .canary import CLOCKS, has_canary
 from .collect import case_of
-from .options import LOCK_ERROR, PROFILERS, RECORDER, RUN, SETTINGS, Settings
+from .options import LOCK_ERROR, MACHINE, PROFILERS, RECORDER, RUN, SETTINGS, Settings
 from .recorder import Recorder, build_manifest
 from .run_context import RunContext
 from .terminal import LiveProgress
@@ -40,8 +40,9 @@ def configure(config: pytest.Config) -> None:
     if threading.current_thread() is threading.main_thread():
         _interrupt_on_sigterm()
     timer = _foreign_timer(config, settings)
-    machine = Machine.here()
-    if timer is not None:
+    fleet = config.stash.get(MACHINE, None)
+    machine = fleet or Machine.here()
+    if timer is not None and fleet is None:
         machine = Machine(timer["arch"], timer["product"], timer["product"], ("simulated",))
     if settings.sanitize and (timer is not None or not machine.gpus):
         raise pytest.UsageError("--aisp-sanitize needs a GPU; there is none here")
