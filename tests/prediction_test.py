@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 
 from pytest_aisp.report.data import report_data
 from pytest_aisp.report.run import ReportRun
 from pytest_aisp.results import run_reader
 from pytest_aisp.results.notes import predicted_note
+from pytest_aisp.session import case
 from pytest_aisp.timing import peaks
 
 COST = """costs={
@@ -104,6 +106,23 @@ def test_an_older_run_is_read_without_predicted_times(predicting, pytester):
     (case,) = ReportRun.read(folder).cases
     assert (case.predicted, case.unexplained) == (None, [])
     assert case.seconds is not None
+
+
+def test_a_row_keeps_the_error_of_timed_outputs_and_the_precision(
+    timed_page, pytester, monkeypatch
+):
+    read, errors = case.read_timing, {"added": 0.0, "doubled": 2e-3}
+
+    def with_errors(client, stored, result):
+        return read(client, stored, msgspec.structs.replace(result, relative=errors))
+
+    monkeypatch.setattr(case, "read_timing", with_errors)
+    timed_page("(2 * x).bfloat16().float()", variants="[Variant(doubled, precision='bf16')]")
+    pytester.runpytest_inprocess("--aisp-artifacts=kept", "--aisp-processes=1")
+    [line] = run_reader.load(pytester.path / "kept").lines
+    assert (line.errors, line.precisions) == ({"doubled": 2e-3}, {"doubled": "bf16"})
+    [found] = json.loads((pytester.path / "kept" / "results.json").read_text())["cases"]
+    assert (found["errors"], found["precisions"]) == (line.errors, line.precisions)
 
 
 def test_the_note_names_every_unexplained_side():

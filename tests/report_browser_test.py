@@ -17,6 +17,7 @@ from pytest_aisp.results.task_results import HierarchyResult, Level
 ODD = "ch01/odd_test.py::test_odd[</script> \"quoted\" 'so' 100% 이름 #?/\\]"
 LONG = "odd" + "x" * 120
 COUNT = 40
+SHOWN = COUNT + 3
 SEEN = ".filter(e => e.checkVisibility()).map(e => (e.innerText ?? e.textContent).trim())"
 
 
@@ -79,10 +80,20 @@ class User:
         return self.js(f"{page}.scrollWidth - {page}.clientWidth")
 
 
+def precise(variant, precision, error):
+    """Return a case of a page whose sides differ in precision, so that they have a figure."""
+    errors, page = {"exact": 1e-7, variant: error}, "ch01/precise_test.py"
+    times = {"baseline": 1e-2, "optimized": 1e-3 if precision == "tf32" else 5e-4}
+    names = {"id": f"{page}::{variant}", "page": page, "chapter": "ch01", "size": {"n": 8}}
+    names |= {"baseline": "exact", "variant": variant, "verdict": "pass", "samples": None}
+    return case(0, **names, seconds=times, errors=errors, precisions={variant: precision})
+
+
 @pytest.fixture
 def user(tmp_path):
     results = made(COUNT)
     results["cases"] += [case(COUNT, id=ODD, verdict="fail", variant=LONG, baseline=LONG[::-1])]
+    results["cases"] += [precise("fast", "tf32", 3e-4), precise("faster", "fp8", 2e-2)]
     folder = laid(tmp_path / "run", results, pages=True)
     before = [ReportRun.of(made(COUNT, started=f"2026-11-{day}")) for day in (20, 21)]
     levels = [Level("L2", 16 << 20, 9.2e12, 1.7e-7), Level("DRAM", 2 << 30, 4.6e12, 3.4e-7)]
@@ -100,6 +111,7 @@ def test_every_part_of_the_report_works(user):
             orders_the_list,
             changes_the_scale,
             looks_at_the_roofline,
+            looks_at_the_errors,
         ),
         *(opens_a_case, opens_an_odd_case, uses_the_keyboard),
         *(changes_the_theme, uses_a_phone, turns_scripts_off),
@@ -112,8 +124,8 @@ def test_every_part_of_the_report_works(user):
 def opens_the_report(user):
     user.opens()
     assert user.sees("h1") == ["NVIDIA H200"]
-    assert user.cases == COUNT + 1
-    assert user.sees("#count") == [f"{COUNT + 1} cases"]
+    assert user.cases == SHOWN
+    assert user.sees("#count") == [f"{SHOWN} cases"]
     assert user.js("performance.getEntriesByType('resource').length") == 0
     shapes = user.js("[...document.querySelectorAll('defs g[id^=v-]')].map(g => g.innerHTML)")
     assert len(shapes) == len(set(shapes)) == 13  # no two verdicts differ in colour alone
@@ -128,23 +140,23 @@ def filters_the_list(user):
     assert user.cases == wrong + len(user.all("tr.v-fail"))
     user.clicks("#tally [data-verdict=wrong]")
     user.clicks("#tally [data-verdict=fail]")
-    assert user.cases == COUNT + 1
+    assert user.cases == SHOWN
     user.clicks("#chapter option[value=ch02]")
     in_chapter = user.cases
     assert 0 < in_chapter < COUNT
     assert all("ch02" in text for text in user.sees("#cases td.case"))
-    assert user.sees("#count") == [f"{in_chapter} of {COUNT + 1} cases"]
+    assert user.sees("#count") == [f"{in_chapter} of {SHOWN} cases"]
     user.clicks("#chapter option[value='']")
     user.clicks("#bound option[value=tensor]")
     assert set(user.sees("#cases td.bound")) == {"tensor"}
     user.element("#search").send_keys("Nothing Like That")
     assert user.cases == 0
     user.clicks("#clear")
-    assert user.cases == COUNT + 1
+    assert user.cases == SHOWN
     user.element("#search").send_keys("DOUBLING3 n2048")
     assert 0 < user.cases < COUNT
     user.presses("\ue003" * 30)  # backspaces
-    assert user.cases == COUNT + 1
+    assert user.cases == SHOWN
 
 
 def orders_the_list(user):
@@ -202,6 +214,19 @@ def looks_at_the_roofline(user):
     assert re.search(r"FLOP/s \(added: .*FLOP/byte, bf16", user.sees("#tip")[0], re.DOTALL)
     user.presses("\ue007")  # enter
     assert user.sees("#case h1") == ["doubled"]
+    user.clicks("#back")
+
+
+def looks_at_the_errors(user):
+    assert user.sees("#errors-figures b") == ["ch01 / precise"]  # the only page of two precisions
+    figure = "#errors-figures svg"
+    for words in ("exact", "fast, tf32", "faster, fp8", "1 ms", "1e-6"):
+        assert words in user.sees(f"{figure} text"), words
+    assert "error 3.0e-4" in user.js(f"document.querySelector('{figure} .c0 title').textContent")
+    assert len(user.all(f"{figure} circle")) == 3
+    user.clicks("#parts a[href='#errors']")
+    user.clicks(f"{figure} .c1 circle")
+    assert user.sees("#case h1") == ["faster"]
     user.clicks("#back")
 
 
@@ -317,7 +342,7 @@ def uses_a_phone(user):
 def turns_scripts_off(user):
     user.opens(scripts=False)
     texts = user.sees("#cases tbody tr")
-    assert len(texts) == COUNT + 1
+    assert len(texts) == SHOWN
     assert user.sees("noscript p")
     assert not user.sees("#filters, #rooflines, #theme")
 

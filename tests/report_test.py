@@ -248,6 +248,16 @@ def test_samples_are_read_only_from_the_folder_of_the_run(tmp_path):
     assert sample_errors(ReportRun.of(outside)) == ["only its results are here, not its samples."]
 
 
+def test_errors_and_precisions_of_sides_are_in_the_data():
+    known = {"errors": {"added": 1e-7, "doubled": 3e-4}, "precisions": {"doubled": "tf32"}}
+    new, old = data_of(page(with_cases(case(0, **known), case(1))))["cases"]
+    assert {name: new[name] for name in known} == known
+    assert not known.keys() & old.keys()
+    malformed = {"errors": {"added": "small"}, "precisions": ["tf32"]}
+    (left,) = data_of(page(with_cases(case(0, **malformed))))["cases"]
+    assert not malformed.keys() & left.keys()
+
+
 def test_history_shows_only_results_of_the_same_product():
     runs = [made(4, started=f"2026-11-{day:02}T00:00:00+00:00") for day in (3, 1)]
     other = made(4, started="2026-11-02T00:00:00+00:00")

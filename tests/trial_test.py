@@ -74,6 +74,12 @@ def test_every_lap_has_as_many_blocks_as_the_first(built):
     assert sorted(result.firsts).index(1) == len(result.firsts) / 2
 
 
+def test_the_error_of_timed_outputs_is_kept_for_each_side(built):
+    relative = timed().relative
+    assert set(relative) == {"honest", "honest_side"}
+    assert all(1e-8 < share < 1e-6 for share in relative.values()), "one fp32 rounding"
+
+
 def test_outputs_of_called_slots_are_compared(built, monkeypatch):
     monkeypatch.setattr(Trial, "_slot_count", lambda self: 4)
     compared = timed().outputs_checked

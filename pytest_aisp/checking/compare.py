@@ -37,6 +37,8 @@ class Comparison:
         count: number of elements.
         step: number of the training step that was compared, or without a state, of the value set.
         worst_limit: allowed error of the worst element.
+        relative: the rms error as a share of the rms of the expected values; 0 if only equality is
+            accepted.
     """
 
     path: str
@@ -50,6 +52,7 @@ class Comparison:
     count: int = 0
     step: int = 1
     worst_limit: float = WORST
+    relative: float = 0.0
 
     @property
     def scatter(self) -> float:
@@ -122,6 +125,7 @@ def _compare_together(
             bool(accepted[i]),
             count=counts[i],
             worst_limit=each.worst_limit,
+            relative=each.relative(rms),
         )
         results.append(result.judged_by(rule))
     return results
@@ -229,6 +233,7 @@ def _at_element(
         bound=float(leaf.sigma[index]) if leaf.sigma is not None else 0.0,
         count=got.numel(),
         worst_limit=leaf.worst_limit,
+        relative=leaf.relative(rms) if leaf.sigma is not None else 0.0,
     )
 
 

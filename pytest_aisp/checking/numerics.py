@@ -136,6 +136,22 @@ class Leaf:
             norms.append(float(torch.linalg.vector_norm(counted)))
         return math.hypot(*norms)
 
+    @functools.cached_property
+    def norm(self) -> float:
+        """Root of the sum of the squares of the finite expected values."""
+        import torch
+
+        norms = []
+        for at in pytree.pieces(self.value.shape):
+            value = self.value[at].double()
+            value = value if self.finite else value.where(value.isfinite(), 0.0)
+            norms.append(float(torch.linalg.vector_norm(value)))
+        return math.hypot(*norms)
+
+    def relative(self, rms: float) -> float:
+        """Return an rms error in allowed deviations as a share of the rms of the values."""
+        return rms * self.total / self.norm if self.norm else 0.0
+
 
 class Expected(NamedTuple):
     """One output of the reference, in float64 if it is floating point."""

@@ -42,7 +42,7 @@ FIELDS += ("gpus", "sweep", "product", "arch", "bound", "clock", "verdict", "not
 FIELDS += ("seconds", "limit", "work", "claim", "stored", "spread", "detectable", "wall", "votes")
 FIELDS += ("goals", "cause", "reasons", "notes", "remarks", "profile", "processes", "samples_error")
 FIELDS += ("history", "command", "diff", "code_left_out", "predicted", "unexplained", "timeline")
-FIELDS += ("counters",)
+FIELDS += ("counters", "errors", "precisions")
 """The fields of a case that the report's scripts get."""
 FACTS: tuple[str, ...] = ("sm_mhz", "watts", "celsius", "as_called", "gpu_only", "peak_bytes")
 FACTS += ("graph_nodes", "looks")

@@ -28,7 +28,7 @@ from .run import VERDICTS, ReportCase, ReportRun, read_hierarchy
 
 PARTS = Path(__file__).parent / "page"
 SCRIPTS = ["dom", "marks", "list", "axis", "curves", "roofline", "samples", "interval", "code"]
-SCRIPTS += ["hierarchy", "timeline", "case", "main"]
+SCRIPTS += ["errors", "hierarchy", "timeline", "case", "main"]
 """The scripts in the order in which they must run: each uses definitions of earlier ones."""
 POLICY = "default-src 'none'; img-src data:; style-src {style}; script-src {script}"
 """The policy that lets the report load nothing and run only its own script.

@@ -62,6 +62,8 @@ def case(line: JournalLine, root: str) -> Case:
         seconds=Seconds(times[0], times[-1]) if times else None,
         predicted=Seconds(predicted[0], predicted[-1]) if predicted else None,
         unexplained=line.unexplained,
+        errors=line.errors,
+        precisions=line.precisions,
         work=line.work,
         spread=line.spread,
         session=line.session,

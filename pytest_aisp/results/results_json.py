@@ -21,7 +21,8 @@ SCHEMA = 1
 """The version number in `results.json`, in the manifest, and in each line of the journal."""
 NEWER_FIELDS = {
     "Manifest": {"no_canary", "timer"},
-    "Case": {"cause", "gpus", "predicted", "sweep", "unchanged", "unexplained"},
+    "Case": {"cause", "gpus", "predicted", "sweep", "unchanged", "unexplained"}
+    | {"errors", "precisions"},
     "Claim": {"versus"},
     "Goal": {"noise", "stored", "margin", "slack"},
 }
@@ -263,10 +264,11 @@ class Case(Struct, kw_only=True):
     predicted: Annotated[
         Seconds | None, about("What the sides' costs predict at the machine's rates.")
     ] = None
-    unexplained: Annotated[
-        list[str],
-        about("Sides whose time is over 25 % off the predicted one, unexplained."),
-    ] = []
+    unexplained: Annotated[list[str], about("Sides over 25 % off the predicted time.")] = []
+    errors: Annotated[
+        dict[str, float], about("By side, rms error of timed outputs over the rms expected.")
+    ] = {}
+    precisions: Annotated[dict[str, str], about("By side, its declared lower precision.")] = {}
     work: Annotated[
         dict[str, int | float | Amounts],
         about(

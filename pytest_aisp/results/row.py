@@ -90,6 +90,9 @@ class CaseRecord(Struct):
         predicted: seconds per call that each side's cost predicts at the machine's rates.
         unexplained: the sides whose time differs from the predicted time by more than a quarter,
             unless the page says what was seen.
+        errors: by side, the largest rms error of its timed outputs, as a share of the rms of the
+            expected values; without sides that must be exact.
+        precisions: by side, the precision that the page declares for it.
         share, limit: share of the machine's limit that the optimized side reaches.
         claim, stored: the page's claim and the stored value, with which the speedup was compared.
         versus: ``library`` if the baseline is a library, else empty.
@@ -138,6 +141,8 @@ class CaseRecord(Struct):
     seconds: dict[str, float] = {}
     predicted: dict[str, float] = {}
     unexplained: list[str] = []
+    errors: dict[str, float] = {}
+    precisions: dict[str, str] = {}
     share: float | None = None
     limit: str = ""
     claim: int | float | str | None = None

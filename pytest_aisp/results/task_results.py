@@ -57,6 +57,8 @@ class TimeResult(Struct, kw_only=True):
         spent: seconds spent in each phase.
         one_off: by side, the seconds to prepare it once.
         errors: by side, the largest error of the outputs of timed calls.
+        relative: by side, the largest rms error of an output of timed calls, as a share of the rms
+            of the expected values.
         outputs_checked: how many outputs of timed calls were compared.
         kernels: by side, the fields of `cross_check.KernelProfile`.
         assembled: the resources that each kernel uses on this arch, such as registers.
@@ -79,6 +81,7 @@ class TimeResult(Struct, kw_only=True):
     spent: dict[str, float] = {}
     one_off: dict[str, float] | UnsetType = UNSET
     errors: dict[str, Json] | UnsetType = UNSET
+    relative: dict[str, float] = {}
     outputs_checked: int | UnsetType = UNSET
     kernels: dict[str, dict[str, Json]] | UnsetType = UNSET
     assembled: list[dict[str, Json]] | UnsetType = UNSET

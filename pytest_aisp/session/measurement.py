@@ -264,6 +264,9 @@ def build_row(run: CaseRun) -> Row:
         row.work = timing.result.work
         row.seconds = dict(timing.seconds)
         row.launch_bound = timing.launch_bound
+        row.errors = {name: share for name, share in timing.result.relative.items() if share > 0}
+        sides = (row.baseline, case.pair.baseline_precision), (row.variant, case.variant.precision)
+        row.precisions = {name: precision for name, precision in sides if precision}
         _add_prediction(row, timing, has_seen=location.has_seen)
         row.share, row.limit = timing.share, timing.limit
         row.value = fmean(run.values)

@@ -125,6 +125,7 @@ class Trial:
         if self.tuned:
             parts[0].details["choices"] = merge_choices([self.tuned])
         extra: dict[str, Json] = {"one_off": self.one_off, "errors": self.verifier.worst}
+        extra["relative"] = self.verifier.relative
         extra["outputs_checked"] = self.verifier.compared
         if self.kernels:
             extra["kernels"] = {name: asdict(profile) for name, profile in self.kernels.items()}

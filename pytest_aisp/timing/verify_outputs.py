@@ -58,6 +58,8 @@ class OutputVerifier:
     Attributes:
         sides: the baseline and the optimized side, each with its declared precision.
         worst: the largest error in the timed outputs of each side, in units of the allowed error.
+        relative: the largest rms error of these outputs, as a share of the rms of the expected
+            values.
         compared: number of outputs of timed calls that were compared.
     """
 
@@ -66,6 +68,7 @@ class OutputVerifier:
     rule: Rule
     device: str
     worst: dict[str, float] = field(default_factory=dict)
+    relative: dict[str, float] = field(default_factory=dict)
     compared: int = 0
 
     def __post_init__(self) -> None:
@@ -172,6 +175,8 @@ class OutputVerifier:
         self.compared += 1
         name = side.__name__
         self.worst[name] = max(self.worst.get(name, 0.0), *(r.worst for r in results))
+        share = max(self.relative.get(name, 0.0), *(r.relative for r in results))
+        self.relative[name] = share
 
 
 def largest(sigma: torch.Tensor) -> float:

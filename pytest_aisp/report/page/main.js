@@ -25,7 +25,7 @@ function route() {
   hideTip();
   const i = addressed();
   if (i < 0) {
-    const part = location.hash.slice(1), heading = ["speedups", "curves", "roofline", "hierarchy"].includes(part) ? byId(part) : null;
+    const part = location.hash.slice(1), heading = ["speedups", "curves", "errors", "roofline", "hierarchy"].includes(part) ? byId(part) : null;
     if (!byId("case").hidden) showOverview();
     if (heading) heading.scrollIntoView();
     return;
@@ -77,6 +77,7 @@ startTheme();
 startList();
 startAxis();
 startCurves();
+startErrors();
 startRoofline();
 startHierarchy();
 addEventListener("hashchange", route);
