@@ -244,7 +244,7 @@ def _run_side(
     if reference.state_changes:
         reference.expected(turns, every=True)
     elif reference.large and not is_baseline:
-        turns = turns[::-1]  # the expected outputs that are kept are those of the last turn
+        turns = turns[::-1]  # only the expected outputs of the last turn are kept
     slot = pytree.clone(pool.value_set(turns[0]))
     if enabled("fresh-memory"):
         _poison_free_memory(slot)

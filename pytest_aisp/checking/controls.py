@@ -41,7 +41,7 @@ CONTROLS = {
     "dropped": ("structure", "the output without a slice of the inputs"),
     "stale": ("freshness", "the output for other inputs"),
 }
-"""By name of the control: its kind, and the wrong answer."""
+"""The kind and the wrong answer of each control, keyed by its name."""
 ADVICE = {
     "noise": "Return at least one finite element that depends on the inputs",
     "structure": "Choose inputs for which the elements of the output differ from each other and"
@@ -49,7 +49,7 @@ ADVICE = {
     "freshness": "Choose inputs that change the output. Two draws of them have the same output, and"
     " so do inputs that are halved",
 }
-"""By kind of control: what to do if no control of this kind applies."""
+"""What to do if no control of a kind applies, keyed by the kind."""
 DRAWS = 5
 """Number of draws of the values. A page is refused if the controls fail for most draws."""
 DRAW_SEEDS = 0x10001
@@ -167,7 +167,7 @@ def _expected(
         by_path = dict(reference.values(other))
         if reference.state_changes and all(
             torch.equal(by_path[leaf.path], leaf.value) for leaf in expected
-        ):  # such as writes to places that the inputs name, in another order
+        ):  # such as writes to indices from the inputs, in another order
             by_path = dict(reference.values((first,) * steps))
         return [by_path[leaf.path] for leaf in expected]
 

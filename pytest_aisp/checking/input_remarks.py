@@ -21,17 +21,20 @@ if TYPE_CHECKING:
 FEWEST = 64
 """Tensors with fewer elements are left out, such as scales and other scalars."""
 SAMPLE = 1024
-"""Number of elements that are looked at."""
+"""Number of elements that are inspected."""
 ROWS, LOW_RANK, NOISE = 32, 4, 1e-3
-"""Of a matrix, this many rows and columns are looked at. Its rank is low if at most `LOW_RANK`
-singular values of them are above `NOISE` times the largest one."""
+"""The number of rows and columns of a matrix that are inspected. Its rank is low if at most
+`LOW_RANK` singular values of them are above `NOISE` times the largest one.
+"""
 SHARE = 0.5
-"""A constant tensor of floats is remarked if it has more than this share of the inputs' floats."""
+"""A constant tensor of floats gets a remark if it has more than this share of the inputs'
+floats.
+"""
 
 
 @dataclass(frozen=True)
 class _Draw:
-    """What is known of a value set. The value set itself may be too large to keep.
+    """What is known about a value set. The value set itself may be too large to keep.
 
     Attributes:
         samples: some elements of each tensor, at the same places in each draw, by path.
@@ -86,7 +89,7 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _has_low_rank(tensor: torch.Tensor) -> bool:
-    """Return whether `tensor` is a matrix, or a batch of them, of which a random part says so."""
+    """Return whether a random part of `tensor`, a matrix or a batch of them, has a low rank."""
     import torch
 
     if tensor.dim() < 2 or min(tensor.shape[-2:]) < ROWS or tensor.element_size() < 2:

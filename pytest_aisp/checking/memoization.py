@@ -1,8 +1,9 @@
 """Detect sides that keep answers, and so are fast only on values that they have seen before.
 
 Windows repeat their values, so a side that keeps answers looks fast. Only Python code can look up
-an answer, and no Python runs while a graph is replayed. On the other clocks, each side is timed on
-values that follow others, and then on the same values again, which were shown several times.
+an answer, and no Python runs while a graph is replayed. On the other clocks, each side is timed in
+two ways: on values that differ from those of the previous call, and on values that were shown
+several times in a row.
 
 An honest side can be faster on repeated values as well, because branch predictors, caches and TLBs
 have seen these values. So a side that was faster is also timed on altered values, which have the
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 ROUNDS = 3
 """Number of sets of new values on which every side is timed."""
 REPEATS, REPEATING_SECONDS = 16, 0.3
-"""Values that a side shall know are shown this often, or for at most this many seconds.
+"""A side is shown the values that it should know this often, or for at most this many seconds.
 
 A side may keep only answers that are asked for often.
 """

@@ -186,7 +186,7 @@ class Reference:
         from .operations import decompositions
         from .rounding import Model, Rounding, SeesOutside, Structure
 
-        decompositions()  # its first call takes seconds, which are not the reference's
+        decompositions()  # its first call takes seconds that the reference does not cause
         structure, same, start = Structure(), True, time.monotonic()
         try:
             with SeesOutside(structure):

@@ -246,7 +246,7 @@ class Rounding(TorchDispatchMode):
         changed = mutated(func, args, kwargs) or tensors_of(out)
         for tensor in changed:
             if has_error(tensor):
-                if before and before[0].shape == tensor.shape:  # only what was added to is rounded
+                if before and before[0].shape == tensor.shape:  # only these elements are rounded
                     rest = tensor.clone()
                     noise.in_place(tensor, result_error)
                     tensor.copy_(torch.where(before[0] == rest, rest, tensor))

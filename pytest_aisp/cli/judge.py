@@ -21,7 +21,7 @@ Sizes = Annotated[
     typer.Option("--set", metavar="NAME=VALUE", help="another value for a constant of the problem"),
 ]
 CODES = {"accepted": 0, "problem_error": 2, "disturbed": 17}
-"""By reason, the exit code. It is 1 for all others, which are about the candidate."""
+"""The exit code of each reason. All other reasons are about the candidate and have exit code 1."""
 
 
 def judge(

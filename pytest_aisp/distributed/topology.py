@@ -19,7 +19,9 @@ from ..util.device import PCI, numa_node, query
 
 NVSWITCH = "NVSwitch"
 MAX_LINKS = 36
-"""The most links that NVML can report per GPU: NVML_NVLINK_MAX_LINKS, as of NVLink 6."""
+"""The maximum number of links that NVML can report per GPU: NVML_NVLINK_MAX_LINKS, as of NVLink
+6.
+"""
 # NVML has its own numbers for NVLink versions (nvmlNvlinkVersion_t): for example, an A100
 # reports 5. LINK_RATES are the bytes/s of one link in one direction. They follow from NVIDIA's data
 # sheets: for example, an H200 has 18 links of NVLink 4, which carry 900 GB/s in both directions

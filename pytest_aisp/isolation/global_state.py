@@ -298,8 +298,10 @@ _LASTING = "torch's modes", "torch's dispatch modes", "torch's module hooks"
 
 _before_imports: dict[str, object] = {}
 _changed_by_imports: dict[str, dict[str, object]] = {}
-"""The settings that changed when a page was imported, by this page and by each module that it
-imported first. A later page that uses such a module gets them too."""
+"""The settings that the import of a page changed: those changed by the page itself, and those
+changed by each module that no earlier page had imported. A later page that uses such a module gets
+them too.
+"""
 
 
 @contextmanager

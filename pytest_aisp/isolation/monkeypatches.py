@@ -35,7 +35,7 @@ cpu_now = time.process_time
 WATCHED = ("checking", "isolation", "judging", "results", "timing", "util", "worker")
 """The packages whose functions and methods are watched."""
 NOT_WATCHED = ("worker.__main__",)
-"""Modules that are not watched: a program."""
+"""Modules that are not watched, because they are programs."""
 TORCH = (
     *("cat", "empty", "empty_like", "equal", "full_like", "randint", "segment_reduce", "tensor"),
     *("where", "zeros_like", "linalg.vector_norm", "cuda.synchronize", "cuda.Event"),

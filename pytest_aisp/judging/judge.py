@@ -47,7 +47,7 @@ from .verdict import BY_ERROR, Refused, Verdict, refused_by, set_speedup
 T = TypeVar("T")
 
 LIMIT = {"graph": 1.25, "host": 1.5, "cpu": 1.5}
-"""By clock, the largest allowed ratio of the speedup and the one between separate processes.
+"""The largest allowed ratio, on each clock, of the speedup and the one between separate processes.
 
 The clock ``queue`` has no limit, because calls behind a blocking kernel cannot be timed from
 outside.

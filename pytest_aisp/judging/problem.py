@@ -38,9 +38,9 @@ Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 BASELINE, CANDIDATE = "baseline", "candidate"
 """The names of both sides in messages."""
 INIT_SEED = 0
-"""The seed of constructors. What they draw beside weights is the same for model and candidate."""
+"""The seed of constructors. Apart from the weights, model and candidate draw the same values."""
 KINDS = {"Model": "get_inputs", "baseline": "inputs", "reference": "inputs"}
-"""By what a problem may define to be compared with: the function that draws the inputs."""
+"""The function that draws the inputs, keyed by what a problem defines to compare with."""
 
 
 class Problem(Protocol):

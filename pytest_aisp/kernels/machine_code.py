@@ -30,7 +30,7 @@ ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_s
 """The operators that only allocate memory. They and views launch nothing."""
 QUERIES: tuple[str, ...] = ("is_available", "device_count", "mem_get_info", "get_device_properties")
 QUERIES += ("get_device_capability", "get_device_name")
-"""Functions of torch.cuda whose results on a fake GPU may be others than on the real one."""
+"""Functions of torch.cuda whose results on a fake GPU may differ from those on the real one."""
 MOST_LINES = 80
 """How many lines of a diff of SASS are shown."""
 

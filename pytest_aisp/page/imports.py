@@ -42,9 +42,9 @@ def used_files(page: Path, root: str, folders: Iterable[str]) -> dict[str, Path]
     Args:
         folders: the folders from which Python imports, relative to `root`.
 
-    These are all modules that the page imports, directly or indirectly, also when a function is
-    called, all files whose names are text constants of one of these modules, and the headers that
-    its CUDA files include. Names that the code puts together are not found.
+    These are three kinds of files: all modules that the page imports, directly or indirectly, even
+    inside functions; all files that a text constant in one of these modules names; and the headers
+    that its CUDA files include. Names that the code builds at run time are not found.
     """
     under = Path(root).resolve()
     bases = [under / folder for folder in folders]
@@ -161,7 +161,7 @@ def _may_be_a_file(text: str) -> bool:
 
 
 def _named(text: str, file: Path, root: Path, bases: Collection[Path]) -> Iterator[Path]:
-    """Yield the paths that the imports and text constants in `text`, of a module, may mean."""
+    """Yield the paths to which the imports and text constants in a module's `text` may refer."""
     imports, constants = _names_in(text)
     for level, name in imports:
         if not level and name.split(".")[0] == PLUGIN:

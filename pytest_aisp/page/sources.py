@@ -84,7 +84,7 @@ def source_files(sides: Iterable[object], page: Path, root: str) -> dict[str, st
     """Return the git blobs of the page and of every file under `root` that `sides` use.
 
     The keys are paths relative to `root`. Blobs survive rebases and squash merges, so a result that
-    names them can be measured again with the code of then.
+    names them can be measured again with the code of that time.
     """
     under = Path(root).resolve()
     names = {page.resolve()}

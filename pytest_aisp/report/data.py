@@ -34,7 +34,7 @@ MAX_CODE = 2_500_000
 MAX_BLOCKS, MIN_BLOCKS_SHOWN, MAX_BLOCKS_SHOWN = 24_000, 6, 40
 """The target number of blocks in a report, and the minimum and maximum number per process."""
 MIN_BARS, MAX_ALL_BARS = 40, 30_000
-"""The least number of a side's bars in a timeline, and the target number of a report."""
+"""The minimum number of a side's bars in a timeline, and the target number of bars in a report."""
 MAX_PROCESSES = 8
 """The maximum number of processes shown per case. If there are more, the first ones are shown."""
 FIELDS: tuple[str, ...] = ("id", "page", "chapter", "function", "baseline", "variant", "size")
@@ -261,7 +261,7 @@ def blocks_for(cases: int) -> int:
 
 
 def bars_for(cases: int) -> int:
-    """Return how many bars a side a report of `cases` cases shows in each timeline."""
+    """Return how many bars per side a report of `cases` cases shows in each timeline."""
     return max(MIN_BARS, min(MAX_BARS, MAX_ALL_BARS // max(2 * cases, 1)))
 
 

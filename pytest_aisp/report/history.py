@@ -14,7 +14,7 @@ from ..util.cli_result import CliError
 from .run import HistoryEntry, ReportRun
 
 MOST = 100
-"""The most entries of a case from a folder of histories: the latest ones."""
+"""The maximum number of entries of a case from a folder of histories. The latest ones are kept."""
 Past = dict[tuple[str, str], list[HistoryEntry]]
 """The entries by the case's id and product."""
 

@@ -24,19 +24,21 @@ LEAST, LEAST_BETWEEN = 2, 3
 """The least number of points on each side of a change: at an end of the series, and between two
 changes. Two spikes in a row are frequent enough in the middle to look like two changes."""
 CLIP = 3.6
-"""The most standard deviations by which one value counts."""
+"""The maximum number of standard deviations by which one value counts."""
 CANDIDATE = 3.5
 """The distance of two levels, in standard errors of white noise, that makes a candidate."""
 FOUND = 4.8
 """The distance that makes a change. It is large because every position is tried."""
 KNOWN = 0.001
-"""The probability of a false change at all the positions together at which something changed."""
+"""The total probability of a false change at the positions where something is known to have
+changed.
+"""
 MOVED = 12.0
 """How much better another position must fit, in chi-square, if something changed at this one."""
 SHORTEST = 8
 """The shortest part of a stretch that is searched separately."""
 SHORT = 1e9
-"""What a change with too few points on a side lacks. So it is removed before all others."""
+"""The penalty for a change with too few points on a side. It is removed before all others."""
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,8 @@ class Metric:
         margin, slack: the allowed loss against a stored amount without noise: the share `margin`
             of it, plus the amount `slack`.
         rises: True if a larger amount is better.
-        one_session: the least share that is allowed if the stored amount is of one session. With S
-            sessions, it is divided by S.
+        one_session: the least share that is allowed if the stored amount comes from one session.
+            With S sessions, it is divided by S.
     """
 
     what: str

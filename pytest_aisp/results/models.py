@@ -28,7 +28,7 @@ COMPARED_BY_HOST = ("cpu", "governor")
 """Additional facts compared on `HOST_CLOCKS`, because the host's speed affects these clocks."""
 HOST_CLOCKS = ("host", "cpu", "process")
 SIMULATED = "simulated-"
-"""How the product of a timer that is not the plugin's own begins. No real product begins so."""
+"""The prefix of the product of a timer that is not the plugin's own. No real product has it."""
 COMPARED_BY_RANKS = ("nccl", "links")
 """Additional facts compared for cases on several GPUs."""
 

@@ -19,8 +19,9 @@ WAITS, FEWER_TIMES = 0.5, 2.0
 """A baseline waits if it computes for less than this share of its time, and for less than the other
 side's share by this factor."""
 UNUSED, USED = 0.01, 0.5
-"""A baseline hardly uses the machine if it reaches less than the first share of a limit, of which
-the other side reaches the second."""
+"""A baseline hardly uses the machine if it reaches less than the first share of a limit, while the
+other side reaches at least the second.
+"""
 
 
 def graph_notes(names: Sequence[str], details: Mapping[str, Json]) -> list[str]:

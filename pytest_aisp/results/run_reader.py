@@ -231,7 +231,7 @@ _AGAIN = "Measure again:\n    pytest --aisp-artifacts=DIR"
 
 FOLDER = "samples"
 LONGEST = 100
-"""The most characters of a case id in a file name. File systems allow 255 bytes per name."""
+"""The maximum length of a case id in a file name. File systems allow 255 bytes per name."""
 OURS = re.compile(r"\d{4,}-[A-Za-z0-9.=,_-]+\.json")
 UNWRITTEN = "its samples could not be written"
 

@@ -37,12 +37,12 @@ RECORD_SPREADS = 10.0
 SESSION_SHIFTS = 5.0
 """A detectable loss is the margin plus this many session spreads, as all votes share a session."""
 UNKNOWN_SESSION = {"graph": 0.010, "queue": 0.020, "host": 0.10, "cpu": 0.05, "process": 0.05}
-"""By clock, the spread between sessions that is assumed until sessions are recorded (spread.md)."""
+"""The spread between sessions on each clock, assumed until sessions are recorded (spread.md)."""
 
 DEFAULT_SPREAD = {"graph": 0.0025, "queue": 0.005, "host": 0.030, "cpu": 0.030, "process": 0.030}
-"""By clock, the spread of one process's value, assumed until this product has its own."""
+"""The spread of one process's value on each clock, assumed until this product has its own."""
 NEUTRAL_FLOOR = {"graph": 0.02, "queue": 0.03, "host": 0.05, "cpu": 0.10, "process": 0.10}
-"""By clock, the smallest margin for `neutral` claims and for stored results."""
+"""The smallest margin on each clock for `neutral` claims and for stored results."""
 
 INVALID_RUN = 17
 """Exit code if the environment moved, the canary failed, or a case was disturbed."""

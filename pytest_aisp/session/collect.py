@@ -191,7 +191,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if (file := config.getoption("aisp_catalog")) is None:
         return
-    config.option.aisp_artifacts = None  # if addopts sets it, the run there must survive
+    config.option.aisp_artifacts = None  # if addopts sets this option, the run there must not fail
     pages = [str(path) for path in config.getini("aisp_pages") if path.exists()]
     if pages and config.args_source is not pytest.Config.ArgsSource.ARGS:
         config.args = pages

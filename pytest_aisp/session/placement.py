@@ -36,7 +36,7 @@ def kernels_of(run: RunContext, case: Case) -> Kernels:
 
 @dataclass(frozen=True)
 class Placement:
-    """The decision where and how a case runs.
+    """Where and how a case runs.
 
     Attributes:
         kind: ``time``, ``check``, ``compile`` or ``skip``.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def record(case: CaseRun, timing: Timing) -> None:
     """Measure the case in all recording processes, and prepare its result for the recorder.
 
-    The values of votes are stored too, so that a value that they refuted is not stored alone.
+    The values of votes are stored too. Otherwise only the value that they refuted would be stored.
     """
     count = 1 if timing.clock == "process" else case.run.settings.processes
     results = list(case.client.timings)

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from .measurement import Timing
 
 LIMIT = {"graph": 1.25, "host": 1.5, "cpu": 1.5}
-"""By clock, the largest allowed ratio between the sandbox's time and the time for the verdict.
+"""The largest allowed ratio, on each clock, of the sandbox's time and the time for the verdict.
 
 The clock ``queue`` has no limit, because calls behind a blocking kernel cannot be timed from
 outside.
@@ -52,7 +52,7 @@ ATTEMPTS = 3
 SEED = 0
 """The seed of profiled values is not secret, because the task is written next to the report."""
 LONGEST = 120
-"""The most characters in a folder's name. File systems allow 255 bytes."""
+"""The maximum length of a folder's name. File systems allow 255 bytes."""
 
 
 def run_sandboxed(client: CaseClient, timing: Timing | None) -> None:

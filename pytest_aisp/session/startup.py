@@ -165,7 +165,7 @@ class _Gather:
 
     def __init__(self, recorder: Recorder, run: RunContext) -> None:
         self._recorder, self._run = recorder, run
-        self._judged: dict[object, list[str]] = {}  # by xdist worker: its cases' keys
+        self._judged: dict[object, list[str]] = {}  # the keys of each xdist worker's cases
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: XdistNode) -> None:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from .run_context import RunContext
 
 NAMED = 5
-"""The most cases or sizes that a line lists."""
+"""The maximum number of cases or sizes that a line lists."""
 CHECK_ONLY = "--aisp-check"
 """The reason why no case of a check run is timed."""
 COLUMNS: tuple[str, ...] = (

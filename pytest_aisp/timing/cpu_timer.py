@@ -29,8 +29,8 @@ MALLOC_PARAMETERS = {
     -4: 65536,  # M_MMAP_MAX
     -6: 0,  # M_PERTURB
 }
-"""The values of malloc by the number of the parameter: those that glibc itself reaches in a process
-that has freed a block of 32 MiB or more.
+"""The values of malloc's parameters, keyed by their number. glibc itself reaches these values in a
+process that has freed a block of 32 MiB or more.
 """
 
 

@@ -256,7 +256,7 @@ class CudaPairTimer:
     def profile(self, seconds: Sequence[float]) -> dict[str, KernelProfile]:
         """Profile both sides. Refuse a side whose kernels run longer than its `seconds` per call.
 
-        This runs the sides again. On the graph clock, it must be so in a replay, too. No side is
+        This runs the sides again. On the graph clock, a replay must show the same. No side is
         refused on the host's clock, which waits for all work anyway, or with several ranks, where
         kernels may wait until the profilers of other ranks have started.
         """

@@ -1,8 +1,8 @@
 """Rates of GPUs that nobody here has, from NVIDIA's data sheets.
 
-A prediction from a data sheet is no measurement. It assumes that each rate reaches the share of its
-data sheet that the same rate reaches on the H200, whose rates are measured. Fixed times, such as
-that of a launch, are assumed to be those of the H200.
+A prediction from a data sheet is no measurement. It assumes that each rate reaches the same share
+of its data-sheet value as on the H200, whose rates are measured. Fixed times, such as that of a
+launch, are assumed to be those of the H200.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ nvidia-gb300           sm103  8      2500    5000  -     1250   -     1800    - 
 nvidia-gb10            sm121  0.273  -       -     -     -      -     -       -     -
 """
 # TB/s of DRAM, dense TFLOP/s or TOP/s by type (`half`: bf16 and fp16), GB/s in both directions of
-# NVLink and PCIe, and MB of L2. Data sheets that give rates with sparsity were halved. What is
-# missing is not in the document, or is there only for a whole rack.
+# NVLink and PCIe, and MB of L2. Data sheets that give rates with sparsity were halved. A value is
+# missing if the document lacks it, or has it only for a whole rack.
 _SOURCES = {
     "nvidia-h200": "NVIDIA H200 Tensor Core GPU data sheet (SXM) and H100 white paper",
     "nvidia-h100-80gb-hbm3": "NVIDIA H100 Tensor Core GPU data sheet (SXM) and white paper",

@@ -24,9 +24,10 @@ LINES, LINE = 16384, 32
 STEPS = 1024
 """Number of lines that one reading loads, 128 KiB in total."""
 COLD_RATIO, COLD_SHARE = 1.25, 0.85
-"""A load after a flush must take this many times as long as one from the L2 (usually 2), or nothing
-can be said. A round of calls must add at least this share of what a flush adds: reading 24 MiB on
-an H200 again and again adds 0.62 of it, and reading 256 MiB adds 0.99.
+"""A load after a flush must take at least this many times as long as one from the L2 (usually 2).
+Otherwise the check says nothing. A round of calls must add at least this share of the latency that
+a flush adds. On an H200, reading 24 MiB again and again adds 0.62 of it, and reading 256 MiB adds
+0.99.
 """
 ATTEMPTS = 3
 

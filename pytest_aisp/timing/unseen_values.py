@@ -3,8 +3,8 @@
 A window of the CPU's clock runs each call on its own slot. Immediately before the window, values
 that another process draws from a secret seed are written to these slots. No code of a side runs
 between this write and the start of the clock. So no answer can be computed in advance, and none can
-be remembered. One call before the write, on earlier values, is not timed: it leaves memory for
-outputs that needs no new pages.
+be remembered. One call on earlier values comes before the write. It is not timed. It leaves memory
+for the outputs that needs no new pages.
 
 After the window, randomly chosen calls are kept, with their inputs and outputs.
 """
@@ -35,19 +35,21 @@ The limit is in bytes and not in seconds, so that every run measures the same th
 on values that were just written may take several times as long as one on values in the caches.
 """
 MOST_SLOTS = 128
-"""Most slots, and so most calls in a window."""
+"""The maximum number of slots, and so of calls in a window."""
 SLOT_BYTES = 64 << 20
-"""Most bytes of all slots and their outputs."""
+"""The maximum number of bytes of all slots and their outputs."""
 DRAW_SECONDS, MOST_DRAW_SECONDS = 0.01, 0.1
-"""Longest time to draw the values of one window, and the same for short calls."""
+"""The maximum seconds to draw the values of one window, and the maximum if the calls are short."""
 SLOWEST_DRAW = 0.5
 """If it takes longer to draw one value set, windows repeat their values."""
 SHORT_WINDOW = 1e-3
-"""Seconds that the calls of a window take if drawing is slow."""
+"""The seconds that the calls of a window take in total if drawing is slow."""
 SEVERAL = 32
 """Value sets that are drawn together to find out how long one takes."""
 KEPT_CALLS, KEPT_BYTES, KEPT_OF_WINDOW = 512, 128 << 20, 32
-"""Most calls of each side that are kept, most bytes of all, and most calls of one window."""
+"""The maximum number of kept calls of each side, of their bytes, and of kept calls of one
+window.
+"""
 
 
 class ValueSource(Protocol):

@@ -35,8 +35,9 @@ each of them.
 
 
 COMPARED_CALLS, COMPARE_SECONDS = 2, 0.15
-"""On the CPU's clock, calls of each side that are compared like those of a check, and the seconds
-that are spent to find more calls that are wrong."""
+"""On the CPU's clock: the number of calls of each side that are compared as in a check, and the
+seconds spent searching for more wrong calls.
+"""
 SHARE = 0.05
 """A call is compared again if more than this share of an output is wrong."""
 
@@ -91,8 +92,8 @@ class OutputVerifier:
     def verify_calls(self, timer: TimedSides, unseen: UnseenValues) -> None:
         """Compare the outputs of timed calls that were chosen at random.
 
-        A few are compared like those of a check. For the others, the reference runs without error
-        bounds, and only calls of which a large part is wrong are compared like that, too.
+        A few are compared as in a check. For the others, the reference runs without error bounds.
+        If a large part of a call's output is wrong, that call is also compared as in a check.
         """
         if not enabled("timed-outputs"):
             return

@@ -1,7 +1,8 @@
 """The cases that a change can touch.
 
-A page has changed if a file that it may use has. Its syntax shows which of its cases that is: a
-function that only one variant uses changes nothing for the others. In doubt, it is all of them.
+A page has changed if a file that it may use has. The page's syntax shows which of its cases are
+affected: a function that only one variant uses changes nothing for the others. If in doubt, all
+cases are affected.
 """
 
 from __future__ import annotations

@@ -151,7 +151,7 @@ def _sources(before: Stored, key: str, run: Recording) -> list[Result]:
 def _other_than_recorded(
     result: Result, sources: Sequence[Result], runs: Sequence[Recording]
 ) -> list[str]:
-    """Return the fields of `result` that no result in `sources` has like this."""
+    """Return the fields of `result` whose values no result in `sources` has."""
     wrong = [
         name
         for name in (*FIELDS, "sources", "choices")

@@ -191,7 +191,7 @@ def page_names(root: Path, page: str, commits: Sequence[Commit]) -> dict[str, st
     """Return the path of a page below `root` at each of `commits`, by the hash of the commit.
 
     Args:
-        page: its path at the last commit. It follows renames by the commits before.
+        page: its path at the last commit. It follows renames back through earlier commits.
     """
     command = ["-c", "core.quotePath=off", "log", "--first-parent", "-m", "--find-renames"]
     command += ["--diff-filter=R", "--relative", "--name-status", "--format=%x00%H"]

@@ -20,14 +20,16 @@ TITLE = "Performance gate"
 MARKER = "<!-- aisp gate -->"
 """The first line. A CI finds its own comment by it, and replaces that comment."""
 LIMIT = 60_000
-"""The most characters. GitHub refuses more than 65,536, and a CI adds a link to the plot."""
+"""The maximum number of characters. GitHub refuses more than 65,536, and a CI adds a link to the
+plot.
+"""
 LONGEST, LONGEST_COMMAND = 300, 600
-"""The most characters of a text and of a command in a cell."""
+"""The maximum length of a text and of a command in a cell."""
 RUN_HEADS = ("run", "products", "cases", "verdict")
 CASE_HEADS = ("product", "case", "speedup over stored [99 %]", "verdict", "cause", "why", "repeat")
 
 PLOTTED = 40
-"""The most cases in the plot."""
+"""The maximum number of cases in the plot."""
 WIDTH, LEFT, RIGHT, TOP, STEP = 1000, 460, 980, 72, 20
 FARTHEST = math.log(2)
 """The largest change that the plot shows. An interval that goes beyond it is cut off."""

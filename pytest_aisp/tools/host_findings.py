@@ -53,7 +53,9 @@ SECONDS, READINGS = 1.0, 5
 CHAINS = 50
 """The number of chains of kernels that look for time slices, 5 ms each."""
 CROWDED = 0.5
-"""From this share of the cores on, other processes harm. Below, there are free cores."""
+"""Other processes harm measurements if they use at least this share of the cores. Below it, some
+cores are free.
+"""
 WAIT = "find and end it, or use another GPU: nvidia-smi"
 
 

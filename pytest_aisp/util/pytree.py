@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 Tree = TypeVar("Tree")
 PIECE = 1 << 23
-"""Most elements of a piece of a large tensor. In float64 this is 64 MiB."""
+"""The maximum number of elements in a piece of a large tensor. In float64 this is 64 MiB."""
 
 
 class TreeError(PageError):

@@ -21,9 +21,9 @@ COMPILE = "torch.compile"
 def changed_sides(context: TaskContext) -> ChangedResult:
     """Return which sides have changed, or why the old page cannot be compared.
 
-    A side has changed if its digest differs. Both sides count as changed if anything else differs
-    that they may use: another file, or code of the page that is neither a test, nor another side,
-    nor makes inputs or references.
+    A side has changed if its digest differs. Both sides count as changed if anything else that they
+    may use differs: another file, or page code other than tests, other sides, and functions that
+    make inputs or references.
 
     An old page cannot be compared if it needs files of the current tree, or if an old side would
     import such files when it is called.
@@ -81,13 +81,13 @@ def _machine_code(context: TaskContext) -> ChangedResult:
 
 
 def _why_timed(context: TaskContext, rest: _Rest, now: Side, then: Side, *, differs: bool) -> str:
-    """Return why a side must be timed whose versions differ in kernel sources alone.
+    """Return why a side must be timed although its versions differ only in kernel sources.
 
     The text is empty if both versions launch the same code with the same arguments.
 
     Args:
-        differs: whether a kernel differs that the side names. If not, its calls of libraries are as
-            they were, because nothing differs that calls them.
+        differs: whether a kernel that the side names differs. If not, its library calls are
+            unchanged, because the code that makes them is unchanged.
     """
     task, past = context.task, context.past
     assert past is not None

@@ -161,7 +161,7 @@ def _is_under(path: str, root: str) -> bool:
 DeclaredSide: TypeAlias = tuple[Side, Precision | None]
 """A side and the lower precision that it declares."""
 MAX_CHECK_SIZES = 3
-"""How many of a page's check sizes are checked, at most, before a case is timed."""
+"""The maximum number of a page's check sizes that are checked before a case is timed."""
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,7 @@ class TaskContext:
         return {name: old for name, _, old in sides}[role]
 
     def both_sides(self, pair: Pair, old: Pair) -> Iterator[tuple[str, Side, Side]]:
-        """Yield role, current side and old side of each side that existed then."""
+        """Yield the role, the current side and the old side of each side that existed then."""
         yield "baseline", pair.baseline, old.baseline
         name = self.task.variant
         if name in [variant.name for variant in old.variants]:

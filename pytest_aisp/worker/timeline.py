@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 FILE = "timeline.json"
 MAX_BARS, MAX_LANES, MAX_NAME = 200, 16, 120
-"""The most bars and streams that are kept of a side, and the most characters of a name."""
+"""The maximum numbers of bars and streams per side, and of characters in a name."""
 MAX_BYTES = 200_000
 """The largest file that is read. A file of the most bars with the longest names is smaller."""
 
@@ -68,7 +68,7 @@ class Timeline(Struct):
 
     @classmethod
     def read(cls, folder: Path, most: int = MAX_BARS) -> Timeline | None:
-        """Return the timeline in `folder`, with at most `most` bars a side.
+        """Return the timeline in `folder`, with at most `most` bars per side.
 
         Returns: None if there is none, if it is malformed, or if it is not `interesting`.
         """

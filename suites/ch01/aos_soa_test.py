@@ -6,7 +6,8 @@ Optimized  struct_of_arrays: the values of one field lie side by side. Operation
            same. Only the strides differ.
 Bound      DRAM. It moves sectors of 32 bytes, and a particle is exactly one, so reading 2 of its 8
            fields reads all of them. torch loads neighboring values as vectors and strided ones one
-           by one. That is no second cause, because array_of_structs already reads at DRAM's rate.
+           by one. This is not a second cause, because array_of_structs already reads at the DRAM
+           rate.
 Use when   A kernel reads a few fields of many records. If it reads nearly all of them, there is
            little to gain: moving along all three axes reads 6 of 8. Store the fields apart from
            the start, because a conversion moves more bytes than one such kernel saves.

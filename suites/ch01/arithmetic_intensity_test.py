@@ -15,7 +15,7 @@ Seen       three_passes takes longer than its bytes predict. It keeps too few by
            unrolled and vectorized move the same bytes with 16 bytes per thread and array, and both
            take the predicted time. fused also has one load per array, but of three arrays, and is
            closer to its prediction than three_passes. unrolled and vectorized also start a quarter
-           of the blocks. How much of the gain comes from that was not measured.
+           of the blocks. We did not measure how much of the gain comes from that.
 Use when   Several kernels in a row pass large arrays through DRAM: fuse them first. Give each
            thread more loads when a kernel that only moves data is below the copy rate. Neither
            helps a kernel that the arithmetic limits.

@@ -9,8 +9,8 @@ Optimized  tf32: fp32 with TF32 switched on. Tensor cores round the operands to 
            the result back to fp32.
 Bound      Matrix products: CUDA cores on fp32, tensor cores on the variants. The bytes of GELU and
            of the casts come on top.
-Seen       On an H200, fp32 takes longer than predicted, and the variants do not. The rate `fp32` is
-           that of multiply-adds without loads, which products do not reach
+Seen       On an H200, fp32 takes longer than predicted, and the variants do not. The rate `fp32`
+           was measured with multiply-adds without loads. Products do not reach it
            (`../ch11/chunk_count_test.py`).
 Use when   Training or inference spends its time in fp32 products. TF32 changes one flag and no
            tensor. bf16 is faster when 8 significant bits are enough, and weights stored in bf16

@@ -11,7 +11,7 @@ Seen       captured takes longer than its cost predicts. The cost counts the sta
            kernels, and bytes and FLOPs at the rates of a full GPU. But products of 16 rows leave
            most SMs idle. The kernels were not timed one by one.
            The speedup varies between processes more than on other pages, and its values form two
-           groups. This is not explained.
+           groups. We cannot explain this.
 Use when   The same shapes repeat, the host cannot launch as fast as the GPU runs, and nothing in
            between needs the host. Do not capture work that waits for the GPU or changes shape.
 """

@@ -10,10 +10,10 @@ Optimized  padded: rows are scattered into (groups, longest, k), multiplied by o
            grouped: `grouped_mm` reads the ends of the groups on the GPU. It pads nothing.
 Bound      The host limits looped and padded. DRAM is the floor of grouped, which reads all weights.
 Seen       padded takes somewhat longer than predicted. The stored time is a mean of two sessions,
-           of which the later one is close to the prediction. This is not explained.
-           grouped takes longer than its bytes predict. Neither the time of its kernel nor the
-           host's time for the call was measured alone, so this is not explained. Its speedup over
-           looped differs between processes by up to half, which is not explained either.
+           of which the later one is close to the prediction. We cannot explain this. grouped takes
+           longer than its bytes predict. We measured neither the time of its kernel nor the host's
+           time for the call alone, so we cannot explain this. Its speedup over looped differs
+           between processes by up to half, which is not explained either.
 Use when   Groups differ in size and there are many of them. Pad when no grouped kernel supports the
            data type. A few large groups can stay in a loop.
 """

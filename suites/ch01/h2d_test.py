@@ -5,14 +5,14 @@ Baseline   pageable: ordinary memory. The GPU cannot read it. The driver first c
            the CPU, piece by piece, into pinned memory of its own.
 Optimized  pinned: pageable with the values in pinned memory, which the copy engine reads directly.
            asynchronous: pinned with `non_blocking=True`, so the host does not wait for the copy.
-           Compared with pinned it gains nothing here, because the copy is waited for at the end. It
-           pays when something else runs meanwhile, as in `double_buffering_test.py`.
+           Compared with pinned it gains nothing here, because the host waits for the copy at the
+           end. It pays off when something else runs meanwhile, as in `double_buffering_test.py`.
 Bound      PCIe on pinned and asynchronous. The driver's copy on the CPU limits pageable.
 Seen       pageable takes several times as long as predicted. Its cost counts the bytes on the link.
            It cannot count the driver's copy on the CPU, because no such rate is measured.
-Use when   Data can be read or created in pinned memory. Filling it is not timed here, as filling
-           the pageable memory is not. Copying from pageable into pinned memory first is one more
-           copy on the CPU, which no side of this page times.
+Use when   Data can be read or created in pinned memory. Filling it is not timed here. Filling the
+           pageable memory is not timed either. Copying from pageable into pinned memory first is
+           one more copy on the CPU, which no side of this page times.
 """
 
 import torch

@@ -12,7 +12,7 @@ Bound      The host on every side. It launches three small kernels per batch, an
 Seen       every_step takes longer than predicted. The rate of a wait is measured while the GPU is
            idle. Here each wait includes the rest of the batch's kernels, whose times were not
            measured. The host's time also differed much between the two stored sessions, whose mean
-           is shown. The difference between the sessions is not explained.
+           is shown. We cannot explain the difference between the sessions.
 Use when   A loop of small kernels reads a value in every step. When each step takes milliseconds on
            the GPU, a wait costs little. When the next step depends on the value, keep the wait.
 """

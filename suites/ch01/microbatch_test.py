@@ -10,10 +10,10 @@ Bound      fp32 arithmetic on fused. accumulated does the same FLOPs and also mo
            more times.
 Seen       accumulated takes much longer than predicted. Its bytes are counted, so its products of
            32 rows run below half of the fp32 rate. A result of 32 x 4096 has only 32 tiles of 32 x
-           128 for 132 SMs, so most of them are probably idle. Which kernels cuBLAS uses was not
-           recorded. fused takes a third longer than predicted. The rate of fp32 is that of
-           multiply-adds alone, which `torch.matmul` does not reach in matmul of chapter 7 either.
-           That is about half of the gap.
+           128 for 132 SMs, so most of them are probably idle. We did not record which kernels
+           cuBLAS uses. fused takes a third longer than predicted. The rate of fp32 was measured
+           with multiply-adds alone. In matmul of chapter 7, `torch.matmul` does not reach it
+           either. That is about half of the gap.
 Use when   The batch fits in memory: do not split it. Micro-batches are for batches whose
            activations do not fit. Then make each as large as fits.
 """

@@ -8,8 +8,8 @@ Optimized  foreach: looped with each of the 8 operations on lists of tensors, in
 Bound      The host on every side: launches on looped, Python on the others. The data are small.
 Seen       foreach and fused take longer than predicted. The cost counts calls of torch, but not the
            Python loops of `torch.optim` over the parameters. These loops explain the difference. A
-           check on a CPU used parameters of one element, and functions that do nothing in place of
-           the update's kernels (except the square roots of foreach). There, fused takes as long as
+           check on a CPU used parameters of one element. It replaced the update's kernels (except
+           the square roots of foreach) by functions that do nothing. There, fused takes as long as
            140 to 220 calls of `Tensor.view`, and foreach as long as 500. At the rate of
            `host_step`, these calls plus the launches take about the stored times.
 Use when   A model has many small parameters. Compare fused with foreach, which you already use

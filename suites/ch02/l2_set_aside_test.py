@@ -4,13 +4,13 @@ Problem    out[i] = x[i] . table[index[i]] on `rows` rows of 128 floats. 1 GiB o
            the L2. The rows of the table are read many times each, in random order.
 Baseline   normal: all lines in the L2 have the same priority, so x evicts rows of the table before
            they are read again.
-Optimized  set_aside: of normal. The process sets as much of the L2 aside for persisting accesses as
-           the GPU allows (`CU_LIMIT_PERSISTING_L2_CACHE_SIZE`). An access policy window on the
-           stream makes all accesses to the table persisting. Both are set once, before the first
-           timed call. The kernel is the same.
-           The limit holds for the whole process, so each sample is a fresh process. All calls of a
-           process use the same table, as they would in an application. So set_aside may find the
-           table in the L2 from the call before. Its cost counts one read of the table per call.
+Optimized  set_aside: changes normal. The process sets as much of the L2 aside for persisting
+           accesses as the GPU allows (`CU_LIMIT_PERSISTING_L2_CACHE_SIZE`). An access policy window
+           on the stream makes all accesses to the table persisting. Both are set once, before the
+           first timed call. The kernel is the same. The limit holds for the whole process, so each
+           sample is a fresh process. All calls of a process use the same table, as they would in an
+           application. So set_aside may find the table in the L2 from the call before. Its cost
+           counts one read of the table per call.
 Bound      DRAM. If the table stays in the L2, only x, the index and the results move. On normal,
            a row stays in the L2 until newer rows have filled it. Some rows of the table are read
            again later than that, and these reads go to DRAM. A larger table has more of them.

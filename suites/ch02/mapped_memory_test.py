@@ -4,11 +4,11 @@ Problem    Bring `reads` rows of 256 bytes to the GPU, in the order of an index.
            `rows` rows, and the index may name a row more than once. Table and index are in pinned
            host memory. `reads` is the key of the curve.
 Baseline   copied: copy the whole table to the GPU, and select the rows there.
-Optimized  mapped: of copied. The table is not copied. The kernel that selects the rows gets the
-           host's address of the table. Pinned memory is mapped into the GPU's address space, so
+Optimized  mapped: changes copied. The table is not copied. The kernel that selects the rows gets
+           the host's address of the table. Pinned memory is mapped into the GPU's address space, so
            each load of a row crosses PCIe.
-           gathered: of copied. The CPU selects the rows with all threads of torch into a pinned
-           buffer, and only this buffer is copied.
+           gathered: changes copied. The CPU selects the rows with all threads of torch into a
+           pinned buffer, and only this buffer is copied.
 Bound      PCIe. copied moves the whole table for any index. mapped moves 256 bytes for each read,
            and a row that is read twice may cross twice. So mapped should win with fewer reads than
            rows, and copied with more. gathered moves as many bytes as mapped, but the CPU selects

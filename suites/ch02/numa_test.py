@@ -5,8 +5,9 @@ Problem    Move n fp32 values from the GPU to pinned host memory and back, as wh
            with two NUMA nodes. On others it is skipped, and the skip says why.
 Baseline   far: the host memory is on another node than the GPU, usually another socket. A process
            that is not bound may get this. It depends on the core on which its thread pins memory.
-Optimized  near: of far. The host memory is on the GPU's node.
-           unbound: of far. Pinned memory as torch allocates it, on a node that nobody has chosen.
+Optimized  near: changes far. The host memory is on the GPU's node.
+           unbound: changes far. Pinned memory as torch allocates it, on a node that nobody has
+           chosen.
 Bound      PCIe on near. On far, each byte also crosses the link between the sockets. If that link
            is faster than PCIe and idle, near gains nothing. So near only claims not to be slower.
            The costs know only PCIe and predict no gain.

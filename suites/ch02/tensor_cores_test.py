@@ -6,8 +6,8 @@ Baseline   fp32: TF32 is switched off, so the product runs on the CUDA cores. Op
            significant bits.
 Optimized  tf32: fp32 with TF32 switched on. Tensor cores read the same tensors, but use only 11
            significant bits of each operand.
-           bf16: of fp32. Operands are cast to bf16 (8 significant bits), and the result is cast
-           back. The time includes the three casts.
+           bf16: changes fp32. Operands are cast to bf16 (8 significant bits), and the result is
+           cast back. The time includes the three casts.
            fp16: bf16 with fp16 in place of bf16. It has the 11 significant bits of TF32, but values
            above 65504 overflow.
            The error depends on the bits. In a simulation with random operands, the rms error of an

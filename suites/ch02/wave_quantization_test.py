@@ -5,13 +5,13 @@ Problem    For each of 1024 * blocks vectors of 4 floats, find the squared dista
            the key of the curve, whose points are chosen for the 132 SMs of an H200.
 Baseline   whole: blocks of 256 threads, 4 vectors per thread. So a block has 1024 vectors, and a
            codeword that is loaded from shared memory is used four times.
-Optimized  halves: of whole. The same kernel with blocks of 128 threads, so twice as many blocks.
-           quarters: of halves. Blocks of 64 threads, so four times as many blocks as whole.
-           split: of whole. Four blocks share the 1024 vectors of a block. Each compares them with a
-           quarter of the codewords. An atomic minimum combines the four results, and before that,
-           another kernel sets the results to infinity.
-           No library has this search as one call. With torch it is a product and a minimum, which
-           writes and reads all distances.
+Optimized  halves: changes whole. The same kernel with blocks of 128 threads, so twice as many
+           blocks.
+           quarters: changes halves. Blocks of 64 threads, so four times as many blocks as whole.
+           split: changes whole. Four blocks share the 1024 vectors of a block. Each compares them
+           with a quarter of the codewords. An atomic minimum combines the four results, and before
+           that, another kernel sets the results to infinity. No library has this search as one
+           call. With torch it is a product and a minimum, which writes and reads all distances.
 Bound      Instruction issue. An SM has four schedulers, and each warp belongs to one of them. A
            block of whole gives each scheduler two warps, which keep it nearly busy. So two blocks
            on one SM take twice as long as one. The scheduler with the most warps sets the time.

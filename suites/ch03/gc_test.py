@@ -9,9 +9,9 @@ Optimized  frozen: collected with `gc.freeze()` before the loop. Collections the
            that exist at that time. `gc.unfreeze()` at the end gives them back.
            disabled: collected with `gc.disable()` during the loop, so there is no collection. On
            frozen, the loop's own objects are still visited.
-Bound      The host: the interpreter's loop. What a collection costs grows with the objects that
-           it visits, and a full one starts when the new objects are a quarter of the old ones. So
-           more old objects make collections rarer and longer.
+Bound      The host: the interpreter's loop. The cost of a collection grows with the number of
+           objects that it visits. A full collection starts when the new objects are a quarter of
+           the old ones. So more old objects make collections rarer and longer.
 Use when   A loop makes many Python objects in a process that has millions, or a pause of one step
            holds up other ranks. Call `gc.freeze()` once, after everything is loaded. With
            collections disabled, reference cycles are never freed, so call `gc.collect()` at a time

@@ -6,17 +6,17 @@ Baseline   per_tensor: one all-reduce per gradient, on a copy of it. A call must
 Optimized  bucketed: the gradients are concatenated, reduced in one all-reduce, and split into
            views.
            coalesced: per_tensor, but NCCL gets all the all-reduces as one group.
-Bound      The host, so the page is timed as called, as a training step calls it. per_tensor waits
-           for `count` calls and handshakes. bucketed moves the same bytes in one. NVLink multicast
-           was off (README). It would hardly matter, because the host is the limit. Half of the
-           launches of per_tensor, and nearly all of those of coalesced, are copies. So bucketed
-           gains less over them in training than here.
+Bound      The host, so the page times ordinary calls without a CUDA graph, as in a training step.
+           per_tensor waits for `count` calls and handshakes. bucketed moves the same bytes in one.
+           NVLink multicast was off (README). It would hardly matter, because the host is the limit.
+           Half of the launches of per_tensor, and nearly all of those of coalesced, are copies. So
+           bucketed gains less over them in training than here.
 Seen       Every side takes longer than predicted. A call of `all_reduce` takes the host longer than
            a launch, and no rate for it is stored. per_tensor and coalesced differ only in how the
            all-reduces are called, and the difference of their stored times is several launches per
-           all-reduce. The rest of coalesced and bucketed is not explained. A CUDA graph does not
+           all-reduce. We cannot explain the rest of coalesced and bucketed. A CUDA graph does not
            settle the question: an all-reduce of this size took several times longer in a graph of
-           many than in a graph of few. That is not explained either.
+           many than in a graph of few. We cannot explain that either.
 Use when   There are many gradients of less than a few MB. DDP and FSDP bucket gradients for you.
            Large gradients gain nothing: the copy into the bucket then costs more than the calls.
 """

@@ -19,7 +19,8 @@ Seen       All sides take as long as predicted. Most of the gain of sent comes f
            staged made that copy on a stream of its own, while the next layer is computed, the costs
            predict that it would take about a fifth longer than sent. That side was not measured.
 Use when   Prefill and decode run on different GPUs. Overlap each layer's message with the next
-           layer, whichever way it takes. If the GPUs reach each other, send it over NVLink.
+           layer, whatever path the message takes. If the GPUs reach each other, send it over
+           NVLink.
 """
 
 import torch

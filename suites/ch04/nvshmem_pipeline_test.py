@@ -11,9 +11,9 @@ Optimized  whole: the first stage computes everything and sends it as one messag
            stream waits for the signal. An all-reduce of a flag ends each call.
 Bound      The host. A product and a message of this size take the GPU a few microseconds, less than
            the host needs to start them. exchanged and signalled make several calls from Python per
-           micro-batch. whole makes one call to send everything. All sides are timed as called,
-           because the CUDA graph of signalled never finished its replay. NVLink multicast was off
-           (README). A put to one GPU does not use it.
+           micro-batch. whole makes one call to send everything. All sides are timed as ordinary
+           calls, because the replay of signalled's CUDA graph never finished. NVLink multicast was
+           off (README). A put to one GPU does not use it.
 Seen       Every side takes several times as long as predicted. The prediction counts launches and
            views. A call of `isend` or of a put takes the host longer than a launch, and no rate for
            it is stored. whole makes only one such call, so its products also cost the host more

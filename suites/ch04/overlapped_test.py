@@ -22,8 +22,8 @@ Seen       Every side takes longer than predicted. The prediction uses the rate 
            down. In the README's table of copied, only part of the sums is hidden, and the products
            take longer beside the sums than alone. Neither a high priority nor fewer NCCL channels
            helped. The stored times are of CUDA graphs, except those of ddp, which cannot be
-           captured. As called, copied is slower than after_backward, because the host makes several
-           calls per layer for it. As called, bucketed is the fastest.
+           captured. Without a graph, copied is slower than after_backward, because the host makes
+           several calls per layer for it. Without a graph, bucketed is the fastest.
 Use when   Always overlap the reduction with backward in data-parallel training. DDP does that
            already. Use copy engines only in a CUDA graph.
 """

@@ -20,7 +20,7 @@ Seen       Each time is within 25 % of its prediction, but interleaved should wi
            sends each microbatch across NVLink more often, 24 transfers on two ranks where gpipe has
            8. The prediction counts as waits only the transfers that fill and drain the pipeline. If
            the ranks waited for all transfers, they would lose more than the smaller bubble saves.
-           How long they wait was not measured, so the loss is not explained.
+           We did not measure how long they wait, so we cannot explain the loss.
 Use when   Use 1F1B instead of GPipe whenever activations limit the batch. Interleave when there are
            few microbatches per rank and each computes much longer than its transfer takes.
 """

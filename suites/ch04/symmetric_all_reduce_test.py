@@ -24,17 +24,17 @@ Bound      Latency up to 1 MiB: launches, handshakes, and one crossing of NVLink
            `multimem_all_reduce_` is no side here, and ring and windowed have fewer kernels to
            choose from.
 Seen       Up to 64 KiB, all sides but pushed take a third to two thirds of the predicted time. So
-           does two_shot at 1 MiB. The prediction counts each all-reduce with the time of NCCL's
-           smallest one in peaks.json, which was measured in a graph of nothing but all-reduces.
-           Here a copy comes before each all-reduce, and even NCCL's takes less. Why is not
-           explained. pushed takes longer than predicted by less than 2 us at every size. No rate
-           for the latency of a crossing is stored. At 16 MiB, ring and gathered take longer than
-           predicted. The prediction uses NCCL's rate at 512 MiB, and NCCL is slower with less (see
-           the README's plot). windowed has other kernels, for which no rate is stored.
+           does two_shot at 1 MiB. The prediction uses the time of NCCL's smallest all-reduce in
+           peaks.json. That time was measured in a graph of all-reduces only. Here a copy comes
+           before each all-reduce, and even NCCL's takes less. We cannot explain why. pushed takes
+           longer than predicted by less than 2 us at every size. No rate for the latency of a
+           crossing is stored. At 16 MiB, ring and gathered take longer than predicted. The
+           prediction uses NCCL's rate at 512 MiB, and NCCL is slower with less (see the README's
+           plot). windowed has other kernels, for which no rate is stored.
 Use when   Small all-reduces follow each other on the critical path, as in decoding with tensor
            parallelism, and run in a CUDA graph. In a graph, torch's one-shot is about as fast as
-           NCCL. As called, it took half of NCCL's time, in a run that is not stored. Leave messages
-           of many MB to NCCL.
+           NCCL. Without a graph, it took half of NCCL's time, in a run that is not stored. Leave
+           messages of many MB to NCCL.
 """
 
 import torch

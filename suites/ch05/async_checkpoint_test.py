@@ -2,8 +2,8 @@
 
 Problem    Nine steps of SGD on a model of linear layers, in fp32. After the steps 3 and 6 the
            weights are saved to a new file. The batches are the input. The files are mapped and
-           their tensors are returned, so what was written is what is compared. The losses are
-           returned too, and the weights after the last step are compared.
+           their tensors are returned, so the check compares what was written to the files. The
+           losses are returned too, and the weights after the last step are compared.
 Baseline   blocking: `torch.save` of the weights, before the next step starts.
 Optimized  staged: blocking after a copy of the weights into pinned memory that is kept.
            threaded: staged with `torch.save` in a thread, while the next steps run. The loop waits

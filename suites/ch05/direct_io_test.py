@@ -1,10 +1,10 @@
 """Direct I/O: read a file that is not in the page cache, several blocks at a time.
 
 Problem    Load blocks of a file into one tensor on the GPU. The input says which blocks, and in
-           which order. The file is not in the page cache, as with data larger than memory. For
-           that, each call of every side ends by dropping the pages of the file, which is timed. If
-           memory were full, the kernel would drop pages too. All sides read into pinned memory that
-           is kept.
+           which order. The file is not in the page cache, as with data larger than memory. To make
+           sure of that, each call of every side ends by dropping the pages of the file, which is
+           timed. If memory were full, the kernel would drop pages too. All sides read into pinned
+           memory that is kept.
 Baseline   buffered: one read at a time, through the page cache.
 Optimized  mapped: buffered with the file mapped, which is not timed. Page faults read the file in
            pieces that the kernel chooses, which may be slower, so it claims nothing. torch may copy

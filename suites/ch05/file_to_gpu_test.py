@@ -20,7 +20,8 @@ Bound      The host's copy out of the page cache. On per_block and two_buffers, 
 Use when   Large files go to the GPU again and again. Use two_buffers, which needs little pinned
            memory, or mapped if all files fit in the page cache. If a process loads one file once,
            pinning memory takes longer than it saves. With GPUDirect Storage, a disk writes to the
-           GPU without this copy on the CPU, but that needs a driver and a file system that have it.
+           GPU without this copy on the CPU, but that needs a driver and a file system that support
+           it.
 """
 
 from types import SimpleNamespace

@@ -2,8 +2,8 @@
 
 Problem    Write the weights (width, width) of a number of layers in bf16 from the GPU to a new
            file. The values are the input. Then the file is mapped and its tensors are returned. So
-           what is compared is what was written. The bytes end in the page cache. No side waits for
-           a disk.
+           the check compares what was written to the file. The bytes end in the page cache. No side
+           waits for a disk.
 Baseline   saved: `torch.save` to the file.
 Optimized  unchecked: saved without the CRC-32 of each tensor, by `set_crc32_options(False)`.
            `torch.load` does not check it, but programs for zip files do.

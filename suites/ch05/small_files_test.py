@@ -17,7 +17,7 @@ Use when   A data set has many small files. Use shards if shuffling within a sha
            round trip. It shrinks with larger images, because all sides copy the same bytes.
 
 The files have no names, so that none is left behind. They are opened through /proc. On one machine
-that took 4 us a file, and a name that the kernel had cached took 2 us, in a folder of 20,000 files.
+that took 4 us per file. A name that the kernel had cached took 2 us, in a folder of 20,000 files.
 So packed and shards gain less over files that have names.
 """
 

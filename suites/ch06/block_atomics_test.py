@@ -3,10 +3,10 @@
 Problem    The dot product of two vectors of n fp32 elements.
 Baseline   per_thread: as many blocks as fit the GPU walk the vectors, and each thread keeps its own
            sum. At the end, each thread adds its sum to the result by an atomic.
-Optimized  per_warp: of per_thread. The lanes of a warp add up their sums by shuffles, and one lane
-           does the atomic.
-           per_block: of per_warp. The warps of a block also add up their sums, in shared memory,
-           and one thread does the atomic.
+Optimized  per_warp: changes per_thread. The lanes of a warp add up their sums by shuffles, and one
+           lane does the atomic.
+           per_block: changes per_warp. The warps of a block also add up their sums, in shared
+           memory, and one thread does the atomic.
            library: `torch.dot`, which is cuBLAS.
 Bound      DRAM: both vectors are read once. All atomics go to one address, so the L2 does them one
            after another. They come at the end, when all threads are done at about the same time.
@@ -16,8 +16,8 @@ Bound      DRAM: both vectors are read once. All atomics go to one address, so t
            added.
 Seen       per_thread takes longer than predicted. If all sums take as long as those of per_block,
            an atomic takes 1.7 ns if all lanes of a warp do one, and 1.2 ns if one lane does. The
-           integer atomics of histogram take 1 ns. Why 32 lanes take longer than one was not
-           measured.
+           integer atomics of histogram take 1 ns. We did not measure why 32 lanes take longer than
+           one.
 Use when   Many threads update one fp32 sum. For an int32 sum on one address, the compiler combines
            the atomics of a warp itself (REDUX in the machine code). For results that are the same
            bits at every call, store the blocks' sums instead (`../ch07/reduction_test.py`).

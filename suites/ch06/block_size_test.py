@@ -3,7 +3,7 @@
 Problem    a * x + y on n fp32 elements, one thread per element. The kernel is the same on both
            sides. The size names the number of threads per block.
 Baseline   usual: blocks of 256 threads.
-Optimized  resized: of usual. Blocks of the size's number of threads. The cases are points of a
+Optimized  resized: changes usual. Blocks of the size's number of threads. The cases are points of a
            curve, so they claim no speedup.
 Bound      The start of blocks up to 128 threads: the GPU starts only so many blocks per second,
            with one warp each or with four, and half the threads need twice as many blocks. An SM of

@@ -6,16 +6,17 @@ Problem    test_constant_memory evaluates one fixed polynomial of 64 coefficient
 Baseline   series_in_global: the coefficients are in global memory. For each of them, every warp
            executes a load, which the L1 serves.
            decode_in_constant: the table is in constant memory, because it never changes.
-Optimized  series_in_constant: of series_in_global. The coefficients are in constant memory. All
-           lanes of a warp read the same one, so one uniform load (ULDC) brings two coefficients for
-           the whole warp.
-           series_in_code: of series_in_constant. The coefficients are numbers in the instructions,
-           and need no load.
-           decode_in_global: of decode_in_constant. The table is in global memory, and the L1 keeps
-           it.
-           decode_in_shared: of decode_in_global. Each block copies the table into shared memory.
-           decode_computed: of decode_in_global. No table: shifts and a few additions.
-           There is no library rung: no call of PyTorch does either.
+Optimized  series_in_constant: changes series_in_global. The coefficients are in constant memory.
+           All lanes of a warp read the same one, so one uniform load (ULDC) brings two coefficients
+           for the whole warp.
+           series_in_code: changes series_in_constant. The coefficients are numbers in the
+           instructions, and need no load.
+           decode_in_global: changes decode_in_constant. The table is in global memory, and the L1
+           keeps it.
+           decode_in_shared: changes decode_in_global. Each block copies the table into shared
+           memory.
+           decode_computed: changes decode_in_global. No table: shifts and a few additions. There is
+           no library rung: no call of PyTorch does either.
 Bound      test_constant_memory: issue, one multiply-add per coefficient, and the loads of
            series_in_constant in addition. series_in_global is limited by the L1: it needs one load
            per coefficient, and an SM starts one load in the time of four multiply-adds.
@@ -28,8 +29,8 @@ Seen       decode_in_constant: its time comes to about two cycles of an SM for e
            twice what the cost assumes. No profile has confirmed it.
            series_in_code takes longer than its instructions. A block issues next to nothing until
            its points have come from DRAM, and an SM holds only 8 blocks, so it runs out of
-           instructions. The other two exceed their predicted times by a similar amount. How often
-           the SM has nothing to issue was not measured.
+           instructions. The other two exceed their predicted times by a similar amount. We did not
+           measure how often the SM has nothing to issue.
 Use when   All threads read the same few numbers in the same order, and the numbers are set before
            the launch. The arguments of a kernel are in constant memory too. If the numbers are
            known when you compile, write them as `constexpr`. A thread that evaluates several points

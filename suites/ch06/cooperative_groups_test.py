@@ -3,9 +3,10 @@
 Problem    64 steps of heat diffusion on a ring of n fp32 cells. A cell of a step needs three cells
            of the previous step, so all blocks must have finished a step before the next begins.
 Baseline   launches: one kernel per step. The end of a kernel is the barrier.
-Optimized  captured: of launches. The same kernels in a CUDA graph, which the host launches once.
-           grid_sync: of launches. One cooperative kernel. Its blocks all run at once, and wait for
-           each other by `grid.sync()` after each step.
+Optimized  captured: changes launches. The same kernels in a CUDA graph, which the host launches
+           once.
+           grid_sync: changes launches. One cooperative kernel. Its blocks all run at once, and wait
+           for each other by `grid.sync()` after each step.
 Bound      Launch for launches: the host takes longer to launch a step than the GPU needs for it.
            The cells stay in the L2, and a step on them is short. captured pays for 64 starts of
            kernels, but on the GPU, where a start takes less time. grid_sync pays for 63 barriers.
@@ -21,8 +22,8 @@ Seen       grid_sync is slower than captured: a barrier takes longer than the st
            until its stores have reached the L2, until its atomic has come back, and until it has
            read that the last block has arrived, one after the other. None of these was measured.
            launches: a launch through `cuda_module` takes the host more than twice as long as the
-           rate `launch`, which is that of an operator of torch. Which part of a launch takes the
-           time was not measured.
+           rate `launch`, which is that of an operator of torch. We did not measure which part of a
+           launch takes the time.
 Use when   A barrier is needed between short steps, and threads can keep something from step to step
            in registers or shared memory, which is lost when a kernel ends. To save launches alone,
            capture a graph first: it needs no new kernel. All blocks of the grid must fit the GPU at

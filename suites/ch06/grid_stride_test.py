@@ -5,13 +5,13 @@ Problem    test_grid_stride decodes n int32 codes from 0 to 255 by a table of 25
 Baseline   decode_each: one thread per element, in blocks of 256. Each block first copies the table
            into its shared memory, for 256 look-ups.
            scale_each: one thread per element, in blocks of 256.
-Optimized  decode_stride: of decode_each. As many blocks as fit the GPU copy the table once. Then
-           their threads walk the codes, a whole grid apart, until none is left.
-           decode_code_first: of decode_each. A thread loads its code before it waits for the table,
-           so that both loads are in flight at the same time.
-           decode_through_l1: of decode_each. The table is not copied. The L1 keeps it.
+Optimized  decode_stride: changes decode_each. As many blocks as fit the GPU copy the table once.
+           Then their threads walk the codes, a whole grid apart, until none is left.
+           decode_code_first: changes decode_each. A thread loads its code before it waits for the
+           table, so that both loads are in flight at the same time.
+           decode_through_l1: changes decode_each. The table is not copied. The L1 keeps it.
            library: `torch.index_select`.
-           scale_stride: of scale_each. As many blocks as fit the GPU walk the elements.
+           scale_stride: changes scale_each. As many blocks as fit the GPU walk the elements.
 Bound      DRAM, 4 bytes read and 4 written per element. The table is small and every block of an SM
            reads it, so it comes from the L1 or the L2 and costs few bytes. It costs time:
            decode_each waits for the table first and then for the codes, one after the other. All
@@ -21,9 +21,9 @@ Bound      DRAM, 4 bytes read and 4 written per element. The table is small and 
 Seen       decode_stride and scale_stride take about the same time, so a table that is copied once
            costs nothing. Both have 8 KiB in flight per SM, which explains why they miss the copy
            rate. The kernels without a loop have as much in flight. In each of their places on an
-           SM, the start of a block, its wait for DRAM and its end follow one another. How long each
-           of these takes was not measured. decode_code_first hardly gains, so the wait for the
-           table is short. Nobody has looked at the kernel of library.
+           SM, the start of a block, its wait for DRAM and its end follow one another. We did not
+           measure how long each of these takes. decode_code_first hardly gains, so the wait for the
+           table is short. We did not examine the library's kernel.
 Use when   Each block first loads a table, sets up a random generator, or clears counters. Without
            such work the loop gains less, because it only saves the starts of blocks. Also use it
            when n may exceed the largest grid, or when the grid must stay the same for any n. To

@@ -4,10 +4,10 @@ Problem    SiLU of n bf16 elements, computed in fp32 and rounded to bf16 once. T
            all sides, and so is the result.
 Baseline   widened: an fp32 kernel between two conversions, `x.float()` and `.bfloat16()`. Two fp32
            tensors pass through DRAM.
-Optimized  in_registers: of widened. One kernel loads bf16, computes in fp32, and stores bf16. A
-           thread has one element.
-           pairs: of in_registers. Two elements per thread, in 4-byte accesses.
-           octets: of in_registers. Eight elements per thread, in 16-byte accesses.
+Optimized  in_registers: changes widened. One kernel loads bf16, computes in fp32, and stores bf16.
+           A thread has one element.
+           pairs: changes in_registers. Two elements per thread, in 4-byte accesses.
+           octets: changes in_registers. Eight elements per thread, in 16-byte accesses.
            library: `torch.nn.functional.silu`, which also computes in fp32.
 Bound      DRAM for octets: 2 bytes read and 2 written per element, against 20 for widened. The
            start of blocks for in_registers, which starts one for every 256 elements: that alone
@@ -18,7 +18,7 @@ Seen       pairs has as many threads, blocks and 4-byte accesses as `single` of 
            takes about as long. So it lacks the same bytes in flight, and bf16 is not the cause.
            widened takes longer than predicted, and its three kernels were not measured separately.
            Its middle kernel makes twice as many accesses as that `single`. If it takes twice as
-           long, the two conversions take half as long again as their bytes. Why is not explained.
+           long, the two conversions take half as long again as their bytes. We cannot explain why.
 Use when   Tensors are in 16 bits and arithmetic needs 32. Do not convert a whole tensor for one
            elementwise kernel. Load at least 16 bytes per thread. Keep sums and exponentials in
            fp32.

@@ -4,15 +4,15 @@ Problem    test_ilp computes the sigmoid of n fp32 elements. test_long_chain int
            growth for n elements, 256 steps of two dependent multiply-adds each.
 Baseline   single: one element per thread.
            growth_single: one element per thread.
-Optimized  in_turn: of single. Four elements per thread. The thread loads an element only after it
-           has stored the previous one, because the compiler does not know that out is not x.
-           two: of single. Two elements per thread, both loaded before the first is used.
-           four: of two, with four elements. Compared with in_turn, only the order of the loads and
-           stores changes.
-           eight: of four, with eight elements.
+Optimized  in_turn: changes single. Four elements per thread. The thread loads an element only after
+           it has stored the previous one, because the compiler does not know that out is not x.
+           two: changes single. Two elements per thread, both loaded before the first is used.
+           four: like two, with four elements. Compared with in_turn, only the order of the loads
+           and stores changes.
+           eight: like four, with eight elements.
            library: `torch.sigmoid`.
-           growth_four: of growth_single. Four elements per thread, whose steps alternate. Both are
-           unrolled to 128 multiply-adds per round of the loop, so their loops cost the same.
+           growth_four: changes growth_single. Four elements per thread, whose steps alternate. Both
+           are unrolled to 128 multiply-adds per round of the loop, so their loops cost the same.
 Bound      test_ilp: DRAM. The 2048 threads of an SM have 8 KiB in flight with one element each, and
            about 13 KiB are needed (`../ch07/vector_width_test.py`). While a thread computes the
            exponential and the division, it has no load in flight, so single needs even more
@@ -22,9 +22,9 @@ Bound      test_ilp: DRAM. The 2048 threads of an SM have 8 KiB in flight with o
            ready, so the four chains of growth_four gain nothing.
 Seen       in_turn has one load in flight per thread, as single has, but a quarter of the blocks, so
            its gain is that of fewer starts. It takes about as long as scale_stride of
-           `grid_stride_test.py`, which has the same bytes in flight and no starts at all. What it
-           still lacks are bytes in flight. single lacks them too, and starts blocks in addition.
-           How much of its time either takes was not measured.
+           `grid_stride_test.py`, which has the same bytes in flight and no starts at all. It still
+           has too few bytes in flight. So does single, which also starts more blocks. We did not
+           measure how much time each of these takes.
 Use when   A kernel waits for memory with all warps resident, or few warps fit an SM. Load all
            elements of a thread into registers before you use the first. It gains nothing where
            enough warps hide the latency, as in test_long_chain.

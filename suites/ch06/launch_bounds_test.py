@@ -4,11 +4,11 @@ Problem    The products of n pairs of 4 x 4 fp32 matrices, one pair per thread.
 Baseline   unbounded: a kernel without launch bounds, started with blocks of 256 threads. The
            compiler assumes 1024 threads per block, which leaves 64 registers per thread, and uses
            fewer.
-Optimized  bounded: of unbounded. `__launch_bounds__(256)`. Up to 255 registers would be allowed,
-           but the kernel needs no more, so the machine code is the same.
-           eight_blocks: of bounded. `__launch_bounds__(256, 8)` asks for 8 blocks per SM, so 32
-           registers per thread are left. The compiler then loads some rows later, and for sm_90 it
-           also spills a register.
+Optimized  bounded: changes unbounded. `__launch_bounds__(256)`. Up to 255 registers would be
+           allowed, but the kernel needs no more, so the machine code is the same.
+           eight_blocks: changes bounded. `__launch_bounds__(256, 8)` asks for 8 blocks per SM, so
+           32 registers per thread are left. The compiler then loads some rows later, and for sm_90
+           it also spills a register.
            library: `torch.bmm`.
 Bound      DRAM: two matrices read and one written per thread. bounded needs 38 registers for
            sm_90, so 6 blocks fit an SM. Their threads have six or more loads of 16 bytes in flight,
@@ -17,11 +17,11 @@ Bound      DRAM: two matrices read and one written per thread. bounded needs 38 
            The matrices of neighboring threads are 64 bytes apart, so all three kernels use half of
            each sector per access, and find the other half in the L1.
 Seen       All kernels take longer than their bytes. `straight` of `bank_conflicts_test.py`, whose
-           loads use half of each sector too, does so by about the same factor. Which unit they run
-           out of was not measured. On an H200, eight_blocks is slower than unbounded. Whether the
-           later loads or the spill cost the time was not measured.
-           library takes many times as long as any of them. Each product of 4 x 4 is far too small
-           for a tile of a matrix kernel, but nobody has looked at the kernel that `bmm` picks.
+           loads use half of each sector too, does so by about the same factor. We did not measure
+           which unit limits them. On an H200, eight_blocks is slower than unbounded. We did not
+           measure whether the later loads or the spill cost the time. library takes many times as
+           long as any of them. Each product of 4 x 4 is far too small for a tile of a matrix
+           kernel, but we did not examine the kernel that `bmm` picks.
 Use when   A kernel fails to start because a block needs too many registers, or spills although its
            blocks are small. State the block's size then. Ask for a number of blocks per SM only if
            a measurement shows that more warps help, and check that nothing spills.

@@ -3,9 +3,9 @@
 Problem    a * x + y on n fp32 elements. This page is a tutorial and claims no speedup: nobody would
            ship its baseline.
 Baseline   one_thread: the loop of a CPU program in a kernel of one thread, `[1, 1]`.
-Optimized  one_block: of one_thread. The 256 threads of one block share the elements. A block runs
-           on one SM, so the GPU's other SMs stay idle.
-           whole_grid: of one_block. One thread per element, in n / 256 blocks on all SMs.
+Optimized  one_block: changes one_thread. The 256 threads of one block share the elements. A block
+           runs on one SM, so the GPU's other SMs stay idle.
+           whole_grid: changes one_block. One thread per element, in n / 256 blocks on all SMs.
            library: `torch.add` with `alpha`.
 Bound      Latency for one_thread and one_block: a thread waits for its loads, and too few other
            threads run meanwhile. A cost has no latency, so their predicted times are far too short.

@@ -3,14 +3,14 @@
 Problem    The sums of short rows of int32, 1 GiB in total: rows of 256 and rows of 1024 elements.
 Baseline   shared_tree: a block of 256 threads has one row. It halves its 256 sums in shared memory
            in 8 rounds, with a barrier after each.
-Optimized  shuffle: of shared_tree. Each warp adds up its 32 sums by five shuffles. One barrier is
-           left, after which the first warp adds up the 8 sums of the warps.
-           redux: of shuffle. One `__reduce_add_sync` replaces the five shuffles. It is for
+Optimized  shuffle: changes shared_tree. Each warp adds up its 32 sums by five shuffles. One barrier
+           is left, after which the first warp adds up the 8 sums of the warps.
+           redux: changes shuffle. One `__reduce_add_sync` replaces the five shuffles. It is for
            integers.
-           warp_per_row: of redux. Each warp has a row of its own. Neither shared memory nor a
-           barrier is left. A lane also loads eight times as many elements, several of them at once.
-           So part of its gain comes from more loads in flight, and part from fewer instructions per
-           element.
+           warp_per_row: changes redux. Each warp has a row of its own. It needs neither shared
+           memory nor a barrier. A lane also loads eight times as many elements, several of them at
+           once. So part of its gain comes from more loads in flight, and part from fewer
+           instructions per element.
            library: `torch.sum`.
 Bound      DRAM for warp_per_row: every element is read once. Issue for the others in rows of 256
            elements: a thread loads one element, and issues dozens of instructions to find it and to
@@ -23,7 +23,7 @@ Seen       With a block per row, n = 256 takes longer than both instructions and
            steps, one after the other, and an SM has room for 8 blocks. At n = 256, a block of redux
            stays 0.86 us and one of shared_tree 1.25 us. A block of `../ch07/vector_width_test.py`
            that copies 256 elements stays 0.8 us. So most of the time is start and wait, and how
-           much each of them takes was not measured. Nobody has looked at the kernel of library.
+           much each of them takes was not measured. We did not examine the library's kernel.
 Use when   A block needs a sum or a maximum: reduce inside warps first. If rows are short, give a
            row to a warp. If a kernel reduces once after long loops, the way hardly matters
            (`../ch07/reduction_test.py`).

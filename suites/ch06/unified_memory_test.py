@@ -5,10 +5,10 @@ Problem    In each call, the CPU writes n fp32 values into a buffer, and the GPU
            because the CPU must not write the next values too early.
 Baseline   on_demand: one buffer in managed memory, which CPU and GPU both use. When either touches
            a page that is on the other side, it faults, and the driver moves the page.
-Optimized  prefetched: of on_demand. `cuMemPrefetchAsync` moves the buffer to the GPU before the
-           sum, and back to the host after it, so nothing faults.
-           copied: of on_demand. A pinned buffer for the CPU and a second one on the GPU, with a
-           copy between them. Nothing moves back, because the GPU changes nothing.
+Optimized  prefetched: changes on_demand. `cuMemPrefetchAsync` moves the buffer to the GPU before
+           the sum, and back to the host after it, so nothing faults.
+           copied: changes on_demand. A pinned buffer for the CPU and a second one on the GPU, with
+           a copy between them. Nothing moves back, because the GPU changes nothing.
 Bound      The host: it writes the values, with one thread or several. A cost has no rate for that,
            so the predicted times lack it. Then the bytes cross PCIe, and on on_demand and
            prefetched they also cross back, although the CPU overwrites them: the driver does not

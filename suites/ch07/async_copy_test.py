@@ -16,9 +16,9 @@ Seen       All sides take longer than their bytes. The cost counts only bytes, b
            and it gains nothing. The stages change only the order, and the time falls with each of
            them. four_stages still misses the copy rate. Each step is a chain of three dependent
            instructions (FFMA, FSETP and FSEL with nvcc 13.0 for sm_90), and no other block computes
-           on the SM while its block walks or writes. How long that takes was not measured, so the
-           rest is not explained. Blocks of 32 rows would give most SMs a second block, which could
-           hide part of the wait without any stages. That was not tried.
+           on the SM while its block walks or writes. We did not measure how long that takes, so we
+           cannot explain the rest. Blocks of 32 rows would give most SMs a second block, which
+           could hide part of the wait without any stages. That was not tried.
 Use when   A kernel can have only a few threads per SM, because its threads depend on one another
            or need much memory each. With 2048 threads per SM, other blocks hide the same wait.
 """

@@ -14,7 +14,8 @@ Seen       chunked takes several times as long as its sectors at the L2 rate. Th
            transpose also stores 4 bytes to each line, and it stores about as many elements per
            second. Its loads need a lookup in the L1 for each element, one per cycle (row_mapping of
            chapter 8). That is about a fifth of the time. The rest is about four cycles of an SM for
-           each store, as in transpose. Which part of the way to the L2 takes them was not measured.
+           each store, as in transpose. We did not measure which part of the path to the L2 takes
+           them.
 Use when   Always, when a thread handles several elements. If an algorithm needs a chunk per thread,
            as a scan does, load the chunks through shared memory or 16 bytes at a time.
 """

@@ -27,9 +27,9 @@ Seen       global_atomics: the `atomics` rate is that of 2^18 different counters
            stored time is 1 ns for each update of the frequent counter, as if the L2 merged no equal
            lanes. At skew=0, 256 counters together are updated only four times as fast. That fits if
            a slice of the L2 makes about one update per ns, and if the 1 KiB of counters lies in
-           only three or four slices. How addresses spread over slices is not documented, so this is
-           a guess. The rate `atomics` uses all slices, and the 32 counters of a warp lie side by
-           side, in 4 sectors.
+           only three or four slices. NVIDIA does not document how addresses spread over slices, so
+           this is a guess. The rate `atomics` uses all slices, and the 32 counters of a warp lie
+           side by side, in 4 sectors.
            privatized: both values of n take about 10 us more than predicted, which is much at n =
            2^24 and little at n = 2^28. Every block adds 256 counts to the same 256 numbers at its
            end. By the same guess, that takes about as long: 1056 blocks update 32 sectors each. It
@@ -38,7 +38,7 @@ Seen       global_atomics: the `atomics` rate is that of 2^18 different counters
            skew=0 and 17 at skew=50, and comes to two cycles of an SM for each. A MATCH that handles
            one value after another would explain this. No profile has confirmed it.
            library: the loop of `torch.histc` loads one value at a time, and computes its index and
-           its bin with 64-bit integers. Which of these takes the time was not measured.
+           its bin with 64-bit integers. We did not measure which of these takes the time.
 Use when   Many values fall into few bins: count in shared memory. Do not aggregate by hand when the
            increment is one, because the hardware already does. With more bins than shared memory
            holds, sort first or count in several passes.

@@ -16,7 +16,7 @@ Bound      The fp32 units, for prefetched and the library. Shared memory, for ti
            word per lane and cycle. A product needs two words, so the fp32 units idle most of the
            time. The compiler loads four values of A at once. That saves instructions, but it
            delivers as many words. The L1 shares this data path, so the same limit holds for naive.
-Seen       naive takes longer than its loads at the rate of shared memory. This is not explained.
+Seen       naive takes longer than its loads at the rate of shared memory. We cannot explain this.
            register_tiled and vectorized take longer than their products. Per pass of the loop over
            tiles, register_tiled has 1375 instructions and vectorized 1126, of which 1024 are FFMA
            in both (nvcc 13.0 for sm_90). Their times have about the same ratio as 1375 to 1126.

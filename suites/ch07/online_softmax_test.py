@@ -9,8 +9,8 @@ Optimized  online: maximum and sum in one pass. When the maximum grows, the sum 
            down (Milakov and Gimelshein, arXiv:1805.02867). That reads 8 bytes per element instead
            of 12 and computes three exponentials instead of two. Both sides compute the exponential
            of an element for the sum, and again when they write it.
-           kept: of online. A cluster of blocks keeps the row in registers and shared memory, so it
-           is read once, and an element has one exponential. The kernel is `clustered` of
+           kept: changes online. A cluster of blocks keeps the row in registers and shared memory,
+           so it is read once, and an element has one exponential. The kernel is `clustered` of
            suites/ch09/softmax in CUDA C++, because Triton cannot exchange data within a cluster.
            library: `torch.softmax`, which also reads each row three times.
 Bound      DRAM: each pass over a row reads it again. The exponentials take less time than that.

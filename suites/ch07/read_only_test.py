@@ -15,7 +15,7 @@ Seen       No side reaches the copy rate. `unrolled` in vector_width reaches it,
            element and the same occupancy, so the four other loads of each element cost time. Four
            of the five loads touch two lines. The lookups of all loads in the L1, one per cycle
            (row_mapping of chapter 8), take about half of the time, so they alone are not the limit.
-           What else is was not measured.
+           We did not measure what else limits the time.
 Use when   Declare pointers `__restrict__` when loads come after stores, because the compiler may
            then move the loads. Do not write `__ldg` by hand for speed on Volta or later.
 """

@@ -4,20 +4,19 @@ Problem    Inclusive prefix sums of n int32.
 Baseline   reduce_then_scan: one kernel sums tiles of 8192 elements. One block turns these sums into
            prefix sums. A third kernel reads each tile again, scans it, and adds the sum of the
            tiles before it.
-Optimized  look_back: of reduce_then_scan. One kernel reads each tile once and scans it in the same
-           way. The tile publishes its own sum. One of its warps then adds up what the tiles before
-           it have published, back to the first tile that knows its whole prefix. Then the tile
-           publishes its own prefix (Merrill and Garland 2016). The words that tiles publish are
-           zeroed by a fill before the kernel. The fill is part of the time.
+Optimized  look_back: changes reduce_then_scan. One kernel reads each tile once and scans it in the
+           same way. The tile publishes its own sum. One of its warps then adds up what the tiles
+           before it have published, back to the first tile that knows its whole prefix. Then the
+           tile publishes its own prefix (Merrill and Garland 2016). The words that tiles publish
+           are zeroed by a fill before the kernel. The fill is part of the time.
            library: `torch.cumsum`, which calls CUB's DeviceScan for one contiguous row.
 Bound      DRAM. The baseline reads 8 bytes per element and writes 4. look_back reads 4 and writes
            4, and reaches that rate only if prefixes pass from tile to tile fast enough.
 Seen       look_back takes longer than its bytes cost. The baseline's third kernel scans the same
-           tiles and has no such loss, so the scan of a tile is not the cause. How long tiles wait
-           for a prefix was not measured.
-           library takes longer than look_back. CUB itself is not slower: benchmarks/cub_test.py
-           calls its DeviceScan without torch, and there it is slightly faster than look_back. Why
-           `torch.cumsum` takes longer is not explained.
+           tiles and has no such loss, so the scan of a tile is not the cause. We did not measure
+           how long tiles wait for a prefix. library takes longer than look_back. CUB itself is not
+           slower: benchmarks/cub_test.py calls its DeviceScan without torch, and there it is
+           slightly faster than look_back. We cannot explain why `torch.cumsum` takes longer.
 Use when   A scan is too large for the L2, so that reading it twice costs time. If an existing
            DeviceScan can be called, call it instead of writing this kernel.
 """

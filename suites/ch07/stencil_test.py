@@ -4,16 +4,15 @@ Problem    One step of a 7-point stencil on nz x ny x nx fp32 cells: a quarter o
            eighth of each of its six neighbors.
 Baseline   in_cache: one thread per cell, with seven loads. Blocks are 32 x 8 cells. The L1 serves
            the neighbors along x and y, and the L2 those along z.
-Optimized  column: of in_cache. A thread computes 8 cells along z. It loads the 10 cells of its
+Optimized  column: changes in_cache. A thread computes 8 cells along z. It loads the 10 cells of its
            column into registers before it uses the first. The other four neighbors of each cell
            come through the L1.
-           planes: of column. The neighbors along x and y come from shared memory. A block puts one
-           plane of its 32 x 8 x 8 cells and their faces there after the other, with a barrier for
-           each. 13 loads per thread from global memory are enough, not 42.
-           tiled: of planes. A thread issues all its loads before it uses the first. So a block puts
-           all planes into shared memory at once, with one barrier, and reads the neighbors along z
-           from there too.
-           There is no library rung: `conv3d` computes 27 products per cell.
+           planes: changes column. The neighbors along x and y come from shared memory. A block puts
+           one plane of its 32 x 8 x 8 cells and their faces there after the other, with a barrier
+           for each. 13 loads per thread from global memory are enough, not 42.
+           tiled: changes planes. A thread issues all its loads before it uses the first. So a block
+           puts all planes into shared memory at once, with one barrier, and reads the neighbors
+           along z from there too. There is no library rung: `conv3d` computes 27 products per cell.
 Bound      DRAM, for 4 bytes read and 4 written per cell. The L2 serves in_cache 15 bytes per cell
            in whole sectors, and the other three 8.
 Seen       in_cache takes longer than predicted. Its threads keep one element from DRAM in flight,

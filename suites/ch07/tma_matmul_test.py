@@ -3,7 +3,7 @@
 Problem    (m, k) @ (k, n) in fp16, summed in fp32, written in fp16.
 Baseline   pointers: for every tile, each thread computes the addresses of its elements and the
            masks of the edges.
-Optimized  descriptors: of pointers. `tl.make_tensor_descriptor` describes the same tiles. One
+Optimized  descriptors: changes pointers. `tl.make_tensor_descriptor` describes the same tiles. One
            thread asks the tensor memory accelerator (TMA) for a tile. TMA handles the edges.
            library: `torch.matmul`.
 Bound      The L2. Each tile of 128 x 128 results reads its rows of a and its columns of b from the

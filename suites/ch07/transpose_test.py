@@ -3,18 +3,19 @@
 Problem    Write the transpose of a (rows, columns) fp32 matrix.
 Baseline   naive: a warp reads along a row and writes down a column, so each of its stores touches
            32 sectors, 4 bytes each. A block has a tile of 64 x 64, a thread 16 elements.
-Optimized  tiled: of naive. The same tile turns in shared memory, so that a warp also writes along a
-           row. A warp reads a column of the tile there, and its 32 floats lie in one bank.
-           padded: of tiled. The rows of the tile lie 65 floats apart, so a column meets every bank.
-           swizzled: of tiled. Row r holds its columns in the order column xor r. A column meets
-           every bank, without unused floats.
+Optimized  tiled: changes naive. The same tile turns in shared memory, so that a warp also writes
+           along a row. A warp reads a column of the tile there, and its 32 floats lie in one bank.
+           padded: changes tiled. The rows of the tile lie 65 floats apart, so a column meets every
+           bank.
+           swizzled: changes tiled. Row r holds its columns in the order column xor r. A column
+           meets every bank, without unused floats.
            library: `x.t().contiguous()`.
 Bound      DRAM for padded and swizzled. The limit of tiled is shared memory, which serves its
            columns one float per clock. naive writes 32 bytes to the L2 for each of 4.
 Seen       naive and library take longer than predicted. Whole sectors in the L2 do not explain it:
            naive moves them at a quarter of the L2's rate. It takes about four cycles of an SM for
-           each store, as chunked of copy_stride does. Which part of the way to the L2 takes them
-           was not measured. library reads down columns, so it also moves 32 bytes for 4, and it
+           each store, as chunked of copy_stride does. We did not measure which part of the path to
+           the L2 takes them. library reads down columns, so it also moves 32 bytes for 4, and it
            needs a lookup in the L1 for each element, one per cycle (row_mapping of chapter 8).
            These lookups take as long as the sectors. If the two do not overlap, they explain its
            time.

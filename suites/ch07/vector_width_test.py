@@ -2,19 +2,20 @@
 
 Problem    Copy n fp32 elements.
 Baseline   scalar: one 4-byte load and store per thread.
-Optimized  unrolled: of scalar. Four 4-byte accesses per thread, all loads before the first store.
-           pairs: of unrolled. The same 16 bytes in two 8-byte accesses.
-           quads: of unrolled. The same 16 bytes in one 16-byte access.
-           quads_unrolled: of quads. Four 16-byte accesses per thread.
+Optimized  unrolled: changes scalar. Four 4-byte accesses per thread, all loads before the first
+           store.
+           pairs: changes unrolled. The same 16 bytes in two 8-byte accesses.
+           quads: changes unrolled. The same 16 bytes in one 16-byte access.
+           quads_unrolled: changes quads. Four 16-byte accesses per thread.
            library: `x * 1`, PyTorch's elementwise kernel. `Tensor.clone` is slower in the CUDA
            graph in which sides are timed (copy_stride).
 Bound      DRAM. The 2048 threads of an SM have 8 KiB of loads in flight with 4 bytes each, and 32
-           KiB with 16 bytes. What the full rate needs depends on how long a thread takes. The
-           stored time of scalar means about 0.8 us, and then the full rate needs about 13 KiB.
-           Width alone saves only instructions, which are not the limit.
+           KiB with 16 bytes. How many bytes the full rate needs in flight depends on how long a
+           thread takes. The stored time of scalar means about 0.8 us, and then the full rate needs
+           about 13 KiB. Width alone saves only instructions, which are not the limit.
 Seen       scalar takes longer than its bytes cost, because 8 KiB in flight are not enough. Its 0.8
            us are not only the latency of DRAM: scalar starts four times as many blocks as unrolled,
-           and the start of a block is part of them. How large a part was not measured.
+           and the start of a block is part of them. We did not measure how large that part is.
 Use when   A memory-bound kernel has few bytes in flight: load several elements per thread before
            using the first. Use 16-byte accesses if alignment allows it. More than 16 bytes per
            thread gain nothing.

@@ -5,17 +5,17 @@ Problem    n fp32 elements of two kinds, half of each. An element takes 128 step
            of three. With order=random the kinds are mixed. With order=sorted, all elements of kind
            0 come first, as a caller could store them.
 Baseline   branching: an `if` for the kind, with the loop of its rule in each branch.
-Optimized  partitioned: of branching. A block of 256 threads counts its elements of kind 0 by votes,
-           and moves them through shared memory to its first threads. Then at most one warp of a
-           block has both kinds. Each result is stored at the place of its element.
-           both_paths: of branching. Each thread computes both results and keeps one, so no branch
-           is left. If the kinds are sorted, that is twice the work.
-           one_path: of branching. Both rules as one loop, in which only a factor is selected. It
-           works because the rules are alike. The selection is a fourth instruction per step.
-Bound      Issue. A warp with both kinds needs 2 + 3 instructions per step, and one with a single
-           kind 2 or 3. So branching takes twice as long with order=random as with order=sorted.
-           partitioned comes close to the sorted case. In both orders both_paths takes as long as
-           branching does with order=random, and one_path lies between.
+Optimized  partitioned: changes branching. A block of 256 threads counts its elements of kind 0 by
+           votes, and moves them through shared memory to its first threads. Then at most one warp
+           of a block has both kinds. Each result is stored at the place of its element.
+           both_paths: changes branching. Each thread computes both results and keeps one, so no
+           branch is left. If the kinds are sorted, that is twice the work.
+           one_path: changes branching. Both rules as one loop, in which only a factor is selected.
+           It works because the rules are alike. The selection is a fourth instruction per step.
+Bound      Issue. A warp with both kinds needs 2 + 3 instructions per step. A warp with a single
+           kind needs 2 or 3. So branching takes twice as long with order=random as with
+           order=sorted. partitioned comes close to the sorted case. In both orders both_paths takes
+           as long as branching does with order=random, and one_path lies between.
 Seen       partitioned takes longer than its cost, which leaves out the votes, the barriers and the
            moves through shared memory. The other three sides take the time of their instructions.
 Use when   The branches are long, and a warp's lanes disagree. Sort the data once if you use them

@@ -3,13 +3,13 @@
 Problem    The softened potential of m bodies at n points in fp32: for each point, the sum of
            weight / sqrt(distance^2 + 0.01) over the bodies.
 Baseline   accurate: `weight / sqrtf(square)`. Both functions are rounded as IEEE 754 says.
-Optimized  flag: of accurate. The same kernel, compiled with `--use_fast_math`. Root and division
-           become approximate, and subnormal numbers become zero, in the whole file.
-           reciprocal_root: of accurate. `weight * rsqrtf(square)`, without the flag. One special
-           function replaces a root and a division.
-           root_and_flag: of reciprocal_root. The same kernel, compiled with the flag. What is left
-           of rsqrtf is one instruction without a test for subnormal numbers.
-           PyTorch would write all m * n distances.
+Optimized  flag: changes accurate. The same kernel, compiled with `--use_fast_math`. Root and
+           division become approximate, and subnormal numbers become zero, in the whole file.
+           reciprocal_root: changes accurate. `weight * rsqrtf(square)`, without the flag. One
+           special function replaces a root and a division.
+           root_and_flag: changes reciprocal_root. The same kernel, compiled with the flag. rsqrtf
+           then becomes one instruction without a test for subnormal numbers. PyTorch would write
+           all m * n distances.
 Bound      Issue for accurate: about 30 instructions per pair, most of them to round the root and
            the quotient correctly. The special function unit for flag: a root and a
            reciprocal per pair, and the unit does 16 per cycle and SM, an eighth of the

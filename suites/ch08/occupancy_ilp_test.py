@@ -6,13 +6,13 @@ Problem    test_occupancy_ilp computes a * x for n fp32 elements. test_chains it
            walk all elements. So the grid sets the occupancy, and no resource is wasted to lower it.
 Baseline   one: a thread has one load in flight.
            one_chain: a thread iterates one number at a time.
-Optimized  two: of one. A thread loads two elements before it stores the first.
-           four: of two, with four elements.
-           eight: of four, with eight elements.
-           two_chains: of one_chain. Two numbers per thread, whose steps alternate.
-           four_chains: of two_chains, with four numbers.
-           No library lets a caller choose the number of warps. `../ch06/ilp_test.py` compares the
-           same change with a library on a full GPU.
+Optimized  two: changes one. A thread loads two elements before it stores the first.
+           four: like two, with four elements.
+           eight: like four, with eight elements.
+           two_chains: changes one_chain. Two numbers per thread, whose steps alternate.
+           four_chains: like two_chains, with four numbers. No library lets a caller choose the
+           number of warps. `../ch06/ilp_test.py` compares the same change with a library on a full
+           GPU.
 Bound      test_occupancy_ilp: bytes in flight, warps * 32 lanes * loads * 4 bytes per SM. Twice the
            loads allow half the warps. An idle DRAM answers in 0.34 us, so the full rate of a copy
            needs at least 5 KiB of loads in flight per SM. Under load the answers take longer, and

@@ -3,10 +3,10 @@
 Problem    The Euclidean norms of the rows of a row-major fp32 matrix of 1 GiB. The key of the curve
            is the number n of elements per row, so longer rows are fewer rows.
 Baseline   thread_per_row: one thread walks a row. Neighboring threads read elements n apart.
-Optimized  warp_per_row: of thread_per_row. A row belongs to the 32 lanes of a warp, which read
+Optimized  warp_per_row: changes thread_per_row. A row belongs to the 32 lanes of a warp, which read
            neighboring elements and add up their sums by shuffles.
-           block_per_row: of warp_per_row. A row belongs to the 256 threads of a block, which also
-           need shared memory and a barrier.
+           block_per_row: changes warp_per_row. A row belongs to the 256 threads of a block, which
+           also need shared memory and a barrier.
            library: `torch.linalg.vector_norm`.
 Bound      DRAM: every element is read once. All kernels have four loads per thread in flight.
            thread_per_row: a load of a warp touches 32 sectors and uses 4 bytes of each. The rest of
@@ -23,8 +23,8 @@ Bound      DRAM: every element is read once. All kernels have four loads per thr
            also has less than four loads.
 Seen       With short rows, warp_per_row and block_per_row take longer than their costs. Probably
            that is because the rate of block starts was measured with blocks that do nothing. The
-           library takes longer than its bytes at the shortest rows. How its kernel maps these rows
-           is not known here.
+           library takes longer than its bytes at the shortest rows. We do not know how its kernel
+           maps these rows.
 Use when   You reduce along the contiguous dimension. Start with a warp per row. Try a block per row
            if there are fewer rows than warps on the GPU, and several blocks per row if there are
            fewer rows than SMs (`../ch07/reduction_test.py`). One thread per row is right for

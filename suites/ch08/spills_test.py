@@ -5,15 +5,15 @@ Problem    The logarithms of the determinants of n symmetric positive definite 1
            in registers. The matrices are interleaved: the elements at one place lie side by side.
 Baseline   no_limit: a kernel without launch bounds, started with blocks of 128 threads. The
            compiler uses 160 registers per thread for sm_90, so 3 blocks fit an SM.
-Optimized  four_blocks: of no_limit. `__launch_bounds__(128, 4)` allows 128 registers, so 4 blocks
-           fit. The compiler keeps 24 bytes per thread in local memory.
-           eight_blocks: of four_blocks. `__launch_bounds__(128, 8)` allows 64 registers, so 8
+Optimized  four_blocks: changes no_limit. `__launch_bounds__(128, 4)` allows 128 registers, so 4
+           blocks fit. The compiler keeps 24 bytes per thread in local memory.
+           eight_blocks: changes four_blocks. `__launch_bounds__(128, 8)` allows 64 registers, so 8
            blocks fit. 520 bytes per thread are in local memory. The machine code stores there 186
            times and loads 204 times (STL and LDL).
-           library: `torch.linalg.cholesky_ex`, and the sum of the logarithms of the diagonal. It
-           checks for failure as little as the kernels do. `torch.linalg.cholesky` would make the
-           host wait for that check. The library needs each matrix in one piece, so its time
-           includes a transposed copy.
+           library: `torch.linalg.cholesky_ex`, and the sum of the logarithms of the diagonal. Like
+           the kernels, it does not check for failure. `torch.linalg.cholesky` would make the host
+           wait for that check. The library needs each matrix in one piece, so its time includes a
+           transposed copy.
 Bound      DRAM for no_limit and four_blocks: the lower triangle is read once. A thread has many
            independent loads in flight, so 12 warps per SM are enough, and 16 gain nothing.
            L2 for eight_blocks: the local memory of an SM's 1024 threads does not fit its L1. The
@@ -21,8 +21,8 @@ Bound      DRAM for no_limit and four_blocks: the lower triangle is read once. A
            local memory in use. The L2 of an H200 has 50 MB, so a part goes on to DRAM, which the
            costs do not count.
 Seen       eight_blocks takes longer than predicted, because part of its local memory goes to DRAM.
-           How large a part was not measured. library takes many times as long as its bytes. Which
-           kernels its batched factorization uses was not examined.
+           We did not measure how large that part is. library takes many times as long as its bytes.
+           We did not examine which kernels its batched factorization uses.
 Use when   A kernel needs so many registers that few warps fit an SM, and the profiler shows that
            they wait. Raise the number of blocks in small steps, and look at the compiler's count of
            bytes on the stack after each. A few bytes cost little, but more than nothing, and here

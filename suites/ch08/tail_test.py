@@ -5,11 +5,11 @@ Problem    The product of a lower triangular fp32 matrix of m rows with a vector
            shape.
 Baseline   in_order: a warp per row, in the order of the rows. An H200 holds 8448 warps at a
            time, and the longest rows start last.
-Optimized  longest_first: of in_order. Warp w has row m - 1 - w. Only the order of the rows changes.
-           in_pieces: of in_order. A warp has at most 2048 elements of a row, and adds its sum to
-           the row's by an atomic. The result is set to zero before.
-           PyTorch has no product of packed triangular matrices. A dense product would read the
-           zeros too.
+Optimized  longest_first: changes in_order. Warp w has row m - 1 - w. Only the order of the rows
+           changes.
+           in_pieces: changes in_order. A warp has at most 2048 elements of a row, and adds its sum
+           to the row's by an atomic. The result is set to zero before. PyTorch has no product of
+           packed triangular matrices. A dense product would read the zeros too.
 Bound      DRAM: every element is read once. A lane has four loads in flight, so a warp has 512
            bytes. An idle DRAM answers in 0.34 us, so its full rate needs about 3000 warps at work,
            and more under load. In in_order, the last warps to end have rows of very different

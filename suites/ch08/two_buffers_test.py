@@ -4,10 +4,10 @@ Problem    A filter of 33 taps over fp32 elements, as a valid convolution. Block
            walk tiles of 1024 outputs through shared memory. The key of the curve is the number of
            blocks per SM, which is the size of the grid. No side wastes a resource to lower it.
 Baseline   one_buffer: load a tile into shared memory, wait for all threads, filter it, wait again.
-Optimized  loaded_ahead: of one_buffer. The loads of the next tile begin before the barrier and end
-           in registers. So they are on their way during the filter. It still has two barriers.
-           two_buffers: of loaded_ahead. Tiles alternate between two buffers in shared memory, so
-           no thread has to wait before it stores the next tile. One barrier per tile is left.
+Optimized  loaded_ahead: changes one_buffer. The loads of the next tile begin before the barrier and
+           end in registers. So they are on their way during the filter. It still has two barriers.
+           two_buffers: changes loaded_ahead. Tiles alternate between two buffers in shared memory,
+           so no thread has to wait before it stores the next tile. One barrier per tile is left.
            library: `torch.nn.functional.conv1d` by cuDNN. It chooses its own grid, so the key does
            not change it. PyTorch lets cuDNN use TF32 by default, so the page turns that off.
 Bound      With one block per SM, latency: a tile is 4 KiB, and even an idle DRAM needs 0.34 us for

@@ -4,14 +4,13 @@ Problem    The values of one polynomial of 128 coefficients at n fp32 points, by
            coefficients are in shared memory. Their number is an argument of the kernels.
 Baseline   compiled: one point per thread, and a plain loop. For sm_90 the compiler unrolls it 16
            times and loads four coefficients at once (LDS.128), without any pragma.
-Optimized  rolled: of compiled. `#pragma unroll 1`. It is no optimization. It shows what the
+Optimized  rolled: changes compiled. `#pragma unroll 1`. It is no optimization. It shows what the
            compiler's unrolling is worth, for loops in which the compiler cannot do it.
-           by_16: of compiled. `#pragma unroll 16`. That is what the compiler did anyway.
-           known: of compiled. The number of coefficients is a constant of the kernel, so the whole
-           loop is unrolled. Neither a counter nor a branch is left.
-           four_points: of compiled. Four points per thread, so a loaded coefficient is used four
-           times, and four chains are independent.
-           PyTorch has no call for this.
+           by_16: changes compiled. `#pragma unroll 16`. That is what the compiler did anyway.
+           known: changes compiled. The number of coefficients is a constant of the kernel, so the
+           whole loop is unrolled. No counter and no branch remain.
+           four_points: changes compiled. Four points per thread, so a loaded coefficient is used
+           four times, and four chains are independent. PyTorch has no call for this.
 Bound      Issue. A step needs one multiply-add. compiled also issues a fourth of a load, and its
            share of the loop, about 1.6 instructions together. rolled issues 6: a multiply-add, and
            for every coefficient a load, two counters, a comparison and a branch. In four_points,
@@ -22,8 +21,8 @@ Bound      Issue. A step needs one multiply-add. compiled also issues a fourth o
 Seen       rolled takes as long as predicted, and the other sides longer. A load of 16 bytes does
            not take four cycles: the loads of compiled alone would then take longer than all of it.
            four_points loads little and takes longer too, so the loads are not the only reason. The
-           costs leave out that each block first loads the coefficients and waits at a barrier. What
-           that takes was not measured.
+           costs leave out that each block first loads the coefficients and waits at a barrier. We
+           did not measure how long that takes.
 Use when   Look at the machine code before you write a pragma: the compiler often has done it. Write
            one if a loop has a branch or a call inside and stays rolled. Make the trip count a
            template argument if it has few values. Unroll over outputs if they share operands: that

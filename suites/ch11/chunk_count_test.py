@@ -4,10 +4,10 @@ Problem    Copy a (rows, k) fp32 matrix from pinned host memory and multiply it 
            weight on the GPU. The copy and the product take about equally long. The number of chunks
            is the key of the curve.
 Baseline   whole: copy all rows, then multiply them.
-Optimized  chunked: of whole. The rows are cut into `chunks` parts. A second stream copies one part
-           after the other, and the product of a part waits only for its own copy. Each part has its
-           own place on the GPU, so no copy has to wait for a product. The cases are points of a
-           curve, so they claim no speedup.
+Optimized  chunked: changes whole. The rows are cut into `chunks` parts. A second stream copies one
+           part after the other, and the product of a part waits only for its own copy. Each part
+           has its own place on the GPU, so no copy has to wait for a product. The cases are points
+           of a curve, so they claim no speedup.
 Bound      PCIe and fp32 arithmetic at the same time. Nothing hides the copy of the first chunk and
            the product of the last one, so more chunks hide more: each doubling halves what is left.
            Two things stop that. Each copy and each kernel has a fixed start-up time. And a product

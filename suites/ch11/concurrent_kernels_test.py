@@ -4,10 +4,11 @@ Problem    Evaluate `jobs` fp32 polynomials with `count` coefficients, each at n
            A thread evaluates one point, and a block 128 points. So the kernel of one polynomial has
            too few blocks for the GPU.
 Baseline   in_turn: one kernel per polynomial, all on one stream.
-Optimized  four_streams: of in_turn. The kernels take turns on four streams, so four of them run at
-           once.
-           a_stream_each: of four_streams, with as many streams as polynomials.
-           one_launch: of in_turn. One kernel for all polynomials, with a row of blocks for each.
+Optimized  four_streams: changes in_turn. The kernels take turns on four streams, so four of them
+           run at once.
+           a_stream_each: like four_streams, with as many streams as polynomials.
+           one_launch: changes in_turn. One kernel for all polynomials, with a row of blocks for
+           each.
 Bound      Latency. A multiply-add of Horner's rule needs the result of the one before, and an SM
            with one block has one warp per scheduler. Eight steps begin with the loads of their
            coefficients from shared memory, which the machine code for sm_90 does not start ahead.
@@ -16,7 +17,7 @@ Bound      Latency. A multiply-add of Horner's rule needs the result of the one 
            The costs count the issue slots that a warp leaves empty, and those of idle SMs. They
            also add the starts of all kernels, as if no two started at the same time. The data are
            less than 1 MB, so they stay in the L2.
-Seen       On an H100, one_launch and in_turn keep the predicted ratio. a_stream_each takes less
+Seen       On an H100, the ratio of one_launch and in_turn is as predicted. a_stream_each takes less
            than predicted, because starts on different streams overlap.
 Use when   Several independent kernels run at a time and none of them fills the GPU. One launch is
            better wherever the jobs have the same code: it needs neither streams nor events. Use

@@ -3,12 +3,12 @@
 Problem    A chain of fp32 layers, x = relu(W x), with n neurons each, for one vector x. A layer
            needs all of the previous layer's result. Its weights depend on nothing.
 Baseline   launches: one kernel per layer. A kernel starts when the one before it has ended.
-Optimized  waits_first: of launches. The host launches each layer but the first as dependent. Each
-           kernel allows the next one to start at once, and `griddepcontrol.wait` makes the next one
-           wait until this one has ended. So its blocks are already on the SMs at that time. It
-           loads its weights after the wait.
-           loads_first: of waits_first. The same kernel, but its loads of the weights come before
-           the wait. So they run during the layer before, or even earlier.
+Optimized  waits_first: changes launches. The host launches each layer but the first as dependent.
+           Each kernel allows the next one to start at once, and `griddepcontrol.wait` makes the
+           next one wait until this one has ended. So its blocks are already on the SMs at that
+           time. It loads its weights after the wait.
+           loads_first: changes waits_first. The same kernel, but its loads of the weights come
+           before the wait. So they run during the layer before, or even earlier.
            library: `torch.mv` and `relu_`, two kernels per layer.
 Bound      Latency and DRAM. The weights are ten times as large as the L2, so each call reads them
            from DRAM. A layer reads its weights in less time than a kernel needs to start, to wait

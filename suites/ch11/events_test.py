@@ -5,11 +5,11 @@ Problem    `count` fp32 chunks (rows, k) lie in pinned host memory. Multiply eac
            equally long: some 20 us with few rows, and about 100 us with many.
 Baseline   one_stream: copy a chunk, multiply it, copy the next one. It needs no waits, because a
            stream does one thing at a time.
-Optimized  host_waits: of one_stream. A second stream copies the next chunk during a product. The
-           host waits until a buffer's last product has ended before it copies into the buffer. It
-           waits until a copy has ended before it starts the chunk's product.
-           event_waits: of host_waits. The streams wait for the same two things by events. The host
-           only launches.
+Optimized  host_waits: changes one_stream. A second stream copies the next chunk during a product.
+           The host waits until a buffer's last product has ended before it copies into the buffer.
+           It waits until a copy has ended before it starts the chunk's product.
+           event_waits: changes host_waits. The streams wait for the same two things by events. The
+           host only launches.
 Bound      event_waits is limited by arithmetic with many rows, and by the host's calls with few.
            host_waits waits for each product. Until the host has then launched the next copy and the
            next product, the GPU multiplies nothing. With few rows, that time is longer than the

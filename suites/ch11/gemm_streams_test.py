@@ -4,9 +4,9 @@ Problem    `count` independent bf16 products of (n, k) by (k, n), each into its 
            that all sides allocate first. n, the key of the curve, decides how many tiles of the
            result a product has, and so how many SMs it can use.
 Baseline   one_stream: one `torch.mm` per product. The host waits for none of them.
-Optimized  two_streams: of one_stream. The products take turns on two streams.
-           four_streams: of two_streams, with four streams.
-           batched: of one_stream. All products in one `torch.bmm`, which needs equal shapes.
+Optimized  two_streams: changes one_stream. The products take turns on two streams.
+           four_streams: like two_streams, with four streams.
+           batched: changes one_stream. All products in one `torch.bmm`, which needs equal shapes.
            The sides with streams are points of a curve, so they claim no speedup.
 Bound      Tensor cores. With tiles of 128 x 64 elements, a product of n=1024 has 128 tiles, nearly
            as many as an H200 has SMs. So there is nothing to gain from a second product at the same
@@ -18,7 +18,7 @@ Seen       On an H100, two and four streams are slower than one with n=512 and n
            with n=256. batched is the fastest at each n. With the two smaller n, one_stream takes
            less time than predicted, so cuBLAS probably cuts k into parts, and little of the GPU is
            left to streams. With n=1024, a product alone already reaches three quarters of the
-           tensor cores' peak. What the streams lose was not measured.
+           tensor cores' peak. We did not measure how much the streams lose.
 Use when   Independent products have different shapes, and each has fewer tiles than the GPU has
            SMs. Batch products of equal shape. For different shapes in one group, see
            `../ch01/grouped_gemm_test.py`. Public code compares streams with a loop in which the

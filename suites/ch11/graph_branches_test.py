@@ -5,9 +5,9 @@ Problem    `towers` small networks of different widths, as in a model that embed
            layers with a relu between them. The towers do not depend on each other. Their outputs
            are joined at the end.
 Baseline   in_turn: one tower after another, on one stream.
-Optimized  streams: of in_turn, with a stream for each tower.
-           captured: of in_turn, as a CUDA graph. The graph is one chain of kernels.
-           branches: of streams, as a CUDA graph. The graph has a branch for each tower, because a
+Optimized  streams: like in_turn, with a stream for each tower.
+           captured: like in_turn, as a CUDA graph. The graph is one chain of kernels.
+           branches: like streams, as a CUDA graph. The graph has a branch for each tower, because a
            capture follows the events by which streams wait for each other.
 Bound      The host limits in_turn, and streams even more, because the waits of streams are calls
            too. captured is one launch for the host. Its kernels run one after the other, and most

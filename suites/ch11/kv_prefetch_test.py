@@ -6,18 +6,18 @@ Problem    One decoding step of `layers` layers in bf16, for `batch` sequences w
            Each adds its result to x. There are 2 heads of keys and values, which the heads of
            queries share. The number of tokens is the key of the curve.
 Baseline   on_demand: a layer's cache is copied when the layer attends to it, on the same stream.
-Optimized  prefetched: of on_demand. A second stream copies the next layer's cache into a second
-           buffer while this layer computes. The cases are points of a curve, so they claim no
-           speedup.
+Optimized  prefetched: changes on_demand. A second stream copies the next layer's cache into a
+           second buffer while this layer computes. The cases are points of a curve, so they claim
+           no speedup.
 Bound      PCIe or DRAM, whichever takes longer. A layer reads its weights from DRAM, however many
            tokens there are. The copy grows with the tokens. While it is shorter than the layer,
            prefetched hides all of it but the first. When it is much longer, there is little to
            hide it behind, and the gain becomes small again. It is largest in between, where the
            two are equal, and can never be more than twofold.
 Seen       Without its copy, a layer takes about twice as long as predicted from its weights and its
-           kernels' starts. Which kernels take the rest was not measured. So the gain is largest at
-           more tokens than predicted. With 2048 tokens PCIe is the limit, and prefetched takes as
-           long as predicted.
+           kernels' starts. We did not measure which kernels take the rest. So the gain is largest
+           at more tokens than predicted. With 2048 tokens PCIe is the limit, and prefetched takes
+           as long as predicted.
 Use when   Caches have to live on the host for a while, and the copy of a layer's cache does not
            take much longer than the layer. For longer caches, move fewer bytes: keep a part of each
            cache on the GPU, or store it in 8 bits. Capture the step as a graph: launched one by

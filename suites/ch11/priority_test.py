@@ -7,9 +7,9 @@ Problem    A large kernel computes the sigmoid of n fp32 values. At the same tim
 Baseline   same_priority: the large kernel on the current stream, and the network on a second one.
            The GPU hands out the blocks of the large kernel first, because it came first. The
            network gets its turn when all of them have started.
-Optimized  urgent: of same_priority. The second stream has a higher priority. When a block of the
-           large kernel ends, a waiting block of the network takes its place. Running blocks are not
-           interrupted.
+Optimized  urgent: changes same_priority. The second stream has a higher priority. When a block of
+           the large kernel ends, a waiting block of the network takes its place. Running blocks are
+           not interrupted.
 Bound      DRAM for the large kernel, and the latency of small kernels for the network. On
            same_priority the two times add up. On urgent the longer one remains. The costs have no
            rate for the latency of a small kernel, only for its start. They count no starts for

@@ -5,10 +5,10 @@ Problem    fp32 data lie in `chunks` chunks of n values in pinned host memory. T
            have the buffer for the results, and two chunks of GPU memory per stream, before the
            timed part.
 Baseline   one_stream: copy a chunk in, compute, copy it out, then the next chunk.
-Optimized  two_streams: of one_stream. The streams take turns by chunk. While one copies its
+Optimized  two_streams: changes one_stream. The streams take turns by chunk. While one copies its
            results out, the other one copies its data in.
-           three_streams: of two_streams, with a third stream. While one chunk comes in, another can
-           be computed, and a third one can go out.
+           three_streams: like two_streams, with a third stream. While one chunk comes in, another
+           can be computed, and a third one can go out.
 Bound      PCIe. It carries data in both directions at once, and a GPU has a copy engine for each.
            one_stream uses only one direction at a time. The kernel reads DRAM, so it takes a small
            part of the time of a copy. A third stream therefore hides little more than two do.

@@ -4,11 +4,11 @@ Problem    n oscillators are advanced in time, with a step size that depends on 
            steps if any position is beyond a limit, else one large step. With fast=1 one position is
            beyond it, and with fast=0 none is.
 Baseline   ask: a kernel sets a flag, the host waits for it, and launches one branch.
-Optimized  predicated: of ask. The host does not wait and launches both branches. Each kernel reads
-           the flag, and returns if its branch is not wanted.
-           captured: of predicated. The same kernels as a CUDA graph, which has no wait in it.
-           conditional: of captured. The branches are the two bodies of a conditional node, which
-           starts the kernels of only one of them.
+Optimized  predicated: changes ask. The host does not wait and launches both branches. Each kernel
+           reads the flag, and returns if its branch is not wanted.
+           captured: changes predicated. The same kernels as a CUDA graph, which has no wait in it.
+           conditional: changes captured. The branches are the two bodies of a conditional node,
+           which starts the kernels of only one of them.
 Bound      The host for ask and predicated. With fast=0, ask waits and launches one step, and
            predicated launches 33. The GPU for captured, and for conditional with fast=1: each start
            of a small kernel takes longer than its work. With fast=0, captured still starts 33
@@ -24,7 +24,7 @@ Seen       ask and predicated: a launch through `cuda_module` takes the host abo
            With fast=0, conditional starts 31 kernels fewer than with fast=1, but its time falls by
            only about half of what those starts take. So the host is the limit: the launch of a
            graph with a conditional node, by `cuda.core`, takes it several times as long as
-           `launch`. Which part of that launch takes the time was not measured. Because of it,
+           `launch`. We did not measure which part of that launch takes the time. Because of it,
            conditional is only a little faster than captured there.
 Use when   The next kernels depend on a value on the GPU. Predicate if the branches are short: it
            needs no graph, and a graph can contain it. Use a conditional node if a branch that is

@@ -3,9 +3,10 @@
 Problem    16 tensor-parallel layers on 8 rows, fp32, as in decoding: each rank multiplies by its
            part of the weights, the ranks' products are summed, and tanh follows.
 Baseline   eager: a product, an all-reduce and a tanh per layer, each called by the host.
-Optimized  captured: of eager. All layers as one CUDA graph on each rank, with NCCL's kernels in it.
-           around_collectives: of eager. A graph for each stretch between two all-reduces, and the
-           host calls the all-reduces. This is what remains if a collective cannot be captured.
+Optimized  captured: changes eager. All layers as one CUDA graph on each rank, with NCCL's kernels
+           in it.
+           around_collectives: changes eager. A graph for each stretch between two all-reduces, and
+           the host calls the all-reduces. This is what remains if a collective cannot be captured.
 Bound      The host limits eager and around_collectives: it calls torch.distributed for each layer.
            captured is limited by the latency of the all-reduces, one after another. A message of
            8 rows is so short that its bytes hardly matter.

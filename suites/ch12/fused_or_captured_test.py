@@ -3,9 +3,9 @@
 Problem    y = silu(a * x + b) * gate + x on n fp32 elements, at a size where launches are the limit
            and at one where DRAM is.
 Baseline   eager: four kernels, each of which reads its inputs from memory and writes its result.
-Optimized  captured: of eager. The same four kernels as a CUDA graph.
-           fused: of eager. One kernel that keeps everything between in registers.
-           fused_captured: of fused. The one kernel as a graph: one launch either way.
+Optimized  captured: changes eager. The same four kernels as a CUDA graph.
+           fused: changes eager. One kernel that keeps everything between in registers.
+           fused_captured: changes fused. The one kernel as a graph: one launch either way.
 Bound      At the small n, the host: eager launches four times, the others once. The data stay in
            the L2. At the large n, DRAM: eager and captured read six arrays and write four, and
            fused reads two and writes one. The host launches the next kernel while the GPU works on

@@ -3,9 +3,9 @@
 Problem    n oscillators, advanced in time. Each kernel updates all velocities or all positions from
            the result of the kernel before it. The size `nodes` is the number of kernels.
 Baseline   eager: one torch call per kernel. Only the first two calls allocate a tensor.
-Optimized  captured: of eager. The same kernels as one CUDA graph, which the host launches once. The
-           capture is not timed. The run prints after how many calls it has paid off. The cases are
-           points of a curve over the number of kernels.
+Optimized  captured: changes eager. The same kernels as one CUDA graph, which the host launches
+           once. The capture is not timed. The run prints after how many calls it has paid off. The
+           cases are points of a curve over the number of kernels.
 Bound      The host limits eager, with one launch per kernel. The kernels do next to nothing, so the
            GPU waits for the host. The GPU limits captured: a kernel of a chain starts when the one
            before it has ended, and each start takes time. So both times grow in proportion to the

@@ -3,13 +3,14 @@
 Problem    Four requests lie at different addresses. Each passes through a small MLP of 24 kernels,
            fp32. A CUDA graph reads and writes only the addresses of its capture.
 Baseline   eager: 24 launches per request.
-Optimized  copied_in: of eager. One graph for all requests. A request is copied to where the graph
-           reads, and its result is copied out, because the next replay overwrites it.
-           graph_each: of copied_in. A graph for each request, without copies. The graphs share
+Optimized  copied_in: changes eager. One graph for all requests. A request is copied to where the
+           graph reads, and its result is copied out, because the next replay overwrites it.
+           graph_each: changes copied_in. A graph for each request, without copies. The graphs share
            their weights but not their results, and there is a capture for each address.
-           recaptured: of eager. Each request is captured and instantiated anew, then replayed once.
-           updated: of recaptured. Each request is captured anew, but instead of a new instance the
-           existing one takes over the addresses by `cuGraphExecUpdate`.
+           recaptured: changes eager. Each request is captured and instantiated anew, then replayed
+           once.
+           updated: changes recaptured. Each request is captured anew, but instead of a new instance
+           the existing one takes over the addresses by `cuGraphExecUpdate`.
 Bound      The host limits eager. copied_in makes three launches per request, and the GPU runs 26
            kernels for it. recaptured and updated make the same calls as eager, which now record a
            kernel instead of launching it. Then recaptured instantiates a graph of 24 nodes, and
@@ -19,9 +20,9 @@ Bound      The host limits eager. copied_in makes three launches per request, an
 Seen       On an H100, all sides take longer than predicted. eager: the rate of a launch was
            measured with an addition, not with products. copied_in and graph_each: a kernel of a few
            rows takes longer than its start, because it waits for the kernel before it and for its
-           weights. How long it takes alone was not measured. updated takes as long as eager within
-           the interval, and recaptured probably longer. So a capture saves nothing if it is used
-           only once.
+           weights. We did not measure how long it takes alone. updated takes as long as eager
+           within the interval, and recaptured probably longer. So a capture saves nothing if it is
+           used only once.
 Use when   Inputs arrive in new tensors. Copy them if they are small, which is what
            `torch.compile(mode="reduce-overhead")` does. Capture a graph for each address if there
            are few addresses and the inputs are large. Update a graph if something changes that a

@@ -4,12 +4,12 @@ Problem    Sum each segment of n fp32 elements. The segments have different leng
            empty. A table on the GPU says where they begin, as after routing or tokenizing there.
 Baseline   launch_each: one launch of one block per segment. The block reads the table, so the host
            need not wait for it. A loop that cuts tensors on the host must wait as well.
-Optimized  captured: of launch_each. The same launches as a CUDA graph. It stays right if the
+Optimized  captured: changes launch_each. The same launches as a CUDA graph. It stays right if the
            lengths change, because they are read from the table. The number of segments is fixed.
-           block_per_segment: of launch_each. One kernel with a block for each segment. The code of
-           a block is the same.
-           warp_per_segment: of block_per_segment. A warp sums a segment, without shared memory and
-           a barrier, but with an eighth of the threads.
+           block_per_segment: changes launch_each. One kernel with a block for each segment. The
+           code of a block is the same.
+           warp_per_segment: changes block_per_segment. A warp sums a segment, without shared memory
+           and a barrier, but with an eighth of the threads.
            library: `torch.segment_reduce`, which takes the same table as int64.
 Bound      The host limits launch_each. The GPU limits captured: its kernels use one SM each, and
            run one after another. block_per_segment and library are limited by their launches,

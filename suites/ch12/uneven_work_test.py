@@ -6,19 +6,19 @@ Problem    n items, each of which is a random generator that runs a given number
            in data that are sorted by size. With order=random they are anywhere. With order=even
            all items have the same number of steps, and two sides only claim to lose nothing.
 Baseline   static_share: as many warps as fit on the GPU. Each runs a contiguous share of the items.
-Optimized  interleaved: of static_share. A warp's items are a whole grid apart, so items that are
-           heavy and lie together go to different warps.
-           queue: of interleaved. Each warp takes the next item from a counter by an atomic. It
+Optimized  interleaved: changes static_share. A warp's items are a whole grid apart, so items that
+           are heavy and lie together go to different warps.
+           queue: changes interleaved. Each warp takes the next item from a counter by an atomic. It
            takes one when it is done with the last one, so no share is fixed.
-           queue_by_4: of queue. A warp takes four items at once, for a quarter of the atomics.
-           warp_per_item: of static_share. No share at all: the grid has a warp for each item, and
-           the GPU starts a block of 8 warps wherever one has ended. A block holds its place until
-           its slowest warp has ended.
+           queue_by_4: changes queue. A warp takes four items at once, for a quarter of the atomics.
+           warp_per_item: changes static_share. No share at all: the grid has a warp for each item,
+           and the GPU starts a block of 8 warps wherever one has ended. A block holds its place
+           until its slowest warp has ended.
 Bound      Integer arithmetic, if all SMs are busy until the end. A heavy item takes its number of
            steps times the latency of a multiply-add, no matter how many SMs are idle. So the last
            heavy item to start decides when the kernel ends. The costs count the steps of all
-           items and spread them over the GPU, so they are the same for all sides. What a side takes
-           longer is its imbalance.
+           items and spread them over the GPU, so they are the same for all sides. Any additional
+           time of a side is its imbalance.
 Seen       static_share takes longer than predicted, and several times as long with order=last: the
            warps that have the heavy items end last. With order=last, interleaved takes as long as
            predicted, so it leaves no imbalance. queue takes longer. Its atomics are not the reason:

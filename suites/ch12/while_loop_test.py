@@ -6,19 +6,19 @@ Problem    Shortest paths from a corner of a width x width grid whose cells cost
            nothing, so all sides return the same distances.
 Baseline   ask_always: two steps, and then the host waits for the flag that says whether they
            changed anything.
-Optimized  ask_rarely: of ask_always. The host asks after 16 steps, whether the last two changed
-           anything. So up to 14 more steps than necessary are made.
-           captured: of ask_rarely. The 16 steps are a CUDA graph. The host replays it, waits for
-           the flag, and replays it again.
-           while_node: of ask_always. The two steps are the body of a while node of a CUDA graph. A
-           kernel sets the node's condition from the flag, so the GPU repeats the body by itself,
-           and the host launches once.
+Optimized  ask_rarely: changes ask_always. The host asks after 16 steps, whether the last two
+           changed anything. So up to 14 more steps than necessary are made.
+           captured: changes ask_rarely. The 16 steps are a CUDA graph. The host replays it, waits
+           for the flag, and replays it again.
+           while_node: changes ask_always. The two steps are the body of a while node of a CUDA
+           graph. A kernel sets the node's condition from the flag, so the GPU repeats the body by
+           itself, and the host launches once.
 Bound      The host for ask_always, which waits in every iteration, and for ask_rarely, which
            launches each step. On captured and while_node, the GPU starts a small kernel for each
            step. while_node has one more kernel in each iteration, and it decides whether to repeat.
-           No rate was measured for that decision, so the predicted time lacks it. How many steps
-           are needed depends on the data. The costs assume two per row of the grid, because nearly
-           every shortest path goes right and down.
+           No rate was measured for that decision, so the predicted time lacks it. The number of
+           steps that are needed depends on the data. The costs assume two per row of the grid,
+           because nearly every shortest path goes right and down.
 Seen       ask_always and ask_rarely take twice as long as predicted or more. A launch through
            `cuda_module` takes the host about twice as long as the rate `launch`, as in
            `branch_test.py`. captured and while_node take longer too: `graph_node` was measured with

@@ -13,7 +13,7 @@ Bound      Tensor cores. Memory is the point. checkpointing counts the peak of w
 Seen       The peak of accumulated is about 12 MB higher than this count, which is not explained.
            Both sides are slower than predicted. For whole this has the causes that checkpointing
            lists. accumulated also has smaller products: with 2048 rows, a result of 2048 x 1024 is
-           64 tiles of 128 x 256 elements, which occupy 64 of 132 SMs. The rest is not explained.
+           64 tiles of 128 x 256 elements, which occupy 64 of 132 SMs. We cannot explain the rest.
 Use when   The batch does not fit in memory. If it fits, accumulation only costs time.
 """
 

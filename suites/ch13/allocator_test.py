@@ -21,8 +21,8 @@ Bound      The allocator's rules. At most 576 MiB are in use: 16 full caches, an
            not published.
 Seen       The record of capped is exactly what the rules give. segments, expandable and rounded
            leave less unused than the rules give. If 128 MiB were free in the cache before the call,
-           rounded would be exact and segments within 3 %. Whether there were any was not recorded,
-           so this is not explained. The order of the settings is as predicted.
+           rounded would be exact and segments within 3 %. We did not record whether there were any,
+           so we cannot explain this. The order of the settings is as predicted.
 Use when   Tensors of growing sizes fill the GPU although little is in use: set expandable segments.
            Do not cap the split size for them, since that makes it worse.
 """

@@ -16,7 +16,7 @@ Bound      Tensor cores in theory. Beside the products there is about as much tr
 Seen       tf32, bf16 and fp16 are slower than predicted. In fp32 and tf32, attention is a kernel
            made for Ampere that multiplies in fp32 on either setting. Its own rate was not measured.
            In bf16, attention at the share that flash reaches in long_attention would
-           explain about a fifth of the gap. The rest is not explained.
+           explain about a fifth of the gap. We cannot explain the rest.
 Use when   You train on tensor cores: bf16 autocast needs no scaler. Use fp16 only on GPUs without
            bf16.
 

@@ -15,7 +15,7 @@ Bound      Tensor cores, at twice bf16's rate if cuBLAS reaches it. The product 
 Seen       No variant gains. A profile shows that cuBLAS uses a kernel made for Ampere
            (`cutlass_80_tensorop_i16832gemm`) for int8, whose rate is about that of its bf16 kernel
            for Hopper. eager minus compiled is about twice as long as the traffic that compiled
-           saves. This is not explained. The rate of int8 is not measured, so no time is predicted
+           saves. We cannot explain this. The rate of int8 is not measured, so no time is predicted
            for the int8 sides.
 Use when   int8 weights save memory that you need. Do not expect a gain in time on Hopper for these
            sizes, and never quantize activations in eager mode. FP8 does gain: see fp8_linear.

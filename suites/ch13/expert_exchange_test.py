@@ -14,8 +14,8 @@ Optimized  single: the baseline with `all_to_all_single` between two buffers tha
 Bound      Tensor cores, for the two products. Then NVLink: ranks exchange (world - 1) / world of
            their tokens, each way. Gathering, scattering, GELU and the sum are DRAM traffic.
 Seen       All sides are slower than predicted. overlapped should save one exchange and saves about
-           a fifth of it: the shared expert must take longer while NCCL's kernels occupy SMs. How
-           long each kernel takes was not recorded, so the rest is not explained.
+           a fifth of it: the shared expert must take longer while NCCL's kernels occupy SMs. We did
+           not record how long each kernel takes, so we cannot explain the rest.
 Use when   Experts are on several GPUs. Keep the buffers between calls, since that is free. Overlap
            if there is a computation that does not depend on the exchange, but expect little.
 """

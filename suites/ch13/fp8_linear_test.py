@@ -14,8 +14,8 @@ Bound      Tensor cores for fused. DRAM decides how much the eager kernels of th
            fp32 scales makes the scaled value fp32. A single fp32 scale leaves it bf16. fused moves
            3.
 Seen       The rungs that quantize in eager mode are slower than predicted. rowwise minus prepared
-           is the time for W, and it is about twice as long as its traffic takes. This is not
-           explained.
+           is the time for W, and it is about twice as long as its traffic takes. We cannot explain
+           this.
 Use when   Weights are quantized ahead and one kernel quantizes the activations. Eager quantization
            in each call can cost more than the product gains. A scale for each row helps accuracy
            if the rows differ in size.

@@ -10,9 +10,9 @@ Optimized  padded: the baseline with zeros appended to the rows of x and W in ea
 Bound      Tensor cores, then DRAM for the eager kernels that quantize. They read and write 16 bytes
            per element: 13 to quantize (see fp8_linear) and 3 to fill and copy the padded tensor.
 Seen       as_is is far slower than predicted. Its rows begin at multiples of 8 bytes, and TMA needs
-           16. Which kernel cuBLAS chooses was not recorded. fp8 and prepared are slower because the
-           eager kernels take about twice as long as their traffic: fp8 minus prepared is the time
-           for W. The same factor shows in fp8_linear. It is not explained.
+           16. We did not record which kernel cuBLAS chooses. fp8 and prepared are slower because
+           the eager kernels take about twice as long as their traffic: fp8 minus prepared is the
+           time for W. The same factor shows in fp8_linear. It is not explained.
 Use when   k is no multiple of 8: padding alone, in bf16, gains most. Go on to FP8 only if the
            weights are quantized ahead.
 """

@@ -16,7 +16,7 @@ Bound      The CUDA cores' products in ddp, and the host in fsdp. Memory is the 
            next one, and a gradient on its way to the other ranks. That is half of ddp's memory.
 Seen       In an earlier form, whose update had no momentum, fsdp was far slower than predicted. Its
            host runs Python hooks before and after each layer, and their time is no part of the
-           cost, which counts launches. How long they take was not measured.
+           cost, which counts launches. We did not measure how long they take.
 Use when   Parameters, gradients and optimizer state do not fit on one GPU. If they fit, DDP is
            faster, unless a layer's products take longer than its hooks.
 """

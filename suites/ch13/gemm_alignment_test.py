@@ -9,7 +9,7 @@ Optimized  to_8: the baseline with the weight padded with zeros to a multiple of
            n is odd, the result has padded rows, and the function returns a view of n columns.
            to_64: to_8 with multiples of 64, which is 128 bytes, a step of the fast kernels' loop.
 Bound      Tensor cores. `pad` fills the padded tensor with zeros and then copies x into it, which
-           is little beside the product.
+           takes little time next to the product.
 Seen       The baseline is far slower than predicted in both sizes. A profile shows why: cuBLAS
            chooses kernels made for Turing (`cutlass_75_tensorop_bf16_s1688gemm`). These do not use
            Hopper's tensor core instructions, which the measured rate of bf16 needs.

@@ -11,12 +11,12 @@ Optimized  in_memory: files, but all files are read once, before the timed part,
            on_gpu: in_memory, but the tensor is on the GPU, and so is the epoch's order.
 Bound      The host. files opens a file per image. After that, every side launches the same kernels
            for a step, and they compute for less time than their launches take.
-Seen       No rate says how long a file takes, so the prediction of files lacks them. in_memory and
-           on_gpu take several times what their launches and their waits for the GPU predict.
-           Autograd, the modules and the optimizer are part of that: on a CPU, a step on a few
-           numbers takes as long as 340 to 410 calls of `Tensor.view`. At the rate of `host_step`
-           they are about a third of the stored time. The rest is not explained. files pays it too,
-           so in_memory gains less than the files alone would say.
+Seen       There is no rate for opening a file, so the prediction of files leaves the files out.
+           in_memory and on_gpu take several times what their launches and their waits for the GPU
+           predict. Autograd, the modules and the optimizer are part of that: on a CPU, a step on a
+           few numbers takes as long as 340 to 410 calls of `Tensor.view`. At the rate of
+           `host_step` they are about a third of the stored time. We cannot explain the rest. files
+           pays it too, so in_memory gains less than the files alone would say.
 Use when   All data fit in host memory, which saves the system calls of each epoch. Put them on the
            GPU only when memory is free there: on_gpu saves the small copies of the batches.
 """

@@ -16,8 +16,8 @@ Optimized  sliced: looped, but tokens are sorted by expert once. Each expert com
 Bound      Launches, which the host makes. The number per expert falls from looped to sliced, and
            grouped has none. The products take a small part of the time.
 Seen       All sides take longer than their launches and waits predict, grouped by the largest
-           factor. This is not explained. `launch` is the rate of an addition in place. What
-           autograd and the allocator take on the host for each operation was not measured.
+           factor. We cannot explain this. `launch` is the rate of an addition in place. We did not
+           measure the host time of autograd and of the allocator for each operation.
 Use when   A layer has many experts, each of which gets few tokens. With larger widths, the GPU's
            work per launch grows and the number of launches does not. Once the GPU takes longer than
            the host, launches no longer matter for sliced and grouped. looped still waits for the

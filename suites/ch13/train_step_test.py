@@ -15,14 +15,14 @@ Bound      Large model: tensor cores for the products, then DRAM for the passes 
            it has one, and the GPU limits it.
 Seen       Large model: all sides take longer than predicted. Attention is part of it:
            long_attention_test.py shows that PyTorch's flash attention is far below the rate of
-           products. The rest is not explained.
-           Small model: eager takes longer than its launches. `launch` is the rate of an addition in
-           place. What autograd and the optimizer take on the host for each operation was not
-           measured, so this is not explained. captured takes longer than predicted. Its cost counts
-           the starts of about 300 kernels, which are nearly all of it, and bytes and operations at
-           the rates of a full GPU. But `graph_node` was measured with an addition to one number.
-           Products of 256 rows have tiles for a few of the SMs, and norms and attention make a
-           kernel of few blocks. The kernels were not timed one by one.
+           products. We cannot explain the rest. Small model: eager takes longer than its launches.
+           `launch` is the rate of an addition in place. We did not measure the host time of
+           autograd and of the optimizer for each operation, so we cannot explain this. captured
+           takes longer than predicted. Its cost counts the starts of about 300 kernels, which are
+           nearly all of it, and bytes and operations at the rates of a full GPU. But `graph_node`
+           was measured with an addition to one number. Products of 256 rows have tiles for a few of
+           the SMs, and norms and attention make a kernel of few blocks. The kernels were not timed
+           one by one.
 Use when   Compile when passes over activations take a visible part of the step. Capture when the
            GPU waits for the host, and shapes repeat. With larger widths, products grow with the
            square of the width and passes only with the width, so compiling gains less. Capturing

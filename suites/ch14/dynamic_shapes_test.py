@@ -5,12 +5,12 @@ Problem    GELU and RMS norm, with a weight and a residual, of sequences of seve
            included. test_dynamic_shapes_later times a pass when everything is compiled.
 Baseline   each_first: `dynamic=False`, so each new length is compiled.
            each: the same, compiled before it is timed. Each kernel knows its length.
-Optimized  automatic_first: of each_first, with the default `dynamic=None`. The first length is
+Optimized  automatic_first: like each_first, with the default `dynamic=None`. The first length is
            compiled. At the second one, the compiler makes the dimension that changed symbolic.
            Later lengths use that kernel. So two compilations replace six.
-           marked_first: of each_first. `torch._dynamo.mark_dynamic` makes the dimension symbolic
-           from the first length on. So one compilation replaces six.
-           marked: of each. The kernel of marked_first, compiled before it is timed.
+           marked_first: changes each_first. `torch._dynamo.mark_dynamic` makes the dimension
+           symbolic from the first length on. So one compilation replaces six.
+           marked: changes each. The kernel of marked_first, compiled before it is timed.
            eager: each without the compiler.
 Bound      First pass: the compiler, on the host. Its time has no rate, so the costs count only the
            kernels, and all compiled sides take far longer than predicted. each_first compiles six

@@ -5,13 +5,13 @@ Problem    Blocks x = clipped(x + silu(x w)), fp32, on a few rows. If the RMS of
 Baseline   broken: `torch.compile` of a block that says `if rms > limit`. Dynamo compiles the code
            before the branch and the scaling after it as two graphs. Between them the host waits for
            the RMS.
-Optimized  cond: of broken. `torch.cond` keeps the branch in the graph, so the block is one graph.
-           But Inductor's code for it still reads the flag on the host and then branches in Python.
-           A branch must not return its input, so a block that does not clip copies x.
-           where: of broken. `torch.where` selects the factor, so the block is one graph and the
-           host waits for nothing. `fullgraph=True` makes any graph break an error.
-           whole: of where. The loop over the blocks is compiled too, so the host enters compiled
-           code once and not once per block.
+Optimized  cond: changes broken. `torch.cond` keeps the branch in the graph, so the block is one
+           graph. But Inductor's code for it still reads the flag on the host and then branches in
+           Python. A branch must not return its input, so a block that does not clip copies x.
+           where: changes broken. `torch.where` selects the factor, so the block is one graph and
+           the host waits for nothing. `fullgraph=True` makes any graph break an error.
+           whole: changes where. The loop over the blocks is compiled too, so the host enters
+           compiled code once and not once per block.
            eager: broken without the compiler.
 Bound      The host. broken, cond and eager wait for the GPU once per block, and nothing is launched
            during a wait. where and whole never wait, and launch two kernels per block. The costs
@@ -26,8 +26,8 @@ Seen       On an H100, eager is no slower than broken, although it launches thre
            kernels, so they differ by the time of entering compiled code, which where does once per
            block: it takes more than half of the time of where. broken enters twice per block,
            before the break and after it, which explains its time. cond enters once per block and
-           takes as long as broken. What Inductor's code for a branch does on the host was not
-           measured.
+           takes as long as broken. We did not measure what Inductor's code for a branch does on the
+           host.
 Use when   A branch on data chooses between cheap results: compute both and select. Keep the branch
            if one path is so expensive that a wait is cheaper. `torch._dynamo.explain` and
            `TORCH_LOGS=graph_breaks` list the breaks of a model.

@@ -6,18 +6,18 @@ Problem    x + silu(h w), bf16 with fp32 sums: a product, an activation and a re
 Baseline   compiled: `torch.compile` with its default mode. The product is cuBLAS's. One kernel then
            reads it and x, and writes the result.
            library: `torch.matmul`, in test_max_autotune_alone.
-Optimized  autotuned: of compiled. `mode="max-autotune-no-cudagraphs"` times Triton products beside
-           cuBLAS's. A Triton product can take activation and residual into its epilogue. Then the
-           product is neither written nor rounded. Inductor measures that kernel too, and keeps
-           cuBLAS with a pointwise kernel if these are faster. The mode also tunes pointwise
+Optimized  autotuned: changes compiled. `mode="max-autotune-no-cudagraphs"` times Triton products
+           beside cuBLAS's. A Triton product can take activation and residual into its epilogue.
+           Then the product is neither written nor rounded. Inductor measures that kernel too, and
+           keeps cuBLAS with a pointwise kernel if these are faster. The mode also tunes pointwise
            kernels.
            eager: compiled without the compiler.
-           autotuned_alone: of library. The same mode for a product alone.
+           autotuned_alone: changes library. The same mode for a product alone.
 Bound      With a short k, DRAM: the epilogue saves a write and a read of the product. With a long k
-           and for the product alone, tensor cores. Which product is chosen is not known before a
-           run: if it is cuBLAS's, autotuned gains at most what a tuned pointwise kernel saves. The
-           costs of autotuned assume a Triton product with an epilogue, and those of autotuned_alone
-           any product.
+           and for the product alone, tensor cores. The chosen product is not known before a run: if
+           it is cuBLAS's, autotuned gains at most what a tuned pointwise kernel saves. The costs of
+           autotuned assume a Triton product with an epilogue, and those of autotuned_alone any
+           product.
 Seen       Only test_max_autotune is recorded, on an H100. autotuned takes as long as compiled, and
            much longer than a product with an epilogue would. So Inductor has probably kept cuBLAS
            and the pointwise kernel. Its choice was not recorded.

@@ -3,14 +3,15 @@
 Problem    A small pre-norm MLP of `layers` layers with a residual, fp32, for a few rows. The
            weights are the parameters of a module.
 Baseline   eager: the module, four kernels per layer: norm, product, SiLU and sum.
-Optimized  compiled: of eager. `torch.compile` with its default mode. All but the product of a
+Optimized  compiled: changes eager. `torch.compile` with its default mode. All but the product of a
            layer becomes one kernel.
-           reduce_overhead: of compiled. `mode="reduce-overhead"` captures the compiled code as a
-           CUDA graph and replays it. It copies x to where the graph reads. The result is cloned,
+           reduce_overhead: changes compiled. `mode="reduce-overhead"` captures the compiled code as
+           a CUDA graph and replays it. It copies x to where the graph reads. The result is cloned,
            because the next call overwrites it. Parameters are read where they are.
-           captured: of compiled. The same graph by hand, from `torch.cuda.graph`. It reads x where
-           it is, and its result is not cloned, so there are no copies. It also checks no guards.
-           eager_captured: of captured, without the compiler.
+           captured: changes compiled. The same graph by hand, from `torch.cuda.graph`. It reads x
+           where it is, and its result is not cloned, so there are no copies. It also checks no
+           guards.
+           eager_captured: like captured, without the compiler.
 Bound      The host limits eager, compiled and reduce_overhead. The GPU limits the captured sides:
            small kernels run one after another. The costs count the weights as reads from the L2.
            They leave out the host's time to check guards and to compare addresses, which has no

@@ -4,7 +4,7 @@ Problem    The first pass of a process through `blocks` equal pre-norm SwiGLU bl
            that has to be compiled for it.
 Baseline   whole: `torch.compile` of the model. Dynamo unrolls the loop over the blocks, so the
            compiler gets all of them in one graph.
-Optimized  regional: of whole. `torch.compile` of one block. The blocks have the same code and
+Optimized  regional: changes whole. `torch.compile` of one block. The blocks have the same code and
            shapes, so the second block uses what the first one compiled.
            eager: whole without the compiler.
 Bound      The compiler, on the host. Its time has no rate, so the costs count only the kernels, and
@@ -12,7 +12,7 @@ Bound      The compiler, on the host. Its time has no rate, so the costs count o
            code for them. regional does so for one block. On both sides, equal kernels are compiled
            once. Both import the compiler and begin with empty caches of Inductor and Triton.
 Use when   A model repeats a block and its start matters: a server that scales out, a debugging
-           session, a test. What it costs later is in `train_step_test.py` of chapter 13: nothing is
+           session, a test. `train_step_test.py` of chapter 13 shows what it costs later: nothing is
            fused across blocks, and the host checks guards once per block. A cache of compiled code
            on disk helps the second start of either side, but not the first.
 """

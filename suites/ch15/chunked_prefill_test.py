@@ -7,10 +7,10 @@ Problem    `running` requests are decoding when a prompt of `chunks` x `chunk` t
            compared.
 Baseline   whole: the whole prompt is one call of the decoder. Then the running requests make
            `chunks` steps. Their first token waits for the whole prompt.
-Optimized  chunked: of whole. The prompt is read in chunks, and the running requests make a step
-           after each one. Their tokens come at even times: each waits for one chunk. The prompt's
-           own first token comes later, by the time of those steps.
-           mixed: of chunked. The tokens of a chunk and those of the step are one call of the
+Optimized  chunked: changes whole. The prompt is read in chunks, and the running requests make a
+           step after each one. Their tokens come at even times: each waits for one chunk. The
+           prompt's own first token comes later, by the time of those steps.
+           mixed: changes chunked. The tokens of a chunk and those of the step are one call of the
            decoder (Sarathi-Serve, OSDI 2024). All products take them as rows of one matrix, so
            weights are read once for both. Only attention treats them apart.
 Bound      Tensor cores for the prompt. DRAM for the steps of whole and chunked: a step of a few

@@ -8,10 +8,10 @@ Problem    Serve `requests` requests with a decoder in bf16 (`suites/decoder.py`
            Every token of every answer and its score are compared.
 Baseline   static: `slots` requests start together, and their prompts are one call of the decoder.
            The next group starts when the longest answer of the group has ended.
-Optimized  continuous: of static. The next request starts in a row as soon as this row's answer has
-           ended. The loop is the same function, with one condition less (Orca, OSDI 2022).
-           captured: of continuous. The step is a CUDA graph. A step always computes all rows, so
-           one graph is enough. Prompts still run eagerly.
+Optimized  continuous: changes static. The next request starts in a row as soon as this row's answer
+           has ended. The loop is the same function, with one condition less (Orca, OSDI 2022).
+           captured: changes continuous. The step is a CUDA graph. A step always computes all rows,
+           so one graph is enough. Prompts still run eagerly.
 Bound      Launches, which the host makes, for static and continuous. Both take the same time for a
            step. continuous makes fewer steps and more calls for prompts, since most requests start
            alone. captured is limited by DRAM: each step reads all weights and all rows of the

@@ -7,11 +7,11 @@ Problem    A layer of experts in inference, in bf16. Each of `tokens` tokens goe
 Baseline   masked: for each expert, find its tokens, gather them, compute, and add to the result, as
            early models in public libraries did.
            grouped: the baseline of fused, and a variant of masked. It is described below.
-Optimized  sorted_slices: of masked. Pairs of token and expert are sorted by expert once. Each
+Optimized  sorted_slices: changes masked. Pairs of token and expert are sorted by expert once. Each
            expert computes a slice. The host reads the ends of all slices at once.
-           grouped: of sorted_slices. `grouped_mm` computes all experts in two products and reads
-           the ends of the slices on the GPU.
-           fused: of grouped. A Triton kernel gathers the tokens of an expert as it loads them,
+           grouped: changes sorted_slices. `grouped_mm` computes all experts in two products and
+           reads the ends of the slices on the GPU.
+           fused: changes grouped. A Triton kernel gathers the tokens of an expert as it loads them,
            multiplies with both weights of SwiGLU and applies it. A second kernel multiplies back
            and weights the result. The sorted tokens and the two halves of the first product are
            never written. The weighted results are kept in fp32 until both of a token are added.
@@ -24,7 +24,7 @@ Seen       First test, on an H100: masked takes twice as long in one row as in t
            is that of an addition. A sort and a grouped product probably take the host longer.
            Second test, in a graph: grouped and fused take half as long again as predicted. The
            costs count the kernels that sort and gather only as starts, and they assume that the
-           products read weights at the DRAM rate. Which of the two is wrong was not measured.
+           products read weights at the DRAM rate. We did not measure which of the two is wrong.
 Use when   A mixture of experts serves requests. grouped needs no kernel of your own. fused is what
            serving engines use: what it saves, the traffic of sorted tokens and some launches,
            matters while there are few tokens per expert. The same layer in training, with its

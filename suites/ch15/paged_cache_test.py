@@ -6,10 +6,10 @@ Problem    Decode `steps` given tokens of `requests` requests with a decoder in 
            values are in the cache when a call begins.
 Baseline   masked: every request has a row with room for the longest one. PyTorch's attention reads
            all rows to their ends, and a mask removes what is behind the last token.
-Optimized  triton_rows: of masked. A Triton kernel attends to one request and group of heads. It
-           still reads all rows to their ends, so it shows the effect of the kernel alone.
-           bounded: of triton_rows. The kernel stops at the request's last token.
-           paged: of bounded. Keys and values are in pages of 64 tokens that all requests share
+Optimized  triton_rows: changes masked. A Triton kernel attends to one request and group of heads.
+           It still reads all rows to their ends, so it shows the effect of the kernel alone.
+           bounded: changes triton_rows. The kernel stops at the request's last token.
+           paged: changes bounded. Keys and values are in pages of 64 tokens that all requests share
            (PagedAttention, arXiv:2309.06180). The same kernel finds a page's number in a table.
 Bound      DRAM. masked and triton_rows read the room of all rows. bounded and paged read the tokens
            that exist. The table adds one number to load for each page, which holds thousands. All

@@ -8,18 +8,18 @@ Problem    Read `requests` prompts with a decoder in bf16 (`suites/decoder.py`) 
            cache has a row for each prompt. The logits of one more token in each row, which reads
            the whole row, are compared too.
 Baseline   recomputed: one batch with all prompts as they are.
-Optimized  copied: of recomputed. The prefix is computed in one row, and its keys and values are
-           copied to the other rows. Then the suffixes are computed as one batch that attends to
+Optimized  copied: changes recomputed. The prefix is computed in one row, and its keys and values
+           are copied to the other rows. Then the suffixes are computed as one batch that attends to
            them. Nothing comes from an earlier request.
-           cached: of copied. The prefix is not computed. The keys and values of the earlier request
-           are copied to all rows.
+           cached: changes copied. The prefix is not computed. The keys and values of the earlier
+           request are copied to all rows.
 Bound      Tensor cores for recomputed. The other sides compute few tokens. For them, the starts of
            many small kernels and two passes over the weights take a large part of the time.
 Use when   Many requests begin with the same instructions, documents or turns of a conversation. The
            gain is in the time to the first token. It is smaller than the ratio of the tokens that
-           are computed, because small batches use the GPU less well. A later token takes as long
-           as before. The copies make each row as large as without sharing. A cache in pages shares
-           the memory too, since the tables of all rows can name the same page
+           are computed, because small batches use the GPU less well. A later token takes as long as
+           without the cache. The copies make each row as large as without sharing. A cache in pages
+           shares the memory too, since the tables of all rows can name the same page
            (`paged_cache_test.py`).
 """
 

@@ -5,19 +5,20 @@ Problem    Generate `steps` greedy tokens for one sequence after a prompt of 8 t
            draft is a model of a real one: it knows the successor of `percent` % of all tokens,
            which are drawn at random. A plain test measures how many tokens a verification gives.
            All sides compute the prompt and their steps in CUDA graphs. A second test is a curve
-           over `percent`, from a draft that is never right to one that always is. Which guesses
-           are right is chance, so two prompts may need several percent more or fewer verifications.
+           over `percent`, from a draft that is never right to one that always is. Chance decides
+           which guesses are right, so the number of verifications may differ by several percent
+           between two prompts.
 Baseline   greedy: one token a step. The host launches all steps without a wait.
-Optimized  speculative: of greedy. A table of successors guesses `drafted` tokens. One call of the
-           decoder computes the last token and all guesses. It accepts the guesses up to the first
-           wrong one, and gives the token behind them (arXiv:2211.17192). The draft, the call and
-           the acceptance are one graph of fixed shape. The host waits after each one, because it
-           must know how many tokens there are.
-           fewer_waits: of speculative. The host launches as many verifications as the rest needs
-           if all guesses are right. Only then it waits. So it waits a few times in all, and never
-           makes a verification too many.
-           draft_model: of fewer_waits. The guesses come from a decoder of one layer and a quarter
-           of the width, which knows the same successors. Its steps are in the graph too.
+Optimized  speculative: changes greedy. A table of successors guesses `drafted` tokens. One call of
+           the decoder computes the last token and all guesses. It accepts the guesses up to the
+           first wrong one, and gives the token behind them (arXiv:2211.17192). The draft, the call
+           and the acceptance are one graph of fixed shape. The host waits after each one, because
+           it must know how many tokens there are.
+           fewer_waits: changes speculative. The host launches as many verifications as the rest
+           needs if all guesses are right. Only then it waits. So it waits a few times in all, and
+           never makes a verification too many.
+           draft_model: changes fewer_waits. The guesses come from a decoder of one layer and a
+           quarter of the width, which knows the same successors. Its steps are in the graph too.
 Bound      DRAM, and the starts of kernels in the graphs. A verification reads the same weights as a
            step, for a few tokens instead of one. It gives one token more than the guesses that it
            accepts. A draft that is never right leaves the tokens as they are, and each verification

@@ -9,10 +9,10 @@ Problem    Decode answers to `rows` prompts of 8 tokens, together and greedily, 
            CUDA graphs.
 Baseline   every_step: `.item()` after each step. The GPU idles until the host has the answer and
            has launched the next step.
-Optimized  every_eighth: of every_step. The host asks after 8 steps. Up to 7 steps too many are
+Optimized  every_eighth: changes every_step. The host asks after 8 steps. Up to 7 steps too many are
            made, and change nothing.
-           one_behind: of every_step. After each step, the flag is copied to pinned memory and an
-           event is recorded. The host launches a step, and then waits for the event of the step
+           one_behind: changes every_step. After each step, the flag is copied to pinned memory and
+           an event is recorded. The host launches a step, and then waits for the event of the step
            before. So the GPU always has a step to do, and one step too many is made.
 Bound      The GPU computes the steps, which DRAM and the starts of kernels in the graph limit.
            every_step adds a wait to each one. every_eighth trades 7 of 8 waits for 3.5 steps too

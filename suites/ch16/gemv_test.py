@@ -5,11 +5,13 @@ Problem    y = W x for one token of a decode step. x, W (n, k) and y are bf16. T
 Baseline   library: `torch.nn.functional.linear`, which calls cuBLAS.
 Optimized  bf16: a CUDA C++ kernel. A warp computes four rows, and sums in fp32. It separates the
            effect of the kernel from that of smaller weights.
-           int8: of bf16. One byte per weight, and one scale per row of W. The weights are quantized
-           once, before the timed part. A byte becomes a float by bit operations and a subtraction.
-           int4: of int8. Half a byte per weight, and one fp32 scale per 128 weights of a row. The
-           order of the weights in a word lets one mask convert two of them. What the conversion
-           adds to each weight is taken off the sum instead, once for 32 weights.
+           int8: changes bf16. One byte per weight, and one scale per row of W. The weights are
+           quantized once, before the timed part. A byte becomes a float by bit operations and a
+           subtraction.
+           int4: changes int8. Half a byte per weight, and one fp32 scale per 128 weights of a row.
+           The order of the weights in a word lets one mask convert two of them. The conversion adds
+           an offset to each weight. The kernel subtracts the offsets from the sum, once for 32
+           weights.
 Bound      DRAM for bf16 and int8. int4 reads half the bytes of int8 and spends about as many
            instructions on a weight, most of them on the conversion. So instructions and DRAM limit
            it about equally. `weight_only_test.py` in chapter 13 solves the same problem with tensor
@@ -19,7 +21,7 @@ Seen       On an H100, int4 takes longer than either its bytes or its instructio
            both in a row. A warp loads its weights and then converts them, so the two overlap only
            across warps. The kernel has 80 registers, so an SM holds three of its blocks. 896 blocks
            are not a whole number of rounds for 132 SMs, and in the last one many SMs have less to
-           overlap. How much each of these takes was not measured.
+           overlap. We did not measure how much each of these takes.
 Use when   One sequence is decoded at a time. Every row of x adds multiplications on ordinary cores,
            so tensor cores win from a few rows on. Weights of 4 bits cost accuracy. This page has
            random weights and shows nothing about that (`outliers_test.py` in chapter 19).

@@ -6,9 +6,9 @@ Problem    A grammar allows each of `rows` sequences only some of `vocabulary` t
            tokens of a row are allowed.
 Baseline   bools: the grammar's answer is a byte per token. It is copied to the GPU, and
            `masked_fill` applies it.
-Optimized  bits: of bools. The answer has a bit per token, in words of 32, as xgrammar
-           writes it. PyTorch unpacks it on the GPU with a shift and a comparison.
-           fused: of bits. A Triton kernel reads the bits and applies them in one pass.
+Optimized  bits: changes bools. The answer has a bit per token, in words of 32, as xgrammar writes
+           it. PyTorch unpacks it on the GPU with a shift and a comparison.
+           fused: changes bits. A Triton kernel reads the bits and applies them in one pass.
 Bound      PCIe for bools and fused. bits sends an eighth of what bools sends, and spends much of
            the gain on passes over numbers that are up to 32 times as large as the bits. For fused,
            the copy of the bits still takes longer than the pass over the logits.

@@ -7,13 +7,13 @@ Problem    Serve `requests` requests, one after another, with a decoder in bf16
            token's step is a CUDA graph on all sides. All logits are compared.
 Baseline   eager_prefill: a prompt is computed one operation after another, because a graph has a
            fixed shape and prompts have many lengths.
-Optimized  padded: of eager_prefill. A graph computes the longest prompt. Shorter ones are padded to
-           it. Attention is causal, so no token sees the padding behind it. Logits are computed at
-           the last token only, whose place is data of the graph.
-           bucketed: of padded. There is a graph for `smallest` tokens, one for twice as many, and
-           so on. A prompt is padded to the next size.
-           piecewise: of bucketed. Attention is left out of the graphs and launched with the true
-           length of the prompt. What is between the attention of two layers is a graph.
+Optimized  padded: changes eager_prefill. A graph computes the longest prompt. Shorter ones are
+           padded to it. Attention is causal, so no token sees the padding behind it. Logits are
+           computed at the last token only, whose place is data of the graph.
+           bucketed: changes padded. There is a graph for `smallest` tokens, one for twice as many,
+           and so on. A prompt is padded to the next size.
+           piecewise: changes bucketed. Attention is left out of the graphs and launched with the
+           true length of the prompt. Everything between the attention of two layers is one graph.
 Bound      The host for eager_prefill, which launches more than a hundred kernels for each prompt.
            padded is limited by the GPU: tensor cores and memory for `longest` tokens, whatever the
            prompt has. bucketed computes less than twice the tokens of a prompt, but at least

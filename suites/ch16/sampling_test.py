@@ -7,19 +7,19 @@ Problem    Sample a token for each of `rows` sequences from `vocabulary` fp32 lo
            Inputs are drawn such that rounding changes neither the kept tokens nor the winner, but
            one kept token more or less does. All tokens are compared exactly.
 Baseline   sort_all: sort all logits, and mask what top-k and top-p leave out.
-Optimized  top_k_first: of sort_all. `torch.topk` gives the best 50 tokens in their order. All else
-           is done with these 50.
-           fused: of top_k_first. A Triton kernel does all else, with one program per row.
+Optimized  top_k_first: changes sort_all. `torch.topk` gives the best 50 tokens in their order. All
+           else is done with these 50.
+           fused: changes top_k_first. A Triton kernel does all else, with one program per row.
 Bound      Sorting for sort_all: a sort moves all numbers and their places several times. DRAM or
            the L2 for the others, which read all logits a few times to find the best ones. Their
            small kernels after that are limited by the time that it takes to start a kernel.
 Seen       On an H100, all sides take about twice as long as predicted. sort_all: `softmax` and
            `cumsum` give each row to one block, so 64 blocks work and the other SMs are idle. The
            cost takes them for passes at the copy rate. A pass of a radix sort also ranks its keys
-           in shared memory, so it is probably slower than a copy. How the time divides among these
-           was not measured. top_k_first and fused: the kernels of `topk` load one number at a time
-           and count it with an atomic in shared memory, and each waits for the one before. So they
-           probably do not reach the DRAM rate.
+           in shared memory, so it is probably slower than a copy. We did not measure how the time
+           divides among these. top_k_first and fused: the kernels of `topk` load one number at a
+           time and count it with an atomic in shared memory, and each waits for the one before. So
+           they probably do not reach the DRAM rate.
 Use when   A request uses top-k, alone or with top-p. Top-p alone may keep very many tokens, so it
            needs a sort or a kernel that searches a threshold (FlashInfer has one). If requests of
            a batch have different k, take the largest one and mask the rest.

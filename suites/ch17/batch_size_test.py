@@ -4,7 +4,7 @@ Problem    Decode 8 tokens of each of `rows` sequences with a decoder in bf16 (`
            The tokens are given, so both sides compute the same. Each sequence has a cache of 1024
            positions. The logits of all tokens are wanted. The page is a curve over `rows`.
 Baseline   alone: one sequence after another. A step is a CUDA graph.
-Optimized  batched: of alone. One step advances all sequences. Every sequence now waits for the
+Optimized  batched: changes alone. One step advances all sequences. Every sequence now waits for the
            others: divide the time of the call by 8 for the time between two of its tokens.
 Bound      DRAM. A step reads all weights once, for one sequence or for many. It also reads the
            whole cache of each of its sequences, because a captured step has fixed shapes: a mask

@@ -8,11 +8,10 @@ Problem    A mixture of experts keeps at most `factor` times the mean number of 
 Baseline   padded: each expert has a buffer with `factor` times the mean of rows. Tokens are copied
            to their places, all buffers are multiplied by `bmm`, and results are copied back. All
            shapes are known before the tokens are. Rows without a token are computed as well.
-Optimized  grouped: of padded. The kept tokens lie one after another, sorted by expert, and
+Optimized  grouped: changes padded. The kept tokens lie one after another, sorted by expert, and
            `grouped_mm` reads from the GPU where each expert's tokens begin and end. It computes no
-           empty row. The same tokens are dropped.
-           The page is a curve over `factor`. The most popular expert gets 1.6 times the mean, so
-           tokens are dropped up to a factor of 1.5.
+           empty row. The same tokens are dropped. The page is a curve over `factor`. The most
+           popular expert gets 1.6 times the mean, so tokens are dropped up to a factor of 1.5.
 Bound      Tensor cores at a large factor. padded multiplies `factor` times as many rows as there
            are tokens. grouped multiplies those that are kept: all of them if no expert is full. At
            a small factor, the sort, the copies and the gate together take about as long as the

@@ -7,13 +7,13 @@ Problem    Label `rows` inputs, in bf16. An easy input is near one of `classes` 
            least squares when the page draws its state. Every label is checked, and all must be
            right.
 Baseline   large: the large network labels all inputs.
-Optimized  cascade: of large. A linear model, fitted to easy inputs, labels all inputs. Where its
-           best score is less than 0.5 above the second best, the large network decides. The host
-           waits to learn how many inputs these are.
-           early_exit: of cascade. The first layer of the large network gets a fitted head of its
-           own, in place of the linear model. The inputs of which it is not sure go on from there,
-           so the large network does not start again. It multiplies more than cascade does, because
-           its first layer computes every input.
+Optimized  cascade: changes large. A linear model, fitted to easy inputs, labels all inputs. Where
+           its best score is less than 0.5 above the second best, the large network decides. The
+           host waits to learn how many inputs these are.
+           early_exit: changes cascade. The first layer of the large network gets a fitted head of
+           its own, in place of the linear model. The inputs of which it is not sure go on from
+           there, so the large network does not start again. It multiplies more than cascade does,
+           because its first layer computes every input.
 Bound      Tensor cores. large multiplies all its matrices for every input, and cascade only for the
            hard ones. Next comes the wait for the number of hard inputs.
 Use when   Most inputs are easy, and the small model knows when it is not sure. Measure the accuracy

@@ -6,9 +6,9 @@ Problem    `requests` prompts wait, of 1 to `longest` tokens. Most of them are s
            it. The lengths are known to the host before it starts. The results are in the order of
            arrival.
 Baseline   fifo: 16 prompts at a time, in the order of arrival.
-Optimized  by_length: of fifo. The queue is sorted by length, still 16 prompts at a time.
-           token_budget: of by_length. A batch is closed when its padded tokens would exceed half
-           of 16 times `longest`, not after 16 prompts. So short prompts are in larger batches.
+Optimized  by_length: changes fifo. The queue is sorted by length, still 16 prompts at a time.
+           token_budget: changes by_length. A batch is closed when its padded tokens would exceed
+           half of 16 times `longest`, not after 16 prompts. So short prompts are in larger batches.
 Bound      Tensor cores, which multiply padded tokens as well. A length is `longest` times the
            third power of a uniform number. So the mean is a quarter of `longest`, and the longest
            of 16 is on average five sixths of it. token_budget saves launches and fills the GPU when

@@ -8,12 +8,11 @@ Baseline   of_all: a softmax over all experts, `topk`, and a division by the sum
            looped: the baseline of a test of its own, for a router of requests. A function decides
            for one request and is called for each, as in a first version of a server. Nobody writes
            this for the tokens of a layer.
-Optimized  of_chosen: of of_all. `topk` first, then a softmax over the 4 chosen scores. The shares
-           are the same, because the sum over all experts cancels.
-           fused: of of_chosen. One Triton kernel reads the scores once. It takes the largest score
-           4 times, and removes it each time. The shares stay in registers in between.
-           In the test of requests, of_chosen is looped with the same two calls for the whole
-           matrix.
+Optimized  of_chosen: changes of_all. `topk` first, then a softmax over the 4 chosen scores. The
+           shares are the same, because the sum over all experts cancels.
+           fused: changes of_chosen. One Triton kernel reads the scores once. It takes the largest
+           score 4 times, and removes it each time. The shares stay in registers in between. In the
+           test of requests, of_chosen is looped with the same two calls for the whole matrix.
 Bound      With few tokens, the host limits all sides: it launches a few kernels, and in looped some
            for each request.
            With many tokens, DRAM limits fused. The other sides call `topk` of torch, which starts a

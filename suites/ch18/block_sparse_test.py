@@ -7,19 +7,20 @@ Problem    Attention of 16384 tokens in bf16, 8 heads of 128. Tokens are in bloc
            the timed part.
 Baseline   biased: `scaled_dot_product_attention` with a mask of numbers for every head. PyTorch
            chooses the kernel.
-Optimized  tiled: of biased, a Triton kernel that reads one byte per tile instead of a mask for each
-           score. It computes all tiles, and hides the scores of those that are not kept.
-           listed: of tiled, with a loop over the list of kept tiles.
-           flex: of biased, compiled FlexAttention with a block mask. Its tiles have 128 queries
-           and 128 keys by default. So it visits more tiles than listed, and masks parts of them.
+Optimized  tiled: changes biased. A Triton kernel that reads one byte per tile instead of a mask for
+           each score. It computes all tiles, and hides the scores of those that are not kept.
+           listed: like tiled, with a loop over the list of kept tiles.
+           flex: changes biased. Compiled FlexAttention with a block mask. Its tiles have 128
+           queries and 128 keys by default. So it visits more tiles than listed, and masks parts of
+           them.
 Bound      listed: the L2, because a program of 64 queries reads each kept tile of keys and values,
            and the tensor cores need nearly as long. tiled: the same, for all tiles. biased: tensor
            cores, for all tiles, and it reads two bytes of its mask for every score.
-Seen       On an H100, biased and flex take much longer than predicted. Which kernel PyTorch chose
-           for biased was not recorded. Nearly every tile of flex is kept only in part. There flex
-           loads a flag for each score, which the cost leaves out. The times of listed at both sizes
-           say that a program's start and end take about as long as two tiles, which the cost leaves
-           out too.
+Seen       On an H100, biased and flex take much longer than predicted. We did not record which
+           kernel PyTorch chose for biased. Nearly every tile of flex is kept only in part. There
+           flex loads a flag for each score, which the cost leaves out. The times of listed at both
+           sizes say that a program's start and end take about as long as two tiles, which the cost
+           leaves out too.
 Use when   A pattern is known before the call and leaves out most blocks. The saving follows the
            tiles, not the scores: a pattern that keeps one score in every tile saves nothing. Use
            flex if its tiles fit the pattern. A window is in `../ch13/sliding_window_test.py`.

@@ -5,18 +5,18 @@ Problem    As in `cuda_attention_test.py`: forward attention in bf16, heads of 1
 Baseline   mma_sync: FlashAttention-2, with `mma.sync`. A block of 4 warps takes 128 queries, and 64
            keys at a time. The next keys and values are copied meanwhile.
 Optimized  tma: of mma_sync. The tensor memory accelerator copies the same tiles.
-           wgmma: of tma. Four changes: two warpgroups multiply with `wgmma`, straight from shared
-           memory. They take 128 keys at a time, not 64. An SM has one block of 8 warps, not two
-           blocks of 4. The last keys come first, so only the first tile needs a mask.
-           scores_ahead: of wgmma. A warpgroup asks for the scores of the next keys together with
-           the outputs of these keys, and waits once for both.
-           specialized: of scores_ahead. A producer warpgroup loads, and no barrier stops the whole
-           block.
-           pingpong: of specialized. The two warpgroups take turns on the tensor cores, so that one
-           computes weights while the products of the other run.
-           overlapped: of pingpong. A warpgroup computes weights as soon as its scores are there,
-           while its own outputs are still summed. FlashAttention-3 does the same, with larger
-           blocks.
+           wgmma: changes tma. Four changes: two warpgroups multiply with `wgmma`, straight from
+           shared memory. They take 128 keys at a time, not 64. An SM has one block of 8 warps, not
+           two blocks of 4. The last keys come first, so only the first tile needs a mask.
+           scores_ahead: changes wgmma. A warpgroup asks for the scores of the next keys together
+           with the outputs of these keys, and waits once for both.
+           specialized: changes scores_ahead. A producer warpgroup loads, and no barrier stops the
+           whole block.
+           pingpong: changes specialized. The two warpgroups take turns on the tensor cores, so that
+           one computes weights while the products of the other run.
+           overlapped: changes pingpong. A warpgroup computes weights as soon as its scores are
+           there, while its own outputs are still summed. FlashAttention-3 does the same, with
+           larger blocks.
            flash: `SDPBackend.FLASH_ATTENTION`, which is FlashAttention-2.
            cudnn: `SDPBackend.CUDNN_ATTENTION`, which uses wgmma and TMA on Hopper.
 Bound      mma_sync, tma and flash: `mma.sync`, which does not reach the rate of wgmma on Hopper

@@ -5,9 +5,9 @@ Problem    Forward attention in bf16, heads of 128, with and without a causal ma
            as in trained models.
 Baseline   naive: three kernels write all scores, turn them into weights, and multiply them by the
            values. The arithmetic is fp32 in tiles of 64 x 64. Tiles above the diagonal are skipped.
-Optimized  online: of naive. The same tiles in one kernel. It keeps the maximum and the sum of each
-           row so far, and corrects the outputs with them. So no score leaves the chip.
-           mma_sync: of online. Three changes: the tensor cores multiply bf16, so weights are
+Optimized  online: changes naive. The same tiles in one kernel. It keeps the maximum and the sum of
+           each row so far, and corrects the outputs with them. So no score leaves the chip.
+           mma_sync: changes online. Three changes: the tensor cores multiply bf16, so weights are
            rounded to bf16. A block takes 128 queries, not 64. The next keys and values are copied
            meanwhile. This is FlashAttention-2.
            flash: `SDPBackend.FLASH_ATTENTION`, which is FlashAttention-2 too.

@@ -6,17 +6,17 @@ Problem    Documents are packed into one sequence for training. A token sees its
            biased and flex make their masks before the timed part.
 Baseline   biased: `scaled_dot_product_attention` with a mask of numbers. PyTorch chooses the
            kernel.
-Optimized  looped: of biased, one causal call per document, on a view of its tokens.
-           flex: of biased, compiled FlexAttention. A Python function compares the documents of
+Optimized  looped: changes biased. One causal call per document, on a view of its tokens.
+           flex: changes biased. Compiled FlexAttention. A Python function compares the documents of
            query and key. A block mask says which tiles of 128 x 128 it hides completely.
 Bound      flex: tensor cores, for the tiles that have at least one visible score. Tiles that the
            function hides in part take extra instructions. biased computes all tiles and also reads
            two bytes of the mask for every score and head. looped computes about as few tiles as
            flex, in small calls that do not fill the GPU. A call takes at least as long as its last
            tile of queries, which sees the whole document.
-Seen       On an H100, all sides take longer than predicted. Which kernel PyTorch chose for biased
-           and looped was not recorded. flex has programs of different lengths, and its partly
-           hidden tiles take extra instructions. How much either costs was not measured. A call of
+Seen       On an H100, all sides take longer than predicted. We did not record which kernel PyTorch
+           chose for biased and looped. flex has programs of different lengths, and its partly
+           hidden tiles take extra instructions. We did not measure how much either costs. A call of
            looped has few tiles if documents are short, so its start and its end probably take
            longer than its products.
 Use when   Training packs short documents into long sequences. One block mask serves all layers of

@@ -10,25 +10,25 @@ Optimized  The variants run the same kernel on e4m3 operands. The call quantizes
            one scale per head: one kernel finds the largest elements of a tile, and a second kernel
            joins them and rounds.
            fp8_scores: Q and K in e4m3, so QK^T runs in FP8. P and V stay in bf16.
-           fp8_both: of fp8_scores. P and V in e4m3 too, so both products run in FP8. Hopper's
+           fp8_both: changes fp8_scores. P and V in e4m3 too, so both products run in FP8. Hopper's
            tensor cores read FP8 only along the summed dimension, which is the tokens of V. So the
            quantizing kernel stores V transposed. The kernel shifts the exponents of P up by 8
            before it rounds, so that the weights reach to 256. e4m3 ends at 448. Without the shift,
            weights below 2^-10 of the largest would become 0.
            cudnn: SDPA in bf16, `SDPBackend.CUDNN_ATTENTION`.
 Bound      Tensor cores and exponentials, one after the other, because the warps of a program work
-           in step. FP8 halves only the time of the products. The exponentials stay, and each needs
-           a cast of its result. Quantizing reads each input twice. It takes the same time at both
-           lengths, and the products take four times as long at 16384 tokens, so FP8 gains more
-           there. By the costs, quantizing takes back most of what fp8_scores gains at 4096.
-           So fp8_scores claims nothing. cuDNN computes exponentials during the products. By the
-           costs, it is faster in bf16 than fp8_both at 4096, and nearly as fast at 16384.
+           in step. FP8 halves only the time of the products. The number of exponentials stays the
+           same, and each result needs a cast. Quantizing reads each input twice. It takes the same
+           time at both lengths, and the products take four times as long at 16384 tokens, so FP8
+           gains more there. By the costs, quantizing takes back most of what fp8_scores gains at
+           4096. So fp8_scores claims nothing. cuDNN computes exponentials during the products. By
+           the costs, it is faster in bf16 than fp8_both at 4096, and nearly as fast at 16384.
            Hopper holds the operand P of an FP8 product in another order than the result of QK^T.
            The kernel pays for the exchange between threads, which the costs leave out. The costs
            also leave out the casts.
 Seen       fp8_scores gains a little, as predicted. fp8_both takes up to a quarter longer than
-           predicted, more so with 4096 tokens than with 16384. Which of its steps takes longer was
-           not profiled.
+           predicted, more so with 4096 tokens than with 16384. We did not profile which of its
+           steps takes longer.
 Use when   Sequences are long, the model tolerates the error, and no library has your form of
            attention. Otherwise call cuDNN in bf16, because FP8 in Triton gains little over it. The
            check accepts what rounding Q, K, P, V and the outputs by 2^-4 of each value would

@@ -7,10 +7,10 @@ Problem    Attention of one new token per sequence, 64 query heads, 128 numbers 
 Baseline   per_head: a Triton kernel with one program per sequence and query head. Each program
            reads all keys and values of its group. A product of tensor cores has at least 16 rows,
            of which 15 are empty.
-Optimized  grouped: of per_head, one program for all query heads of a group. They are the rows of
-           one product, so the cache is read once.
-           split: of grouped, a program for every `chunk` tokens of the context, and a second kernel
-           that joins their results (split-KV, called Flash-Decoding).
+Optimized  grouped: changes per_head. One program for all query heads of a group. They are the rows
+           of one product, so the cache is read once.
+           split: changes grouped. A program for every `chunk` tokens of the context, and a second
+           kernel that joins their results (split-KV, called Flash-Decoding).
            library: `scaled_dot_product_attention` with `enable_gqa=True`. PyTorch chooses the
            kernel.
 Bound      split: DRAM, which has to deliver the cache once. per_head: the L2, because the programs
@@ -18,8 +18,8 @@ Bound      split: DRAM, which has to deliver the cache once. per_head: the L2, b
            per sequence and group. With fewer programs than SMs, it is limited by the rate at which
            an SM reads.
 Seen       On an H100, grouped with few sequences takes longer than its share of the L2 predicts.
-           An SM has only one program of 4 warps. Probably it cannot keep as many bytes in flight as
-           that share needs.
+           An SM has only one program of 4 warps. One program probably cannot keep enough bytes in
+           flight to use that share.
 Use when   Always group the heads. Split the context if sequences times groups are fewer than a few
            programs per SM. Choose the number of splits by the batch: every part is written and
            read again. The same kernel on a cache of 8 bits is in `../ch19/kv_quantization_test.py`.

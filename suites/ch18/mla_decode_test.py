@@ -7,13 +7,13 @@ Problem    Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434), one new 
            one of 8 GPUs. Cache and weights are the page's state.
 Baseline   expanded: the cache holds keys and values of all heads, made before the timed part.
            `scaled_dot_product_attention` attends to them.
-Optimized  absorbed: of expanded, the weights move to the other side of the products. Each query is
-           multiplied by the weights of the keys, and each mean of latent numbers by those of the
-           values. So the cache keeps the latent numbers. Scores, softmax and mean are `matmul`,
-           `softmax` in fp32, and `matmul`.
-           fused: of absorbed, a Triton kernel for scores, softmax and mean, with a program for up
-           to 64 heads and 1024 tokens. A token is read once, for its scores and for the mean.
-           library: of absorbed, with `scaled_dot_product_attention` for the same steps. The heads
+Optimized  absorbed: changes expanded. The weights move to the other side of the products. Each
+           query is multiplied by the weights of the keys, and each mean of latent numbers by those
+           of the values. So the cache keeps the latent numbers. Scores, softmax and mean are
+           `matmul`, `softmax` in fp32, and `matmul`.
+           fused: changes absorbed. A Triton kernel for scores, softmax and mean, with a program for
+           up to 64 heads and 1024 tokens. A token is read once, for its scores and for the mean.
+           library: like absorbed, with `scaled_dot_product_attention` for the same steps. The heads
            are the queries of one head. PyTorch chooses the kernel.
 Bound      With 16 heads, fused: DRAM, which has to deliver the latent cache once. With 128 heads,
            each byte takes 8 times as many operations, and the tensor cores need about as long as
@@ -21,7 +21,7 @@ Bound      With 16 heads, fused: DRAM, which has to deliver the latent cache onc
            library: the L2. Only the memory-efficient kernel of PyTorch takes heads this wide. Its
            sums do not fit into registers, so it writes and reads them once per 128 tokens.
 Seen       On an H100, fused with 128 heads takes more than twice as long as predicted. Its sums
-           fill so many registers that an SM has only one program. Probably copies, products and
+           fill so many registers that an SM holds only one program. Probably copies, products and
            exponentials then wait for one another. absorbed with 128 heads and library also take
            longer, and that is not explained.
 Use when   Absorb in decode, always. Expand in prefill: there the keys are used by many queries, and

@@ -10,7 +10,7 @@ Baseline   gathered: index the pool by the table, so every sequence gets a conti
            The mask is made before the timed part.
 Optimized  copied: gathered, but a Triton kernel attends to the copy. It has a program for each
            sequence, group, and `chunk` tokens. A second kernel joins their results.
-           paged: of copied, without the copy. The kernel looks up pages in the table, one step
+           paged: like copied, without the copy. The kernel looks up pages in the table, one step
            before it needs them. So Triton prefetches as many keys and values as in copied.
            contiguous: paged on a contiguous cache, which is made before the timed part. It shows
            what the table costs. No server with pages has such a cache.

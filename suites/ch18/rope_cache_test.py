@@ -1,15 +1,15 @@
-"""Rotary positions: turn queries and keys and fill the cache in one kernel.
+"""Rotary positions: rotate queries and keys and fill the cache in one kernel.
 
 Problem    The step between the projection and the attention of a layer, 32 query heads, 8 groups of
-           keys and values, 128 numbers each, bf16. It turns queries and keys by the positions of
+           keys and values, 128 numbers each, bf16. It rotates queries and keys by the positions of
            their tokens (RoPE, arXiv:2104.09864, in fp32) and writes keys and values to their slots
-           of the cache. It returns the turned queries. Cache and table of cosines and sines are the
-           page's state. 64 tokens are a decode step, 16384 are a prefill.
-Baseline   eager: look up cosines and sines, turn queries and keys by whole tensors, and write keys
-           and values with `index_copy_`.
+           of the cache. It returns the rotated queries. Cache and table of cosines and sines are
+           the page's state. 64 tokens are a decode step, 16384 are a prefill.
+Baseline   eager: look up cosines and sines, rotate queries and keys as whole tensors, and write
+           keys and values with `index_copy_`.
 Optimized  compiled: eager, by `torch.compile`.
-           fused: of eager, one Triton kernel with a program per token and 8 heads. It reads the
-           projection once, and writes each number to its last place.
+           fused: changes eager. One Triton kernel with a program per token and 8 heads. It reads
+           the projection once, and writes each number to its last place.
 Bound      fused: at 16384 tokens DRAM, which reads the projection and writes queries and cache
            once. eager passes over fp32 copies of the queries several times. At 64 tokens the number
            of kernels is the limit. All sides are timed in CUDA graphs, but there too the GPU needs

@@ -2,25 +2,25 @@
 
 Problem    Speculative decoding verifies a tree of drafted tokens (SpecInfer, arXiv:2305.09781). A
            node sees the context of its sequence, its ancestors, and itself. The tree has `branches`
-           branches of 4 nodes each, which part at the first node. bf16, 32 query heads, 8 groups of
-           keys and values, 128 numbers each. The context is the page's state. Every side copies it
-           before the timed part to a cache with room for the nodes, and writes their keys and
-           values there. The results are those of all nodes.
+           branches of 4 nodes each, which branch off at the first node. bf16, 32 query heads, 8
+           groups of keys and values, 128 numbers each. The context is the page's state. Every side
+           copies it before the timed part to a cache with room for the nodes, and writes their keys
+           and values there. The results are those of all nodes.
 Baseline   per_branch: for each branch, write the keys and values of its nodes behind the context.
            Then `scaled_dot_product_attention` with a causal mask for the last 4 tokens.
-Optimized  masked: of per_branch, write all nodes at once, and call once with a mask that says which
-           nodes a node sees. The mask is made before the timed part. The heads of a group are
+Optimized  masked: changes per_branch. Write all nodes at once, and call once with a mask that says
+           which nodes a node sees. The mask is made before the timed part. The heads of a group are
            queries of one head, because PyTorch's fast kernels do not take shared keys and a mask.
-           fused: of masked, a Triton kernel with a program for each sequence, group, and `chunk`
-           tokens. A second kernel joins their results. The kernel reads a word of 32 bits for each
-           node instead of a mask for each score.
+           fused: changes masked. A Triton kernel with a program for each sequence, group, and
+           `chunk` tokens. A second kernel joins their results. The kernel reads a word of 32 bits
+           for each node instead of a mask for each score.
 Bound      fused: DRAM, which has to deliver the context once. per_branch reads it once for each
            branch, but its tensor cores need longer than that: FlashAttention-2 computes a tile of
            128 queries for each head, which has 4. With 2 sequences, masked has 16 programs, so most
            SMs have nothing to do.
-Seen       On an H100, masked with 16 sequences takes almost twice as long as predicted. Which
-           kernel PyTorch chose was not recorded. If it does not split the context, an SM has at
-           most one program, which probably keeps too few bytes in flight.
+Seen       On an H100, masked with 16 sequences takes almost twice as long as predicted. We did not
+           record which kernel PyTorch chose. If it does not split the context, an SM has at most
+           one program, which probably keeps too few bytes in flight.
 Use when   A draft has several candidates for a token, and the context is much longer than the tree.
            Whether the tree pays off also depends on how many drafted tokens are accepted, which
            this page does not measure.

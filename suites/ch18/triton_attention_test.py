@@ -4,11 +4,11 @@ Problem    Forward attention in bf16, heads of 128, with and without a causal ma
            heads times tokens is the same at each length. The scores have a standard deviation of 3,
            as in trained models. Triton's interpreter multiplies bf16 wrongly, so a CPU checks fp16.
 Baseline   eager: scores by `matmul`, mask, softmax in fp32, rounding, `matmul`.
-Optimized  tiled: of eager. One kernel with an online softmax, so that the scores stay on the chip.
-           64 queries per program, and 64 keys at a time.
-           tuned: of tiled. 128 queries per program, and the faster of two forms: 64 keys at a time
-           with 4 warps, or 128 keys with 8 warps.
-           descriptors: of tuned. The tensor memory accelerator (TMA) loads and stores tiles.
+Optimized  tiled: changes eager. One kernel with an online softmax, so that the scores stay on the
+           chip. 64 queries per program, and 64 keys at a time.
+           tuned: changes tiled. 128 queries per program, and the faster of two forms: 64 keys at a
+           time with 4 warps, or 128 keys with 8 warps.
+           descriptors: changes tuned. The tensor memory accelerator (TMA) loads and stores tiles.
            flash: `SDPBackend.FLASH_ATTENTION`, which is FlashAttention-2.
            cudnn: `SDPBackend.CUDNN_ATTENTION`, which uses wgmma and TMA on Hopper.
 Bound      eager: DRAM, because each step reads and writes all scores. tiled: the L2, from
@@ -18,9 +18,10 @@ Bound      eager: DRAM, because each step reads and writes all scores. tiled: th
            here: Triton 3.9 fails to compile this loop with `warp_specialize`, for Hopper and for
            Blackwell.
 Seen       Only 16384 tokens without a mask are recorded, on an H100. cudnn takes longer than
-           predicted, and longer than the same call in `cuda_attention_hopper_test.py`. Probably the
-           clock of the GPU was lower beside eager. tuned takes a quarter longer than predicted, and
-           descriptors less than that: their only difference is how tiles are loaded.
+           predicted, and longer than the same call in `cuda_attention_hopper_test.py`. The clock of
+           the GPU was probably lower when it was timed together with eager. tuned takes a quarter
+           longer than predicted, and descriptors less than that: their only difference is how tiles
+           are loaded.
 Use when   Triton is the shortest way to attention that no library has. Write tiles with
            descriptors, and tune them. For plain or causal attention call the library. The same
            ladder in CUDA C++ is in `cuda_attention_hopper_test.py`.

@@ -7,13 +7,14 @@ Problem    Attention without a mask over a batch of sequences, as an encoder doe
 Baseline   padded: copy the tokens to a batch as long as the longest sequence. Then
            `scaled_dot_product_attention` with a mask for the padding, and copy the tokens back.
            Mask and indices are made before the timed part.
-Optimized  looped: of padded, one call per sequence on a view of its tokens. Nothing is padded.
-           packed: of looped, one Triton kernel for all sequences. A program takes 64 queries of a
-           head. A list, which is made before the timed part, says of which sequence they are.
-           nested: of looped, `scaled_dot_product_attention` on a nested tensor of jagged layout,
-           which PyTorch's flash kernel takes as packed tokens.
-           varlen: of looped, `torch.nn.attention.varlen.varlen_attn`, which calls that kernel with
-           the list of beginnings.
+Optimized  looped: changes padded. One call per sequence on a view of its tokens. Nothing is padded.
+           packed: changes looped. One Triton kernel for all sequences. A program takes 64 queries
+           of a head. A list, which is made before the timed part, says which sequence they belong
+           to.
+           nested: changes looped. `scaled_dot_product_attention` on a nested tensor of jagged
+           layout, which PyTorch's flash kernel takes as packed tokens.
+           varlen: changes looped. `torch.nn.attention.varlen.varlen_attn`, which calls that kernel
+           with the list of beginnings.
 Bound      Tensor cores, for all but the short sequences. padded computes the scores of the padding
            as well. looped leaves SMs idle when a sequence has fewer tiles of queries than there are
            SMs, and each call ends before the next one begins. In packed, a program
@@ -22,8 +23,8 @@ Bound      Tensor cores, for all but the short sequences. padded computes the sc
 Seen       Only sequences of up to 512 tokens are recorded, on an H100. All sides take about twice
            as long as predicted, and looped still longer. A program of packed and nested has at most
            a few tiles of keys, so its start and its end probably take as long as its products. A
-           call of looped has few programs, which do not fill the GPU. Which kernel PyTorch chose
-           for padded, which has a mask, was not recorded. packed and nested take the same time.
+           call of looped has few programs, which do not fill the GPU. We did not record which
+           kernel PyTorch chose for padded, which has a mask. packed and nested take the same time.
 Use when   The lengths of a batch differ. The gain is the share of the padding in the scores, which
            grows with the square of the length. A call per sequence is enough only if each sequence
            fills the GPU. If all lengths are nearly equal, padding is simpler. Sorting requests by

@@ -8,9 +8,9 @@ Baseline   eager: the definition of MXFP8 in PyTorch, one kernel for each operat
            compiled_fp4: the definition of NVFP4 through `torch.compile`. Eager would be too easy
            to beat: PyTorch has no cast to e2m1, so it would launch two kernels for each of seven
            comparisons.
-Optimized  compiled: of eager, through `torch.compile`.
-           fused: of eager. One Triton kernel.
-           fused_fp4: of compiled_fp4. One Triton kernel.
+Optimized  compiled: like eager, through `torch.compile`.
+           fused: changes eager. One Triton kernel.
+           fused_fp4: changes compiled_fp4. One Triton kernel.
 Bound      DRAM for MXFP8. One pass reads 2 bytes per element and writes about 1. eager writes and
            reads its intermediate values, most of them in fp32. fused runs 19 instructions per
            element on sm90. On an H200, they take about as long as the reads and writes.
@@ -29,8 +29,8 @@ Use when   You quantize in the call, as for activations. Then one pass is the di
            line and is as fast as fused. For NVFP4, write the kernel.
            The page accepts no error: codes and scales must be those of the definition, bit for bit.
            The formats themselves lose accuracy. MXFP8 rounds an element by up to 2^-4 of it. Its
-           largest elements lose up to 2^-3, because the scale is a power of two and what is above
-           448 of them is cut off. NVFP4 rounds an element of half a scale or more by up to a third
+           largest elements lose up to 2^-3, because the scale is a power of two, and values above
+           448 scales are cut off. NVFP4 rounds an element of half a scale or more by up to a third
            of it. Smaller ones become 0 or half a scale.
 """
 

@@ -5,11 +5,11 @@ Baseline   bf16: `torch.nn.functional.linear`, which is cuBLASLt.
 Optimized  All variants multiply in e4m3. Triton kernels quantize x in the call, multiply, and scale
            before they store. W is quantized once, before the timed part.
            by_rows: a scale for each row of x and of W. Tensor cores sum over all of k.
-           summed: of by_rows. CUDA cores add up the sums over 128 channels, and tensor cores start
-           each of these sums at 0.
-           by_blocks: of summed. A scale for each 128 elements of a row of x, and for each 128 x 128
-           elements of W, as in DeepSeek-V3 (arXiv:2412.19437). It multiplies each sum over 128
-           channels.
+           summed: changes by_rows. CUDA cores add up the sums over 128 channels, and tensor cores
+           start each of these sums at 0.
+           by_blocks: changes summed. A scale for each 128 elements of a row of x, and for each 128
+           x 128 elements of W, as in DeepSeek-V3 (arXiv:2412.19437). It multiplies each sum over
+           128 channels.
 Bound      Tensor cores, at twice the rate of bf16. summed and by_blocks add one multiply-add on
            CUDA cores for every 128 on tensor cores. That is little work, but a block's tensor cores
            wait for it. The second set of sums costs more. In the code for sm90, a thread of a

@@ -9,10 +9,10 @@ Baseline   looped: reads the ends, which waits for the GPU, and calls `torch.mm`
            bf16: `grouped_mm` in bf16. It is the baseline of the second test.
 Optimized  All variants multiply in e4m3, with a scale for each row of x and of W. They quantize W
            once, before the timed part. They quantize x in the call, all by one Triton kernel.
-           looped_fp8: of looped. `torch._scaled_mm` for each expert.
-           grouped: of looped_fp8. One Triton kernel for all experts. Its grid has room for the most
-           tiles that there can be. Each program finds its expert in the ends, and those without a
-           tile exit.
+           looped_fp8: changes looped. `torch._scaled_mm` for each expert.
+           grouped: changes looped_fp8. One Triton kernel for all experts. Its grid has room for the
+           most tiles that there can be. Each program finds its expert in the ends, and those
+           without a tile exit.
            library: `torch._scaled_grouped_mm`, which reads the ends on the GPU too.
 Bound      The host for the loops at 64 experts: FP8 cannot gain there, so looped_fp8 claims
            nothing. With 8 experts, the products take longer than their launches, so a loop loses
@@ -28,7 +28,7 @@ Seen       On an H100, the loops at 64 experts take two to four times as long as
            rows, grouped and library are limited by the host too, which the second test leaves out.
            With many rows, all grouped products take about half as long again as predicted, in bf16
            too. The costs assume the rate of one large product and do not count empty rows of tiles.
-           Which of the two matters was not measured. grouped is about as fast as library.
+           We did not measure which of the two matters. grouped is about as fast as library.
 Use when   There are many experts, or the layer is part of a captured graph. A loop cannot be
            captured, because the host reads where groups end. Outside a graph, a loop is enough for
            a few large experts. No side gets the sizes on the host: that needs a router on the host,

@@ -6,11 +6,11 @@ Problem    Attention of one new token per sequence: 64 heads in 8 groups, each o
 Baseline   library: `torch.nn.functional.scaled_dot_product_attention`.
 Optimized  streamed: two Triton kernels. The first attends to 1024 tokens per program and the second
            joins the results. It separates the effect of the kernels from that of the bytes.
-           int8_cache: of streamed. Keys and values have one byte per number, and one fp32 scale per
-           token and group.
-           fp8_cache: of int8_cache, with e4m3 in place of integers.
-           The cache is quantized before the timed part on both sides that need it, because a
-           decode step quantizes only its own token.
+           int8_cache: changes streamed. Keys and values have one byte per number, and one fp32
+           scale per token and group.
+           fp8_cache: like int8_cache, with e4m3 in place of integers. The cache is quantized before
+           the timed part on both sides that need it, because a decode step quantizes only its own
+           token.
 Bound      DRAM, which has to deliver the cache once. int8_cache and fp8_cache read about half of
            the bytes, and instructions turn each byte into bf16 for the tensor cores. In the code
            for sm90, the loop of streamed has 2.7 instructions per number of the cache, and that of

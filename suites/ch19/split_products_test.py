@@ -4,15 +4,15 @@ Problem    y = x W^T with x (m, k), W (n, k) and y in fp32. Both operands arrive
 Baseline   fp32: `torch.nn.functional.linear` with TF32 off, as is PyTorch's default. It runs on
            CUDA cores.
 Optimized  All variants are the same two Triton kernels. One splits an operand and the other
-           multiplies. A part is what rounding left of the number before it.
+           multiplies. Each part is the remainder that rounding the previous part has left.
            tf32: one part of 11 bits. It shows what one product takes, and what it loses.
-           tf32x3: of tf32. Two parts, 22 bits. Three products: high with high, high with low, and
-           low with high.
-           bf16x3: of tf32x3. Two parts of bf16, 16 bits, and the same three products.
-           bf16x6: of bf16x3. Three parts of bf16, 24 bits as in fp32. Six products: all that are
-           not below the last bit of fp32.
-           A tensor core cuts off the bits that its sum cannot hold. So each step of the loop sums
-           its products there, and CUDA cores add the steps' sums with rounding.
+           tf32x3: changes tf32. Two parts, 22 bits. Three products: high with high, high with low,
+           and low with high.
+           bf16x3: changes tf32x3. Two parts of bf16, 16 bits, and the same three products.
+           bf16x6: changes bf16x3. Three parts of bf16, 24 bits as in fp32. Six products: all that
+           are not below the last bit of fp32. A tensor core cuts off the bits that its sum cannot
+           hold. So each step of the loop sums its products there, and CUDA cores add the steps'
+           sums with rounding.
 Bound      Tensor cores: their operations are three or six times those of one product. The number of
            products and the rate of their type decide. TF32 runs at half the rate of bf16, so tf32x3
            should take about as long as bf16x6. Splitting is DRAM traffic, and small beside the
@@ -21,8 +21,8 @@ Bound      Tensor cores: their operations are three or six times those of one pr
            only that it loses nothing.
 Seen       On an H100, tf32 and tf32x3 take longer than predicted, and tf32 is further off. The
            rate `tf32` is that of a library's product. This kernel waits for each of its products
-           and adds their sums on CUDA cores, so it reaches less of that rate. How much each of
-           these costs was not measured. tf32x3 is still almost twice as fast as fp32 on CUDA cores.
+           and adds their sums on CUDA cores, so it reaches less of that rate. We did not measure
+           how much each of these costs. tf32x3 is still almost twice as fast as fp32 on CUDA cores.
 Use when   fp32 products take most of the time, and TF32 is not exact enough. The check accepts
            fp32's error from tf32x3 and bf16x6: each output may be wrong as if its sum had been
            rounded in fp32 at each step. From bf16x3 and tf32 it accepts the error of operands that

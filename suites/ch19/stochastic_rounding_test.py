@@ -6,10 +6,10 @@ Problem    test_stochastic_rounding is a step of gradient descent for n weights 
            moved on average.
 Baseline   fp32_copy: an fp32 copy of the weights learns, and is rounded to bf16. One Triton kernel.
            in_fp32: all 32 steps in fp32.
-Optimized  stochastic: of fp32_copy. There is no copy. The new weight rounds up or down at random.
-           It rounds up more often the closer it is to the upper number. The kernel draws the random
-           bits with Philox, from the step's number and a seed that is an input.
-           many_stochastic: of in_fp32. Each step rounds stochastically.
+Optimized  stochastic: changes fp32_copy. There is no copy. The new weight rounds up or down at
+           random. It rounds up more often the closer it is to the upper number. The kernel draws
+           the random bits with Philox, from the step's number and a seed that is an input.
+           many_stochastic: changes in_fp32. Each step rounds stochastically.
 Bound      DRAM. fp32_copy moves 12 bytes per weight, stochastic 6. In the code for sm90, stochastic
            has 28 instructions per weight and fp32_copy has 16. They run while the bytes move. One
            call of Philox has bits for four weights. With a call for each weight, instructions would

@@ -7,10 +7,10 @@ Problem    Generate `steps` greedy tokens for one sequence after a prompt of 8 t
            first rung with the last.
 Baseline   eager: one operation after the other. Positions and tokens stay on the GPU.
            compiled: the baseline of captured.
-Optimized  compiled: of eager. `torch.compile` of a step. Norms, rotation and SwiGLU become one
+Optimized  compiled: changes eager. `torch.compile` of a step. Norms, rotation and SwiGLU become one
            kernel each. Products and attention are the same library kernels as before.
-           captured: of compiled. A step is a CUDA graph.
-           eager_captured: of eager. A step is a CUDA graph, and nothing is compiled.
+           captured: changes compiled. A step is a CUDA graph.
+           eager_captured: changes eager. A step is a CUDA graph, and nothing is compiled.
 Bound      The host limits eager and compiled: a step computes one token, but launches more than a
            hundred small kernels. captured is limited by DRAM, which has to deliver all weights in
            each step, and by the starts of the kernels in the graph.
@@ -19,8 +19,9 @@ Seen       eager_captured and captured take much longer than predicted. The rate
            probably do not read their weights at the full rate either. No kernel was timed on its
            own. eager and compiled take about twice as long as predicted or more, probably because
            the host does more for an operator than for the addition that the rate `launch` is
-           measured with. On an H100, eager took longer beside eager_captured than beside compiled.
-           Probably the host was slower then, so the speedups have wide intervals.
+           measured with. On an H100, eager took longer when timed with eager_captured than when
+           timed with compiled. Probably the host was slower then, so the speedups have wide
+           intervals.
 Use when   A model generates for few users at a time. Capture first, because a graph removes all
            launches and needs no compiler. Compile as well if the starts of small kernels are a
            visible part of a captured step. With large batches or large models, kernels take longer

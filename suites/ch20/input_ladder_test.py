@@ -7,13 +7,13 @@ Problem    `batches` batches of 256 images arrive in host memory, in uint8. For 
 Baseline   on_host: normalize on the CPU, then copy fp32 to the GPU from pageable memory.
            on_gpu: the baseline of pinned.
            pinned: the baseline of overlapped.
-Optimized  on_gpu: of on_host. Copy the bytes, and normalize on the GPU. The copy is a quarter as
-           large.
-           pinned: of on_gpu. The batch is first copied on the CPU into pinned memory that is kept,
-           and from there to the GPU. This alone may gain nothing, because the driver does the same
-           in pieces. The next rung needs it.
-           overlapped: of pinned. Copies to the GPU do not block, which takes two pinned buffers:
-           the CPU fills one while the GPU copies and computes the other.
+Optimized  on_gpu: changes on_host. Copy the bytes, and normalize on the GPU. The copy is a quarter
+           as large.
+           pinned: changes on_gpu. The batch is first copied on the CPU into pinned memory that is
+           kept, and from there to the GPU. This alone may gain nothing, because the driver does the
+           same in pieces. The next rung needs it.
+           overlapped: changes pinned. Copies to the GPU do not block, which takes two pinned
+           buffers: the CPU fills one while the GPU copies and computes the other.
 Bound      The CPU. on_host normalizes there, in three passes over floats. on_gpu is limited by the
            copy from pageable memory, which the driver makes through a buffer of its own. overlapped
            is limited by the CPU's copies into pinned memory, and hides the rest.

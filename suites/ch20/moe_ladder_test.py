@@ -11,12 +11,12 @@ Baseline   masked: for each expert, find its tokens, gather them, compute, and a
            early models in public libraries did.
            sorted_slices: the baseline of grouped.
            grouped: the baseline of captured.
-Optimized  sorted_slices: of masked. Pairs of token and expert are sorted by expert once. Each
+Optimized  sorted_slices: changes masked. Pairs of token and expert are sorted by expert once. Each
            expert computes a slice. The host reads the ends of all slices at once.
-           grouped: of sorted_slices. `grouped_mm` computes all experts in two products and reads
-           the ends of the slices on the GPU. The host waits for nothing.
-           captured: of grouped. The whole block is a CUDA graph. A graph cannot hold a side that
-           waits for the GPU, so this rung needs the one before it.
+           grouped: changes sorted_slices. `grouped_mm` computes all experts in two products and
+           reads the ends of the slices on the GPU. The host waits for nothing.
+           captured: changes grouped. The whole block is a CUDA graph. A graph cannot hold a side
+           that waits for the GPU, so this rung needs the one before it.
 Bound      The host for masked and sorted_slices: launches for each expert, and waits for the GPU.
            The number of launches of grouped does not depend on the experts. captured is limited by
            DRAM, because each expert's weights are read for a few tokens, and by the starts of about

@@ -9,10 +9,11 @@ Baseline   eager: one operation after the other, and torch's default AdamW. It w
            `amp_training` in chapter 13.
            compiled: the baseline of fused.
            fused: the baseline of captured.
-Optimized  compiled: of eager. `torch.compile` of the model and its loss.
-           fused: of compiled. One kernel for the whole update, which reads and writes each number
-           once. It counts its steps on the GPU.
-           captured: of fused. The whole step is one CUDA graph.
+Optimized  compiled: changes eager. `torch.compile` of the model and its loss.
+           fused: changes compiled. One kernel for the whole update, which reads and writes each
+           number once. It counts its steps on the GPU.
+           captured: changes fused.tma: of mma_sync. => tma: changes mma_sync. The whole step is one
+           CUDA graph.
 Bound      eager: DRAM, for passes over activations and for the optimizer's passes over weights.
            compiled saves about half of the passes over activations, and fused more than half of
            those over weights. captured: tensor cores and DRAM, with no wait for the host.
