@@ -140,8 +140,8 @@ def test_a_folder_of_something_else_is_refused_and_left_alone(page, pytester, na
     folder = pytester.mkdir("out")
     (folder / name).write_text('{"name": "a web application"}')
     assert refused(pytester) == [
-        "ERROR: --aisp-artifacts=out: it is not empty and holds no run: nothing in it is touched",
-        "Give another folder, or none for one named after the time:",
+        "ERROR: --aisp-artifacts=out: it is not empty and contains no run, so it was left as it is",
+        "Give another folder, or leave the name out to get one named after the time:",
         "    pytest --aisp-artifacts",
     ]
     assert contents(folder) == {name: b'{"name": "a web application"}'}

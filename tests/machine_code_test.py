@@ -349,7 +349,7 @@ def test_equal_machine_code_of_triton_is_unchanged(triton, change):
         ("a parameter", None),
         ("a helper of kernels", None),
         ("an error", "doubling_kernel cannot be compiled"),
-        ("a kernel that is not launched", "a kernel differs that it did not launch"),
+        ("a kernel that is not launched", "a kernel that it did not launch differs"),
         ("another GPU", "its launches may depend on torch.cuda.get_device_properties"),
         ("torch.compile", "its kernels may be launched by torch.compile"),
     ],

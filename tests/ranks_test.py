@@ -283,7 +283,7 @@ def test_a_gpu_only_variant_is_skipped_with_the_reason(page, pytester):
     path.write_text(text.replace("import Conditions", "import Variant, Conditions"))
     result = pytester.runpytest_subprocess("-rs", "ch99/symmetric_test.py")
     result.stdout.fnmatch_lines(
-        ["SKIPPED * needs a GPU; there is none here; symmetric memory has no form on a CPU"]
+        ["SKIPPED * needs a GPU; there is none here; symmetric memory does not exist on a CPU"]
     )
 
 

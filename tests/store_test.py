@@ -380,7 +380,7 @@ def test_a_second_session_starts_six_hours_after_the_first(path, session, is_sec
         assert found.results[KEY].goals == {**UNUSED, **TAKEN}
     soon = (
         "a stored session is less than 6 hours away and not known to be on another board,"
-        " so this is no further session"
+        " so this is not another session"
     )
     assert why_kept(found, KEY, second, table) == ("" if is_second else soon)
 

@@ -235,7 +235,7 @@ INSTALL = f"Install the same version there:\n    python -m pip install pytest-ai
         ),
         (
             {"folder": "/nowhere"},
-            f"it has pytest-aisp {NEEDED}, with other files than here\n{INSTALL}",
+            f"it has pytest-aisp {NEEDED}, with files that differ from those here\n{INSTALL}",
         ),
         (
             {"lacks": "no module msgspec"},

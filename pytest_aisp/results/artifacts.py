@@ -70,8 +70,8 @@ class Artifacts:
             map(self._is_foreign, self.folder.iterdir())
         ):
             raise Unclaimable(
-                "it is not empty and holds no run: nothing in it is touched\n"
-                "Give another folder, or none for one named after the time:\n"
+                "it is not empty and contains no run, so it was left as it is\n"
+                "Give another folder, or leave the name out to get one named after the time:\n"
                 "    pytest --aisp-artifacts"
             )
         self._claim = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)

@@ -45,7 +45,7 @@ class CodeGate(Struct, frozen=True, kw_only=True):
 
     Attributes:
         commit: the other commit, as ``--aisp-against`` named it.
-        values: by side, ln(old time / new time) of each process: the first one and its votes.
+        values: for each side, ln(old time / new time) of each process: the first one and its votes.
         spread: the spread of one process's value.
     """
 

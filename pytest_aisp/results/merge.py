@@ -97,7 +97,7 @@ def why_kept(stored: Stored, key: str, new: Result, environments: Environments) 
         return ""
     if not _is_apart(old, new, table):
         near = f"a stored session is less than {HOURS_APART} hours away"
-        return f"{near} and not known to be on another board, so this is no further session"
+        return f"{near} and not known to be on another board, so this is not another session"
     return f"it has {old.sessions} sessions, and more are not kept"
 
 

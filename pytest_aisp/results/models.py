@@ -64,9 +64,10 @@ class Result(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkno
         environments: for each session, its key in the file's table of environments.
         sources: digests of the sources of both sides.
         files: the git blob of the page and of each file that the sides use, by path.
-        machine_code: by role, a digest of the machine code of the kernels that the side launches.
+        machine_code: for each role, a digest of the machine code of the kernels that the side
+            launches.
         choices: tuning choices of the sides.
-        goals: by metric, the `metric_limits.Amounts` of all sessions together.
+        goals: for each metric, the `metric_limits.Amounts` of all sessions together.
         samples: SHA-256 of the file of samples of the run that last wrote this result. It is None
             if that run kept no artifacts.
 

@@ -90,7 +90,7 @@ def cpu_note(names: Sequence[str], shares: Sequence[float]) -> tuple[str, bool]:
 
     Args:
         names: the baseline and the variant.
-        shares: by side, the CPU time of the process over the wall time of the timed calls.
+        shares: for each side, the CPU time of the process over the wall time of the timed calls.
     """
     baseline, optimized = shares
     if baseline < WAITS and FEWER_TIMES * baseline < optimized:

@@ -90,9 +90,9 @@ class CaseRecord(Struct):
         predicted: seconds per call that each side's cost predicts at the machine's rates.
         unexplained: the sides whose time differs from the predicted time by more than a quarter,
             unless the page says what was seen.
-        errors: by side, the largest rms error of its timed outputs, as a share of the rms of the
-            expected values; without sides that must be exact.
-        precisions: by side, the precision that the page declares for it.
+        errors: for each side, the largest rms error of its timed outputs, as a share of the rms of
+            the expected values; without sides that must be exact.
+        precisions: for each side, the precision that the page declares for it.
         share, limit: share of the machine's limit that the optimized side reaches.
         claim, stored: the page's claim and the stored value, with which the speedup was compared.
         versus: ``library`` if the baseline is a library, else empty.
@@ -101,7 +101,7 @@ class CaseRecord(Struct):
         sources: hashes of both sides' sources.
         unchanged: roles of changed sides that launch the same machine code as their old version.
             They were not timed against it.
-        machine_code: by role, a digest of the machine code that the side launches, if the run
+        machine_code: for each role, a digest of the machine code that the side launches, if the run
             recorded it or compared it with the stored one.
         spread, session: spread of one process's ln(speedup), and spread from session to session.
         detectable: the smallest loss of ln(speedup) that is detected in 99 % of trials.
@@ -110,10 +110,11 @@ class CaseRecord(Struct):
         suspect: 1 for a suspect that is slower, -1 for one that is faster, else 0.
         reasons: texts with each missed limit, the amount missing, and the origin of the limit.
         notes, remarks: further facts. Notes are shown only with ``-vv``, remarks always.
-        launch_bound: by launch-bound side, how many times longer a call takes without a graph.
-        goals: by metric, the amounts per call of ``baseline`` and ``optimized``.
+        launch_bound: for each launch-bound side, how many times longer a call takes without a
+            graph.
+        goals: for each metric, the amounts per call of ``baseline`` and ``optimized``.
         limits: the page's limits by metric.
-        held: by metric, the optimized side's amount in the stored result.
+        held: for each metric, the optimized side's amount in the stored result.
         environment: versions and facts that the result depends on.
         wall: seconds that the whole case took.
     """

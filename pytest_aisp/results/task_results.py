@@ -16,7 +16,7 @@ class SizeCheck(Struct):
     """The findings of a check at one size.
 
     Attributes:
-        errors: by side, the largest rms error and the largest error of an element, both as
+        errors: for each side, the largest rms error and the largest error of an element, both as
             multiples of the allowed standard deviation.
         controls: the result of each negative control.
         exact: the result of the exact integer probe, or the reason why it did not run.
@@ -55,12 +55,12 @@ class TimeResult(Struct, kw_only=True):
         sources: hashes of both sides' sources.
         work: the bytes and the operations that a call needs at least.
         spent: seconds spent in each phase.
-        one_off: by side, the seconds to prepare it once.
-        errors: by side, the largest error of the outputs of timed calls.
-        relative: by side, the largest rms error of an output of timed calls, as a share of the rms
-            of the expected values.
+        one_off: for each side, the seconds to prepare it once.
+        errors: for each side, the largest error of the outputs of timed calls.
+        relative: for each side, the largest rms error of an output of timed calls, as a share of
+            the rms of the expected values.
         outputs_checked: how many outputs of timed calls were compared.
-        kernels: by side, the fields of `cross_check.KernelProfile`.
+        kernels: for each side, the fields of `cross_check.KernelProfile`.
         assembled: the resources that each kernel uses on this arch, such as registers.
     """
 
@@ -123,7 +123,7 @@ class ChangedResult(Struct):
         kernels_alone: the roles of changed sides of which only sources of kernels differ.
         why_timed: for each of these, why it must be timed. It is empty if the side launches the
             same machine code as before.
-        machine_code: by role, the digest of the machine code that the side launches.
+        machine_code: for each role, the digest of the machine code that the side launches.
         sass: the lines of the difference of a side's SASS.
     """
 
@@ -168,7 +168,7 @@ class ProfileResult(Struct, omit_defaults=True):
     Attributes:
         files: names of the written files, keyed by side, or by ``both`` for files about both.
         differences, words: the differences between the sides, as data and as text.
-        memory: by side, the bytes of each kind of memory, ``before`` and ``after`` a call.
+        memory: for each side, the bytes of each kind of memory, ``before`` and ``after`` a call.
     """
 
     files: dict[str, list[str]] = {}

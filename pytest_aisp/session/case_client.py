@@ -50,8 +50,8 @@ class CaseClient:
             version.
         past: the tree with the old code that changed sides are compared with, or None.
         unchanged: roles of changed sides that launch the same machine code as their old version.
-        machine_code: by role, a digest of the machine code that the side launches; None if no stage
-            has asked for it.
+        machine_code: for each role, a digest of the machine code that the side launches; None if no
+            stage has asked for it.
         missing_votes: the reasons why votes are missing.
         neighbors: for each timing beside another process on the GPU, its share and a text.
         notes, remarks: further facts. Notes are shown only with ``-vv``, remarks always.

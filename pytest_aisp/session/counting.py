@@ -68,7 +68,7 @@ def count_and_judge(case: CaseRun, name: Name, limit: float) -> MetricJudgement:
 
 
 def replays(run: RunContext, name: str) -> bool:
-    """Return whether this run judges a recorded run again that counted this metric."""
+    """Return whether this run replays a recorded run that counted this metric."""
     rows = run.replay.rows.values() if isinstance(run.replay, ReplayWorker) else ()
     return any(name in row.goals for row in rows)
 

@@ -50,7 +50,8 @@ class Timing:
         share, limit, limit_origin: the share of the machine's limit that the optimized side
             reaches, the limit's name, and the file that has it.
         shortest: if a side is impossibly fast, the least seconds that the limit allows.
-        launch_bound: by launch-bound side, how many times longer a call takes without a graph.
+        launch_bound: for each launch-bound side, how many times longer a call takes without a
+            graph.
         predicted: seconds per call by side that the costs of both sides predict.
     """
 

@@ -70,7 +70,7 @@ class OtherEnvironment:
 
     Attributes:
         python: the interpreter, as it was given.
-        differences: by library, its versions there and here. None until both are known.
+        differences: for each library, its versions there and here. None until both are known.
     """
 
     python: str
@@ -188,7 +188,7 @@ def _problem(found: Found, machine: Machine) -> str:
         return f"it has no pytest-aisp; this run needs {needed} there{install}"
     if _digest(found.folder) != _digest(PACKAGE):
         same = found.version == needed
-        other = "with other files than here" if same else f"and this run needs {needed}"
+        other = "with files that differ from those here" if same else f"and this run needs {needed}"
         return f"it has pytest-aisp {found.version}, {other}{install}"
     if found.lacks:
         return f"its pytest-aisp cannot be imported: {found.lacks}{install}"

@@ -60,7 +60,7 @@ def placement_of(run: RunContext, case: Case, kernels: Kernels) -> Placement:
     full = Placement("check" if check else "time", "cpu", "--aisp-check" if check else "")
     if case.kind == "cpu":
         if case.variant.gpu_only:
-            return Placement("skip", "cpu", f"{case.variant.gpu_only} has no form on a CPU")
+            return Placement("skip", "cpu", f"{case.variant.gpu_only} does not exist on a CPU")
         if kernels.emulated:
             return Placement("check", "cpu", "its CUDA C++ kernels were emulated")
         if kernels.cuda:
@@ -79,7 +79,7 @@ def placement_of(run: RunContext, case: Case, kernels: Kernels) -> Placement:
     if kernels.cuda:
         return Placement("compile", COMPILER, need, archs[:1] if check else archs)
     if case.variant.gpu_only:
-        return Placement("skip", "cpu", f"{need}; {case.variant.gpu_only} has no form on a CPU")
+        return Placement("skip", "cpu", f"{need}; {case.variant.gpu_only} does not exist on a CPU")
     return Placement("check", "cpu", need)
 
 

@@ -39,7 +39,7 @@ class Step:
 
 
 class Instruments:
-    """The means to measure a loop: a clock, the GPU synchronization, and a profiler."""
+    """The tools that measure a loop: a clock, the GPU synchronization, and a profiler."""
 
     def clock(self) -> float:
         return time.perf_counter()

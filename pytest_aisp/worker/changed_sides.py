@@ -102,7 +102,7 @@ def _why_timed(context: TaskContext, rest: _Rest, now: Side, then: Side, *, diff
         if differs and launched.operators:
             return f"it calls {launched.operators[0][0]}, whose kernels are not seen"
     if _others(now, task.root, new.launched) != _others(then, past.root, old.launched):
-        return "a kernel differs that it did not launch"
+        return "a kernel that it did not launch differs"
     triton = any(isinstance(kernel, FunctionType) for kernel in new.launched)
     named = set(kernel_files([now], task.root))
     if new.queries and (triton or not new.launched <= named or rest.differs([now], [then])):
