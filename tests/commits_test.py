@@ -47,14 +47,14 @@ def test_a_rewritten_history_is_refused_with_the_last_common_commit(committed, g
     git("commit", "-q", "--amend", "-m", "rewritten")
     why = "another branch, or a rewritten history"
     assert refused(f"{second}") == [
-        f"--good={second} is no ancestor of --bad=HEAD: {why}",
+        f"--good={second} is not an ancestor of --bad=HEAD: {why}",
         "Their last commit in common:",
         f"    --good={first}",
     ]
     git("checkout", "-q", "--orphan", "alone")
     git("commit", "-qm", "alone")
     assert refused(f"{second}") == [
-        f"--good={second} is no ancestor of --bad=HEAD: {why}",
+        f"--good={second} is not an ancestor of --bad=HEAD: {why}",
         "They have no commit in common",
     ]
 

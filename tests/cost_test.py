@@ -148,7 +148,7 @@ REFUSED = {
     ),
     "no side": (
         {re.sub: lambda n: Cost(read=n)},
-        "costs= has 'sub', which is no side of this page; its sides are slow, fast",
+        "costs= has 'sub', which is not a side of this page; its sides are slow, fast",
     ),
     "less than the work": (
         {slow: lambda n: Cost(read=n)},

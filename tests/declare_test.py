@@ -232,7 +232,7 @@ SIZES = {
 }
 THREE = {"sizes": [{"n": n} for n in (1, 2, 4)]}
 SWEEPS = {
-    "a word": ({"sweep": "n"}, "sweep='n' is no Sweep, such as sweep=Sweep('block')"),
+    "a word": ({"sweep": "n"}, "sweep='n' is not a Sweep, such as sweep=Sweep('block')"),
     "an unknown key": ({"sweep": Sweep("m")}, "unknown key in sweep 'm'; legal: n"),
     "two points": (
         {"sizes": [{"n": 1}, {"n": 2}], "sweep": Sweep("n")},

@@ -303,7 +303,7 @@ def test_a_process_without_settings_is_fine(root):
     [
         ("9", "note OpenMP threads: 9 threads on 4 cores: they wait for each other"),
         ("4", "fine OpenMP threads: 4 on 4 cores"),
-        ("many", "note OpenMP threads: OMP_NUM_THREADS=many is no number"),
+        ("many", "note OpenMP threads: OMP_NUM_THREADS=many is not a number"),
     ],
 )
 def test_numbers_of_threads(root, value, said):

@@ -338,7 +338,7 @@ def test_a_parameter_that_belongs_to_no_weight_is_refused(judged):
         ("self.norm(self.linear(x))", "x - x", "cannot tell a right output from a wrong one"),
         ("self.norm(self.linear(x))", "torch.dropout(x, 0.5, True)", "other values"),
         ("self.norm(self.linear(x))", "3", "baseline returned 3 as output"),
-        ("def get_inputs", "def draw", "problem.py is no problem"),
+        ("def get_inputs", "def draw", "problem.py is not a problem"),
         ("def get_inputs", "def", "SyntaxError"),
         ("import torch\n", "import not_there\n", "not_there"),
     ],

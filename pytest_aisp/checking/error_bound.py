@@ -116,8 +116,8 @@ class ErrorBound:
         dtype = str(self.reference.types.get(one.path, one.value.dtype)).removeprefix("torch.")
         if total is None or dtype not in numerics.UNIT:
             return None
-        # Few draws vary by chance, so each element gets at least half of the mean over all
-        # elements. Otherwise the worst of 10^8 correct elements could exceed the limit.
+        # The mean of a few draws varies by chance, so each element gets at least half of the mean
+        # over all elements. Otherwise the worst of 10^8 correct elements could exceed the limit.
         square = float(torch.linalg.vector_norm(total, dtype=torch.float64)) ** 2
         least = 0.5 * square / max(1, total.numel()) / errors.draws
         # float32 has enough digits for an error, and half the bytes.

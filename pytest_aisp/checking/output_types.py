@@ -1,7 +1,7 @@
 """Refuse outputs whose classes run code while they are read, or whose form is wrong.
 
 An output that runs code computes after the clock has stopped. So the classes of all containers are
-looked at before anything in them is read, and a class that replaces a method used for reading is
+inspected before anything in them is read. A class that replaces a method used for reading is
 refused.
 """
 

@@ -78,7 +78,7 @@ def judge(
 
 
 def parse_size(text: str) -> tuple[str, object]:
-    """Return the name and the value in ``batch=32``. A value that is no literal is a text."""
+    """Return the name and the value in ``batch=32``. A value that is not a literal is a string."""
     name, equals, value = text.partition("=")
     if not (equals and name.isidentifier() and value):
         raise ValueError(f"{text!r} is not NAME=VALUE; write it like batch=32")
@@ -89,7 +89,7 @@ def parse_size(text: str) -> tuple[str, object]:
 
 
 def parse_precision(text: str) -> str:
-    """Return `text`. Raise ValueError if it is no precision."""
+    """Return `text`. Raise ValueError if it is not a precision."""
     from ..page.pair import PRECISIONS
 
     if text not in PRECISIONS:

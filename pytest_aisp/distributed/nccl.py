@@ -22,7 +22,9 @@ from ..util.gpu_lease import lease_gpus
 from .launcher import RankSet
 
 SMALLEST_PEAK = 64 << 20
-"""The smallest all-reduce that fills the links. The bus bandwidth of a smaller one is no peak."""
+"""The smallest all-reduce that fills the links. The bus bandwidth of a smaller one is not a
+peak.
+"""
 GLOO = "Gloo on a CPU (not a measurement of links)"
 
 

@@ -140,14 +140,14 @@ def load(file: str, sizes: tuple[tuple[str, Json], ...], device: str) -> Problem
     """Return the problem in `file`. A process runs the file once.
 
     Raises:
-        ProblemError: if it is no problem, or does not have the constants that `sizes` replaces.
+        ProblemError: if it is not a problem, or does not have the constants that `sizes` replaces.
     """
     path, replaced = Path(file), dict(sizes)
     names = run_problem(path, replaced, device)
     kind = next((kind for kind in KINDS if kind in names), "")
     if not kind or not callable(names.get(KINDS[kind])):
         raise ProblemError(
-            f"{path.name} is no problem: it defines neither Model and get_inputs(), nor"
+            f"{path.name} is not a problem: it defines neither Model and get_inputs(), nor"
             " baseline() and inputs(device)"
         )
     own = constants(path)

@@ -128,12 +128,12 @@ Costs: TypeAlias = Mapping[Side, Callable[..., Cost]]
 
 
 def validate_costs(costs: Costs, sides: list[Side]) -> None:
-    """Raise `PairError` if a key of `costs` is no side, or a value no function."""
+    """Raise `PairError` if a key of `costs` is not a side, or a value is not a function."""
     names = [side_name(side) for side in sides]
     for side, function in costs.items():
         if side not in sides:
             raise PairError(
-                f"costs= has {side_name(side)!r}, which is no side of this page; its sides are"
+                f"costs= has {side_name(side)!r}, which is not a side of this page; its sides are"
                 f" {', '.join(names)}"
             )
         if not callable(function):

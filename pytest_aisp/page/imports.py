@@ -21,7 +21,7 @@ from .sources import libraries, reach
 
 CUDA_SUFFIXES = (".cu", ".cuh", ".h", ".hpp")
 PLUGIN = __name__.partition(".")[0]
-"""The plugin's own package, which is no part of a page: old sides run with today's plugin too."""
+"""The plugin's own package, which is not part of a page: old sides run with today's plugin too."""
 DYNAMIC_IMPORTS = ("import_module", "__import__")
 _INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', re.MULTILINE)
 LONGEST_NAME = 200

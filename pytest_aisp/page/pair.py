@@ -226,9 +226,9 @@ class Pair:
         """Return the claim of `variant` on `arch`. The default is 1.0.
 
         A claim without a number of GPUs applies only to the page's first count. Other counts need
-        their own claims, as in ``{"sm90": 1.5, "sm90-x4": 1.2}``, because a measurement on two
-        GPUs is no evidence for four. Without such a claim, they get ``"yardstick"``. So do archs
-        without a claim if the baseline is a library.
+        their own claims, as in ``{"sm90": 1.5, "sm90-x4": 1.2}``, because a measurement on two GPUs
+        says nothing about four. Without such a claim, they get ``"yardstick"``. So do archs without
+        a claim if the baseline is a library.
         """
         claims, first = self._claims(variant), self._is_first_count(gpus)
         if not isinstance(claims, Mapping):
@@ -338,9 +338,9 @@ def require_known(kind: str, words: Sequence[str], legal: Sequence[str]) -> None
 
 
 def validate_sweep(sweep: object, sizes: Sequence[Size]) -> None:
-    """Raise `PairError` if `sweep` is no curve over `sizes`."""
+    """Raise `PairError` if `sweep` is not a curve over `sizes`."""
     if not isinstance(sweep, Sweep):
-        raise PairError(f"sweep={sweep!r} is no Sweep, such as sweep=Sweep('block')")
+        raise PairError(f"sweep={sweep!r} is not a Sweep, such as sweep=Sweep('block')")
     require_known("key in sweep", [sweep.key], list(sizes[0]))
     values = {str(size[sweep.key]) for size in sizes}
     if len(values) < 3:

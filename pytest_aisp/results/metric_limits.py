@@ -79,7 +79,8 @@ class Metric:
         return self._beyond(amounts["optimized"], limit, amounts.get("noise", 0.0))
 
     def allowed(self, before: Amounts, sessions: int) -> float:
-        """Return the share of the stored amount `before` that is no loss, apart from `slack`.
+        """Return the largest loss that is allowed apart from `slack`, as a share of the stored
+        amount `before`.
 
         A few counts cover only a part of the range of all. So with N sessions, or with N processes
         of one session, half of their range counts 1.5 + 3 / (N - 1) times.

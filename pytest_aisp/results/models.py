@@ -209,8 +209,8 @@ def differences(
 ) -> list[str]:
     """Return the facts because of which times on `clock` in two environments are not comparable.
 
-    A fact that one environment lacks is no difference, because older files lack some facts. Other
-    facts, such as the NUMA node, are recorded but never compared.
+    A fact that one environment lacks does not count as a difference, because older files lack some
+    facts. Other facts, such as the NUMA node, are recorded but never compared.
 
     Args:
         several: True if several GPUs worked together. Then `COMPARED_BY_RANKS` are compared too.

@@ -102,7 +102,7 @@ def _writing(path: Path) -> Iterator[Path]:
             yield target
             done = True
     except OSError as error:
-        if done:  # the file is written, and only closing the lock failed
+        if done:  # the file was written; only closing the lock failed
             return
         fault = f"could not be written and is unchanged: {error}"
         step = f"Free space in {path.parent} or make it writable, then run the same command again."
@@ -145,7 +145,7 @@ def _replace_file(path: Path, text: str) -> None:
         with suppress(OSError):
             os.unlink(temporary)
     # The write is done. If the directory cannot be synced, a power failure may restore the complete
-    # old file. That is no reason to report a failed write.
+    # old file. That does not count as a failed write.
     with suppress(OSError):
         _sync(path.parent)
 

@@ -32,7 +32,7 @@ class Judgement:
 
     Attributes:
         votes: the values of the fresh processes.
-        suspect: 1 for a suspected loss, -1 for a suspected gain, 0 if the case is no suspect.
+        suspect: 1 for a suspected loss, -1 for a suspected gain, 0 if the case is not a suspect.
         session: the spread from session to session.
         detectable: the smallest loss that is detected in 99 % of trials; None without gates.
         stored, stored_in: the stored value, and its file.

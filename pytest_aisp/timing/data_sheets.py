@@ -1,8 +1,8 @@
 """Rates of GPUs that nobody here has, from NVIDIA's data sheets.
 
-A prediction from a data sheet is no measurement. It assumes that each rate reaches the same share
-of its data-sheet value as on the H200, whose rates are measured. Fixed times, such as that of a
-launch, are assumed to be those of the H200.
+A prediction from a data sheet is not a measurement. It assumes that each rate reaches the same
+share of its data-sheet value as on the H200, whose rates are measured. Fixed times, such as that of
+a launch, are assumed to be those of the H200.
 """
 
 from __future__ import annotations

@@ -109,13 +109,13 @@ def _deepen(root: Path) -> str:
 
 
 def _not_before(root: Path, good: str, first: Commit, bad: str, last: Commit) -> str:
-    """Return why `first` is no ancestor of `last`, and what to do."""
+    """Return why `first` is not an ancestor of `last`, and what to do."""
     if try_git(root, "merge-base", "--is-ancestor", last.sha, first.sha) is not None:
         return (
             f"--bad={bad} is older than --good={good}\nExchange them:\n"
             f"    --good={last.short} --bad={first.short}"
         )
-    why = f"--good={good} is no ancestor of --bad={bad}: another branch, or a rewritten history"
+    why = f"--good={good} is not an ancestor of --bad={bad}: another branch, or a rewritten history"
     base = try_git(root, "merge-base", first.sha, last.sha)
     if base is None:
         return f"{why}\nThey have no commit in common{_deepen(root)}"

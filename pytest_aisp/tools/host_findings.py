@@ -205,7 +205,7 @@ def _threads(cores: Collection[int], environment: Mapping[str, str]) -> Finding:
         return Finding("OpenMP threads", "fine", "not set: one per physical core")
     count = int(value) if value.isdecimal() else 0
     if count == 0:
-        said = f"OMP_NUM_THREADS={value} is no number"
+        said = f"OMP_NUM_THREADS={value} is not a number"
     elif count > len(cores):
         said = f"{count} threads on {len(cores)} cores: they wait for each other"
     elif count < len(cores) / 2:

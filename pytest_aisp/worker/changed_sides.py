@@ -181,7 +181,7 @@ def _names(pair: Pair, sides: list[Side], root: str) -> set[str]:
     """Return the functions of a page whose changes the digests contain, or that do not matter.
 
     The digests of `sides` contain what they reach by name. Other sides, and functions that make
-    inputs, references and costs, are no part of `sides`.
+    inputs, references and costs, are not in `sides`.
     """
     functions = [pair.baseline, *(variant.side for variant in pair.variants), pair.inputs]
     functions += [pair.reference, pair.work, *pair.costs.values()]

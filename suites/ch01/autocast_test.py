@@ -8,7 +8,7 @@ Optimized  tf32: fp32 with TF32 switched on. Tensor cores round the operands to 
            between the layers stay bf16. The time includes the casts of the weights and the cast of
            the result back to fp32.
 Bound      Matrix products: CUDA cores on fp32, tensor cores on the variants. The bytes of GELU and
-           of the casts come on top.
+           of the casts add to that.
 Seen       On an H200, fp32 takes longer than predicted, and the variants do not. The rate `fp32`
            was measured with multiply-adds without loads. Products do not reach it
            (`../ch11/chunk_count_test.py`).

@@ -11,7 +11,7 @@ Bound      The host on every side. It launches three small kernels per batch, an
            wait for the GPU.
 Seen       every_step takes longer than predicted. The rate of a wait is measured while the GPU is
            idle. Here each wait includes the rest of the batch's kernels, whose times were not
-           measured. The host's time also differed much between the two stored sessions, whose mean
+           measured. The host's time also differed a lot between the two stored sessions. Their mean
            is shown. We cannot explain the difference between the sessions.
 Use when   A loop of small kernels reads a value in every step. When each step takes milliseconds on
            the GPU, a wait costs little. When the next step depends on the value, keep the wait.

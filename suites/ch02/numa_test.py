@@ -9,8 +9,8 @@ Optimized  near: changes far. The host memory is on the GPU's node.
            unbound: changes far. Pinned memory as torch allocates it, on a node that nobody has
            chosen.
 Bound      PCIe on near. On far, each byte also crosses the link between the sockets. If that link
-           is faster than PCIe and idle, near gains nothing. So near only claims not to be slower.
-           The costs know only PCIe and predict no gain.
+           is faster than PCIe and idle, near gains nothing. So near claims only that it is not
+           slower. The costs count only PCIe, so they predict no gain.
 Use when   A machine has several nodes and moves much data between hosts and GPUs. Start the process
            of each GPU with `numactl --cpunodebind=N --membind=N`. `nvidia-smi topo -m` shows the N
            of each GPU. Expect more when several GPUs copy at once, because their far copies share

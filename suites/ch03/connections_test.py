@@ -12,8 +12,9 @@ Optimized  eight_queues: one_queue without the variable. The default is 8, so tw
 Bound      Latency: a block reads its row, waits for the mean, and reads it again. one_queue runs
            the chains nearly one after the other, because a chain can only start during the last
            kernel of the one before. With a queue each, all chains run at once. The costs count
-           bytes and operations at the rates of a whole GPU, and know neither latency nor queues. So
-           they predict no gain, and all sides take longer than predicted, one_queue most of all.
+           bytes and operations at the rates of a whole GPU. They include neither latency nor
+           queues. So they predict no gain, and all sides take longer than predicted, one_queue most
+           of all.
 Use when   Several streams of small kernels run at once. Keep 1 only where a framework asks for it.
            With one stream, or with kernels that fill the GPU, the number changes nothing. A CUDA
            graph does not need the setting, because it contains the dependencies.

@@ -20,7 +20,7 @@ Seen       Every side takes longer than predicted. The prediction uses the rate 
            prediction. The sides that overlap with NCCL still take about a tenth longer, and copied,
            whose bytes NCCL does not send, a quarter. There, products and reduction slow each other
            down. In the README's table of copied, only part of the sums is hidden, and the products
-           take longer beside the sums than alone. Neither a high priority nor fewer NCCL channels
+           take longer while sums run than alone. Neither a high priority nor fewer NCCL channels
            helped. The stored times are of CUDA graphs, except those of ddp, which cannot be
            captured. Without a graph, copied is slower than after_backward, because the host makes
            several calls per layer for it. Without a graph, bucketed is the fastest.

@@ -21,7 +21,7 @@ Bound      Latency up to 1 MiB: launches, handshakes, and one crossing of NVLink
            That is as much on two ranks and less on more, so there the first four pay off only for
            smaller messages. At 16 MiB, NVLink is the limit. The messages stay in the L2, as they do
            right after a layer has computed them. NVLink multicast was off (README), so torch's
-           `multimem_all_reduce_` is no side here, and ring and windowed have fewer kernels to
+           `multimem_all_reduce_` is not a side here, and ring and windowed have fewer kernels to
            choose from.
 Seen       Up to 64 KiB, all sides but pushed take a third to two thirds of the predicted time. So
            does two_shot at 1 MiB. The prediction uses the time of NCCL's smallest all-reduce in

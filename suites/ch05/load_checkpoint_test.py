@@ -4,10 +4,10 @@ Problem    A checkpoint holds the weights (width, width) of all experts of each 
            rank loads an eighth of each layer's experts to the GPU. The input says which. The file
            was written just before, so all sides find it in the page cache. Every call opens the
            file again, because a process loads a checkpoint once.
-Baseline   whole: `torch.load` reads all weights into memory. Then the rank's are copied.
+Baseline   whole: `torch.load` reads all weights into memory. Then the rank's weights are copied.
 Optimized  mapped: whole with `mmap=True`. Only the pages of the rank's weights are read.
-           safetensors: mapped in another format, by `safe_open` and `get_tensor`. It does without
-           pickle and needs the library safetensors. Without it, the variant is skipped.
+           safetensors: mapped in another format, by `safe_open` and `get_tensor`. It uses no
+           pickle, but it needs the library safetensors. Without it, the variant is skipped.
 Bound      Host memory on whole, which copies every byte of the file. The other sides read the list
            of all weights, touch new pages, and copy the rank's weights to the GPU one by one. The
            costs count only these copies, because no rate of the host's work is measured. So all

@@ -21,9 +21,9 @@ Bound      DRAM for padded and swizzled: each coefficient is read once. Shared m
            its reads take eight times as long as without conflicts. That is only a little longer
            than its bytes take in DRAM, so conflicts cost much less here than in a kernel that reads
            each word several times.
-Seen       straight takes longer than its bytes. So does `launch_bounds_test.py`, whose accesses use
-           half of each sector too, and by about the same factor. We did not measure which unit
-           limits them.
+Seen       straight takes longer than its bytes predict. So does `launch_bounds_test.py`, whose
+           accesses use half of each sector too, and by about the same factor. We did not measure
+           which unit limits them.
 Use when   The lanes of a warp access shared memory at a large, even stride, as in rows whose length
            is a power of two. Pad or swizzle in units of the access: 4 bytes or 16. If each element
            is used once and a row fits in registers, also measure reads straight from global memory.

@@ -14,10 +14,10 @@ Bound      DRAM: both vectors are read once. All atomics go to one address, so t
            atomics, because the order of additions changes an fp32 sum. The cost assumes that an
            atomic on one address takes as long as in `../ch07/histogram_test.py`, where integers are
            added.
-Seen       per_thread takes longer than predicted. If all sums take as long as those of per_block,
-           an atomic takes 1.7 ns if all lanes of a warp do one, and 1.2 ns if one lane does. The
-           integer atomics of histogram take 1 ns. We did not measure why 32 lanes take longer than
-           one.
+Seen       per_thread takes longer than predicted. Assume that all sides sum as fast as per_block.
+           Then an atomic takes 1.7 ns if all lanes of a warp do an atomic, and 1.2 ns if a single
+           lane does. The integer atomics of histogram take 1 ns. We did not measure why 32 lanes
+           take longer than one.
 Use when   Many threads update one fp32 sum. For an int32 sum on one address, the compiler combines
            the atomics of a warp itself (REDUX in the machine code). For results that are the same
            bits at every call, store the blocks' sums instead (`../ch07/reduction_test.py`).

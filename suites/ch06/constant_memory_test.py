@@ -27,8 +27,8 @@ Bound      test_constant_memory: issue, one multiply-add per coefficient, and th
            bytes.
 Seen       decode_in_constant: its time comes to about two cycles of an SM for each different word,
            twice what the cost assumes. No profile has confirmed it.
-           series_in_code takes longer than its instructions. A block issues next to nothing until
-           its points have come from DRAM, and an SM holds only 8 blocks, so it runs out of
+           series_in_code takes longer than its instructions predict. A block issues next to nothing
+           until its points have come from DRAM, and an SM holds only 8 blocks, so it runs out of
            instructions. The other two exceed their predicted times by a similar amount. We did not
            measure how often the SM has nothing to issue.
 Use when   All threads read the same few numbers in the same order, and the numbers are set before

@@ -20,7 +20,7 @@ Bound      Launch for launches: the host takes longer to launch a step than the 
 Seen       grid_sync is slower than captured: a barrier takes longer than the start of a kernel in a
            graph. Its atomics take about a third of it, if the cost is right. A block also waits
            until its stores have reached the L2, until its atomic has come back, and until it has
-           read that the last block has arrived, one after the other. None of these was measured.
+           read that the last block has arrived, one after the other. We measured none of these.
            launches: a launch through `cuda_module` takes the host more than twice as long as the
            rate `launch`, which is that of an operator of torch. We did not measure which part of a
            launch takes the time.

@@ -20,10 +20,10 @@ Bound      DRAM, 4 bytes read and 4 written per element. The table is small and 
            for every 256 elements, and the starts alone take longer than the bytes.
 Seen       decode_stride and scale_stride take about the same time, so a table that is copied once
            costs nothing. Both have 8 KiB in flight per SM, which explains why they miss the copy
-           rate. The kernels without a loop have as much in flight. In each of their places on an
-           SM, the start of a block, its wait for DRAM and its end follow one another. We did not
-           measure how long each of these takes. decode_code_first hardly gains, so the wait for the
-           table is short. We did not examine the library's kernel.
+           rate. The kernels without a loop have as much in flight. On an SM, a block's start, its
+           wait for DRAM and its end follow one another. We did not measure how long each of these
+           takes. decode_code_first hardly gains, so the wait for the table is short. We did not
+           examine the library's kernel.
 Use when   Each block first loads a table, sets up a random generator, or clears counters. Without
            such work the loop gains less, because it only saves the starts of blocks. Also use it
            when n may exceed the largest grid, or when the grid must stay the same for any n. To

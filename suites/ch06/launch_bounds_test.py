@@ -16,12 +16,12 @@ Bound      DRAM: two matrices read and one written per thread. bounded needs 38 
            may lose, because it loads some rows later and spills.
            The matrices of neighboring threads are 64 bytes apart, so all three kernels use half of
            each sector per access, and find the other half in the L1.
-Seen       All kernels take longer than their bytes. `straight` of `bank_conflicts_test.py`, whose
-           loads use half of each sector too, does so by about the same factor. We did not measure
-           which unit limits them. On an H200, eight_blocks is slower than unbounded. We did not
-           measure whether the later loads or the spill cost the time. library takes many times as
-           long as any of them. Each product of 4 x 4 is far too small for a tile of a matrix
-           kernel, but we did not examine the kernel that `bmm` picks.
+Seen       All kernels take longer than their bytes predict. `straight` of `bank_conflicts_test.py`
+           also uses half of each sector, and it exceeds its bytes by about the same factor. We did
+           not measure which unit limits them. On an H200, eight_blocks is slower than unbounded. We
+           did not measure whether the later loads or the spill cost the time. library takes many
+           times as long as any of them. Each product of 4 x 4 is far too small for a tile of a
+           matrix kernel, but we did not examine the kernel that `bmm` picks.
 Use when   A kernel fails to start because a block needs too many registers, or spills although its
            blocks are small. State the block's size then. Ask for a number of blocks per SM only if
            a measurement shows that more warps help, and check that nothing spills.

@@ -8,8 +8,9 @@ Optimized  one_block: changes one_thread. The 256 threads of one block share the
            whole_grid: changes one_block. One thread per element, in n / 256 blocks on all SMs.
            library: `torch.add` with `alpha`.
 Bound      Latency for one_thread and one_block: a thread waits for its loads, and too few other
-           threads run meanwhile. A cost has no latency, so their predicted times are far too short.
-           At this n, whole_grid is over so soon that its start is a large part of its time.
+           threads run meanwhile. A cost does not include latency, so their predicted times are far
+           too short. At this n, whole_grid is over so soon that its start is a large part of its
+           time.
 Use when   You write your first kernel: start from whole_grid. A kernel of one thread or one block
            is right only for a few numbers, such as the last step of a sum.
 """

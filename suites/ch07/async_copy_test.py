@@ -10,15 +10,15 @@ Optimized  one_stage: synchronous, but with `cp.async`, which bypasses registers
            two_stages: one_stage, but tile i + 1 is fetched while the block works on tile i.
            four_stages: two_stages, but three tiles are fetched ahead, 24 KiB per SM.
 Bound      DRAM: every side reads each x once and writes each h once.
-Seen       All sides take longer than their bytes. The cost counts only bytes, but an SM has only
-           one block. Without stages, that block fetches a tile, then walks it, then writes it, and
-           the SM fetches nothing meanwhile. one_stage changes the instruction and keeps this order,
-           and it gains nothing. The stages change only the order, and the time falls with each of
-           them. four_stages still misses the copy rate. Each step is a chain of three dependent
-           instructions (FFMA, FSETP and FSEL with nvcc 13.0 for sm_90), and no other block computes
-           on the SM while its block walks or writes. We did not measure how long that takes, so we
-           cannot explain the rest. Blocks of 32 rows would give most SMs a second block, which
-           could hide part of the wait without any stages. That was not tried.
+Seen       All sides take longer than their bytes predict. The cost counts only bytes, but an SM has
+           only one block. Without stages, that block fetches a tile, then walks it, then writes it,
+           and the SM fetches nothing meanwhile. one_stage changes the instruction and keeps this
+           order, and it gains nothing. The stages change only the order, and the time falls with
+           each of them. four_stages still misses the copy rate. Each step is a chain of three
+           dependent instructions (FFMA, FSETP and FSEL with nvcc 13.0 for sm_90), and no other
+           block computes on the SM while its block walks or writes. We did not measure how long
+           that takes, so we cannot explain the rest. Blocks of 32 rows would give most SMs a second
+           block, which could hide part of the wait without any stages. That was not tried.
 Use when   A kernel can have only a few threads per SM, because its threads depend on one another
            or need much memory each. With 2048 threads per SM, other blocks hide the same wait.
 """

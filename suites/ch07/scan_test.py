@@ -12,7 +12,7 @@ Optimized  look_back: changes reduce_then_scan. One kernel reads each tile once 
            library: `torch.cumsum`, which calls CUB's DeviceScan for one contiguous row.
 Bound      DRAM. The baseline reads 8 bytes per element and writes 4. look_back reads 4 and writes
            4, and reaches that rate only if prefixes pass from tile to tile fast enough.
-Seen       look_back takes longer than its bytes cost. The baseline's third kernel scans the same
+Seen       look_back takes longer than its bytes predict. The baseline's third kernel scans the same
            tiles and has no such loss, so the scan of a tile is not the cause. We did not measure
            how long tiles wait for a prefix. library takes longer than look_back. CUB itself is not
            slower: benchmarks/cub_test.py calls its DeviceScan without torch, and there it is

@@ -13,9 +13,10 @@ Bound      DRAM. The 2048 threads of an SM have 8 KiB of loads in flight with 4 
            KiB with 16 bytes. How many bytes the full rate needs in flight depends on how long a
            thread takes. The stored time of scalar means about 0.8 us, and then the full rate needs
            about 13 KiB. Width alone saves only instructions, which are not the limit.
-Seen       scalar takes longer than its bytes cost, because 8 KiB in flight are not enough. Its 0.8
-           us are not only the latency of DRAM: scalar starts four times as many blocks as unrolled,
-           and the start of a block is part of them. We did not measure how large that part is.
+Seen       scalar takes longer than its bytes predict, because 8 KiB in flight are not enough. Its
+           0.8 us are not only the latency of DRAM: scalar starts four times as many blocks as
+           unrolled, and the start of a block is part of them. We did not measure how large that
+           part is.
 Use when   A memory-bound kernel has few bytes in flight: load several elements per thread before
            using the first. Use 16-byte accesses if alignment allows it. More than 16 bytes per
            thread gain nothing.

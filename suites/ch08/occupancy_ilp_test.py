@@ -22,11 +22,11 @@ Bound      test_occupancy_ilp: bytes in flight, warps * 32 lanes * loads * 4 byt
            its warps. It has a fourth of the SM's warps. One chain per thread is enough with 16
            warps per SM, and four chains are enough with 4. The load of an element takes a tenth of
            the time of its chain.
-Seen       The curves of test_occupancy_ilp bend more gently than their costs, which know only the
-           latency of an idle DRAM. The sides that take longest compared with their costs are those
-           that have just enough bytes in flight. Among sides with equally many bytes in flight,
-           the one with more warps and fewer loads per thread is the fastest. Probably that is so
-           because a thread starts new loads only when all of its loads have arrived.
+Seen       The curves of test_occupancy_ilp bend more gently than their costs, which include only
+           the latency of an idle DRAM. The sides that take longest compared with their costs are
+           those that have just enough bytes in flight. Among sides with equally many bytes in
+           flight, the one with more warps and fewer loads per thread is the fastest. The likely
+           reason is that a thread starts new loads only when all of its loads have arrived.
 Use when   Few warps fit an SM because a thread needs many registers, or a block much shared memory.
            Give each thread more independent work instead of forcing more warps. That also needs
            registers, so compare both. On an SM full of warps, more independent arithmetic gains

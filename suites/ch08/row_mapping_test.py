@@ -21,8 +21,8 @@ Bound      DRAM: every element is read once. All kernels have four loads per thr
            block_per_row: rows of up to some hundred elements are bound by the same, at eight times
            as many blocks and instructions per row. With less than 1024 elements per row, a thread
            also has less than four loads.
-Seen       With short rows, warp_per_row and block_per_row take longer than their costs. Probably
-           that is because the rate of block starts was measured with blocks that do nothing. The
+Seen       With short rows, warp_per_row and block_per_row take longer than their costs. The likely
+           reason is that the rate of block starts was measured with blocks that do nothing. The
            library takes longer than its bytes at the shortest rows. We do not know how its kernel
            maps these rows.
 Use when   You reduce along the contiguous dimension. Start with a warp per row. Try a block per row

@@ -25,10 +25,10 @@ Seen       eight_blocks takes longer than predicted, because part of its local m
            We did not examine which kernels its batched factorization uses.
 Use when   A kernel needs so many registers that few warps fit an SM, and the profiler shows that
            they wait. Raise the number of blocks in small steps, and look at the compiler's count of
-           bytes on the stack after each. A few bytes cost little, but more than nothing, and here
-           the warps that they buy return nothing. Once arrays spill, use fewer warps and more
-           independent work per thread (`occupancy_ilp_test.py`), or share a matrix among the lanes
-           of a warp. `../ch06/launch_bounds_test.py` has a kernel that fits anyway.
+           bytes on the stack after each. A few bytes cost a little, and the additional warps gain
+           nothing here. Once arrays spill, use fewer warps and more independent work per thread
+           (`occupancy_ilp_test.py`), or share a matrix among the lanes of a warp.
+           `../ch06/launch_bounds_test.py` has a kernel that fits anyway.
 """
 
 import torch

@@ -14,7 +14,7 @@ Bound      The host for ask and predicated. With fast=0, ask waits and launches 
            of a small kernel takes longer than its work. With fast=0, captured still starts 33
            steps, which may take longer than the wait that it saves. conditional then starts only
            one, so the host's launch of the graph is its limit. No rate was measured for the
-           decision of a conditional node, so the predicted time lacks it.
+           decision of a conditional node, so the predicted time leaves it out.
 Seen       ask and predicated: a launch through `cuda_module` takes the host about twice as long as
            the rate `launch`, which is that of an operator of torch. So captured is faster than ask
            even with fast=0. With fast=1, captured takes longer than predicted. A step reads the

@@ -16,13 +16,13 @@ Optimized  ask_rarely: changes ask_always. The host asks after 16 steps, whether
 Bound      The host for ask_always, which waits in every iteration, and for ask_rarely, which
            launches each step. On captured and while_node, the GPU starts a small kernel for each
            step. while_node has one more kernel in each iteration, and it decides whether to repeat.
-           No rate was measured for that decision, so the predicted time lacks it. The number of
-           steps that are needed depends on the data. The costs assume two per row of the grid,
+           No rate was measured for that decision, so the predicted time leaves it out. The number
+           of steps that are needed depends on the data. The costs assume two per row of the grid,
            because nearly every shortest path goes right and down.
 Seen       ask_always and ask_rarely take twice as long as predicted or more. A launch through
            `cuda_module` takes the host about twice as long as the rate `launch`, as in
            `branch_test.py`. captured and while_node take longer too: `graph_node` was measured with
-           an addition to one number. In while_node, the decision comes on top. The number of steps
+           an addition to one number. In while_node, the decision adds to that. The number of steps
            is not the reason: on a CPU, three grids of 256 x 256 needed 513 to 517.
 Use when   A loop ends when the data say so: solvers, searches, decoding until all sequences have
            ended. Ask every few iterations first, if extra iterations do no harm. Use a while node

@@ -31,8 +31,8 @@ Seen       The records are within 0.8 % of these sums. The records of stored and
            reaches in long_attention, it would explain about a third of the gap of stored. We cannot
            explain the rest.
 Use when   Activations do not fit in memory, and nothing else can be dropped. Try selective first if
-           it saves enough: it repeats no product. Outside a CUDA graph, its policy costs the host
-           time, because Python runs at each operation.
+           it saves enough: it repeats no product. Outside a CUDA graph, its policy costs host time,
+           because Python runs at each operation.
 """
 
 import functools

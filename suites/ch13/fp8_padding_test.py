@@ -1,7 +1,7 @@
 """FP8 with an inner dimension that it does not take: pad it with zeros.
 
-Problem    y = x W^T, x (m, k) and W (n, k) in bf16, y in bf16. k is no multiple of 16, and FP8
-           products need one. The weights are the page's state.
+Problem    y = x W^T, x (m, k) and W (n, k) in bf16, y in bf16. k is not a multiple of 16, but FP8
+           products need that. The weights are the page's state.
 Baseline   as_is: `torch.nn.functional.linear` in bf16, which takes any k.
 Optimized  padded: the baseline with zeros appended to the rows of x and W in each call, in bf16.
            fp8: padded in e4m3: x and W are quantized in each call, with a scale each, and then
@@ -13,8 +13,8 @@ Seen       as_is is far slower than predicted. Its rows begin at multiples of 8 
            16. We did not record which kernel cuBLAS chooses. fp8 and prepared are slower because
            the eager kernels take about twice as long as their traffic: fp8 minus prepared is the
            time for W. The same factor shows in fp8_linear. It is not explained.
-Use when   k is no multiple of 8: padding alone, in bf16, gains most. Go on to FP8 only if the
-           weights are quantized ahead.
+Use when   k is not a multiple of 8: padding alone, in bf16, gains the most. Go on to FP8 only if
+           the weights are quantized ahead.
 """
 
 import torch

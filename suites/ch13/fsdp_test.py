@@ -15,8 +15,8 @@ Bound      The CUDA cores' products in ddp, and the host in fsdp. Memory is the 
            1.5 GiB, and in backward also three or four layers of 64 MiB: the gathered layer, the
            next one, and a gradient on its way to the other ranks. That is half of ddp's memory.
 Seen       In an earlier form, whose update had no momentum, fsdp was far slower than predicted. Its
-           host runs Python hooks before and after each layer, and their time is no part of the
-           cost, which counts launches. We did not measure how long they take.
+           host runs Python hooks before and after each layer. The cost counts launches, but not the
+           time of the hooks. We did not measure how long they take.
 Use when   Parameters, gradients and optimizer state do not fit on one GPU. If they fit, DDP is
            faster, unless a layer's products take longer than its hooks.
 """

@@ -18,8 +18,9 @@ Optimized  by_words: grown, but `cat` sees its bytes as int64. PyTorch copies in
            rows hold the one query.
 Bound      DRAM. Every step reads all keys and values, which are larger than the L2. `cat` copies
            them as well, in every step. preallocated and paged copy the prompt once per call.
-Seen       grown takes longer than its bytes. by_words moves the same bytes in the same number of
-           kernels and comes close to its prediction, so the copy by numbers costs the rest.
+Seen       grown takes longer than its bytes predict. by_words moves the same bytes in the same
+           number of kernels and comes close to its prediction, so the copy by numbers costs the
+           rest.
 Use when   Preallocate when the longest sequence is known and there is room for it. Use pages when
            sequences end at different lengths: they take memory 64 tokens at a time. All sequences
            are equally long here, so paged needs about the memory of preallocated, and grown needs

@@ -19,8 +19,8 @@ Seen       flash, cudnn and flex are slower than their products predict. flash u
            of its steps was measured on its own.
 Use when   Use a fused kernel for every long context, in training too: eager also needs memory that
            grows with the square of the length. On Hopper choose cudnn. Use flex when no library
-           kernel knows the mask. FlashAttention-3 is not here: there was no wheel of it in November
-           2026.
+           kernel knows the mask. FlashAttention-3 is not included, because it had no wheel in
+           November 2026.
 """
 
 import functools

@@ -15,9 +15,9 @@ Bound      Large model: tensor cores for the products, then DRAM for the passes 
            it has one, and the GPU limits it.
 Seen       Large model: all sides take longer than predicted. Attention is part of it:
            long_attention_test.py shows that PyTorch's flash attention is far below the rate of
-           products. We cannot explain the rest. Small model: eager takes longer than its launches.
-           `launch` is the rate of an addition in place. We did not measure the host time of
-           autograd and of the optimizer for each operation, so we cannot explain this. captured
+           products. We cannot explain the rest. Small model: eager takes longer than its launches
+           predict. `launch` is the rate of an addition in place. We did not measure the host time
+           of autograd and of the optimizer for each operation, so we cannot explain this. captured
            takes longer than predicted. Its cost counts the starts of about 300 kernels, which are
            nearly all of it, and bytes and operations at the rates of a full GPU. But `graph_node`
            was measured with an addition to one number. Products of 256 rows have tiles for a few of

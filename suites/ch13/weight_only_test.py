@@ -14,8 +14,8 @@ Bound      bf16 and streamed: DRAM, which reads 2 bytes per weight. No L2 holds 
            convert it and to bring it to the tensor cores, as nvdisasm counts them for sm90. So int4
            gains little over int8, although it reads about half of the bytes. The products always
            have 16 rows, so 1 row and 16 rows take the same time.
-Seen       On an H200, int8 takes about a quarter longer than its bytes. Loads and conversions take
-           about equally long, and they probably overlap only in part.
+Seen       On an H200, int8 takes about a quarter longer than its bytes predict. Loads and
+           conversions take about equally long, and they probably overlap only in part.
 Use when   A few rows meet large weights, as in a decode step. With many rows the products take most
            of the time. Then the conversion is extra work, and 8-bit products are the better choice
            (fp8_linear_test.py).

@@ -19,11 +19,12 @@ Bound      Tensor cores for the prompt. DRAM for the steps of whole and chunked:
            attention still costs time. chunked alone does the work of whole in more, smaller calls.
            Later chunks read the keys of earlier ones again, with a mask, where whole has plain
            causal attention. All sides also pay for the starts of many small kernels.
-Seen       All sides take longer than predicted, and chunked and mixed more so. A product of 256
-           rows and 4096 columns has 64 tiles of 128 x 128, and the GPU has 132 SMs. So the products
-           of a chunk probably reach neither the rate of the tensor cores nor that of DRAM. The
-           costs also assume that small kernels take no longer than their starts, and that attention
-           with a mask reads the cache at the DRAM rate. None of this was timed alone.
+Seen       All sides take longer than predicted. chunked and mixed exceed their predictions the
+           most. A product of 256 rows and 4096 columns has 64 tiles of 128 x 128, and the GPU has
+           132 SMs. So the products of a chunk probably reach neither the rate of the tensor cores
+           nor that of DRAM. The costs also assume that small kernels take no longer than their
+           starts, and that attention with a mask reads the cache at the DRAM rate. We timed none of
+           this alone.
 Use when   Long prompts arrive while others decode, and the time between tokens is promised to
            users. The longest wait is the time of one call with a chunk, so a smaller chunk shortens
            it. Keep the chunk long enough to fill the tensor cores, a few hundred tokens on a large

@@ -21,13 +21,13 @@ Optimized  speculative: changes greedy. A table of successors guesses `drafted` 
            quarter of the width, which knows the same successors. Its steps are in the graph too.
 Bound      DRAM, and the starts of kernels in the graphs. A verification reads the same weights as a
            step, for a few tokens instead of one. It gives one token more than the guesses that it
-           accepts. A draft that is never right leaves the tokens as they are, and each verification
-           gives one. draft_model adds the small kernels of its steps, one after another.
+           accepts. If a draft is never right, the tokens are the same, and each verification gives
+           one token. draft_model adds the small kernels of its steps, one after another.
 Seen       On an H100, all recorded sides take longer than predicted by about the same factor, so
            their ratios are as predicted. The costs count each small kernel as its start, and
-           assume that products of a few rows read weights at the DRAM rate. Neither was timed
-           alone. speculative and fewer_waits differ by less than the interval. draft_model and the
-           curve over `percent` are not recorded yet.
+           assume that products of a few rows read weights at the DRAM rate. We timed neither of
+           them alone. speculative and fewer_waits differ by less than the interval. draft_model and
+           the curve over `percent` are not recorded yet.
 Use when   Few sequences are decoded at a time, and guesses are often right: code, quotes from the
            prompt, answers of a fixed form. A table of successors stands for drafts that cost nearly
            nothing, such as n-grams of the prompt. With a large batch, tensor cores are busy and

@@ -17,11 +17,12 @@ Bound      Tensor cores at a large factor. padded multiplies `factor` times as m
            a small factor, the sort, the copies and the gate together take about as long as the
            products, and DRAM limits them.
 Seen       On an H100, both sides take longer than predicted at every factor. The curve of padded
-           divides the difference. The part that does not grow with `factor`, a sort and five copies
-           of tokens, takes more than twice as long as predicted. A sort of so few numbers is a
-           chain of short kernels, and a copy by index probably misses the copy rate. The part that
-           grows, the products and the gate, takes about a quarter longer. Neither was timed alone.
-           grouped gains nothing at a factor of 1, where padded has few empty rows.
+           divides the difference into two parts. The part that does not grow with `factor`, a sort
+           and five copies of tokens, takes more than twice as long as predicted. A sort of so few
+           numbers is a chain of short kernels, and a copy by index probably misses the copy rate.
+           The part that grows, the products and the gate, takes about a quarter longer. We timed
+           neither of them alone. grouped gains nothing at a factor of 1, where padded has few empty
+           rows.
 Use when   Experts are on one GPU: with grouped products a large factor costs little, so there is
            no reason to drop tokens, which costs quality. Buffers of a fixed size are useful if
            other GPUs write into them. Then the factor is a choice: near 1, few rows are empty and

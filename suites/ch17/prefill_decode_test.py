@@ -11,8 +11,8 @@ Bound      A step of decode reads each weight for 2 operations, so DRAM limits i
            the weights once. Its operations grow with `tokens` until tensor cores are the limit.
            That is the corner of the roofline. It lies at half the operations that tensor cores do
            while DRAM delivers one weight, because each token does 2 operations with it. The starts
-           of the many small kernels come on top, and with two layers they take longer than reading
-           the weights.
+           of the many small kernels add to that. With two layers, they take longer than reading the
+           weights.
 Seen       Only 4 tokens are recorded, on an H100. Both sides take more than half as long again as
            predicted. The costs count each small kernel as its start. It probably takes somewhat
            longer, because it waits for its first bytes and has work for only a few SMs.

@@ -20,10 +20,10 @@ Bound      With few tokens, the host limits all sides: it launches a few kernels
            with barriers in between.
 Seen       On an H100, with many tokens, of_chosen gains nothing over of_all, because `topk` takes
            nearly all of both times. It takes several times as long as predicted: the cost counts
-           only the starts of its blocks, and not the search. fused takes longer than its bytes. It
-           searches a row 4 times for the largest score and its place, and these instructions were
-           not counted. With few tokens, a call of `topk` or of a Triton kernel takes the host
-           longer than the rate `launch`, which is that of an addition.
+           only the starts of its blocks, and not the search. fused takes longer than its bytes
+           predict. It searches a row 4 times for the largest score and its place, and these
+           instructions were not counted. With few tokens, a call of `topk` or of a Triton kernel
+           takes the host longer than the rate `launch`, which is that of an addition.
 Use when   Choose first and normalize what is left: it is fewer launches for the same shares, which
            shows only with few tokens. Write one kernel if the router is a visible part of a layer:
            it gains most with many tokens, but with large experts the router is not visible.

@@ -20,28 +20,28 @@ Bound      Tensor cores and exponentials, one after the other, because the warps
            in step. FP8 halves only the time of the products. The number of exponentials stays the
            same, and each result needs a cast. Quantizing reads each input twice. It takes the same
            time at both lengths, and the products take four times as long at 16384 tokens, so FP8
-           gains more there. By the costs, quantizing takes back most of what fp8_scores gains at
-           4096. So fp8_scores claims nothing. cuDNN computes exponentials during the products. By
-           the costs, it is faster in bf16 than fp8_both at 4096, and nearly as fast at 16384.
-           Hopper holds the operand P of an FP8 product in another order than the result of QK^T.
-           The kernel pays for the exchange between threads, which the costs leave out. The costs
-           also leave out the casts.
+           gains more there. According to the costs, quantizing takes back most of what fp8_scores
+           gains at 4096. So fp8_scores claims nothing. cuDNN computes exponentials during the
+           products. According to the costs, it is faster in bf16 than fp8_both at 4096, and nearly
+           as fast at 16384. Hopper holds the operand P of an FP8 product in another order than the
+           result of QK^T. The kernel pays for the exchange between threads, which the costs leave
+           out. The costs also leave out the casts.
 Seen       fp8_scores gains a little, as predicted. fp8_both takes up to a quarter longer than
-           predicted, more so with 4096 tokens than with 16384. We did not profile which of its
-           steps takes longer.
+           predicted. The gap is larger with 4096 tokens than with 16384. We did not profile which
+           of its steps takes longer.
 Use when   Sequences are long, the model tolerates the error, and no library has your form of
            attention. Otherwise call cuDNN in bf16, because FP8 in Triton gains little over it. The
-           check accepts what rounding Q, K, P, V and the outputs by 2^-4 of each value would
-           change, for both variants, because both declare `precision="fp8"`. That is a wide bound:
-           at 4096 tokens, an answer that is a tenth too large would pass. Most of the error comes
-           from Q and K. A score sums 128 products, each with two rounding errors. At a standard
-           deviation of 3, a score is then off by up to 0.15 (rms), and its weight by the same share
-           of itself. Rounding P and V adds little to that. So fp8_scores is hardly more exact than
-           fp8_both. The sums of PV stay in the tensor cores. Hopper's keep about 14 bits of a sum
-           of FP8 products, which is much more than the operands have. One scale per head works if
-           the tokens of a head are alike in size. Outlier channels need a rotation first
-           (`../ch19/outliers_test.py`), which this page does not show. If the error is too large,
-           call the library in bf16.
+           check accepts the error that rounding Q, K, P, V and the outputs by 2^-4 of each value
+           would cause. This applies to both variants, because both declare `precision="fp8"`. That
+           is a wide bound: at 4096 tokens, an answer that is a tenth too large would pass. Most of
+           the error comes from Q and K. A score sums 128 products, each with two rounding errors.
+           At a standard deviation of 3, a score is then off by up to 0.15 (rms), and its weight by
+           the same share of itself. Rounding P and V adds little to that. So fp8_scores is hardly
+           more exact than fp8_both. The sums of PV stay in the tensor cores. Hopper's keep about 14
+           bits of a sum of FP8 products, which is much more than the operands have. One scale per
+           head works if the tokens of a head are alike in size. Outlier channels need a rotation
+           first (`../ch19/outliers_test.py`), which this page does not show. If the error is too
+           large, call the library in bf16.
 """
 
 import pytest

@@ -21,9 +21,9 @@ Bound      Tensor cores, for all but the short sequences. padded computes the sc
            has 64 queries, so the L2 needs longer for keys and values than the tensor cores for the
            products. A program's exponentials come after its products.
 Seen       Only sequences of up to 512 tokens are recorded, on an H100. All sides take about twice
-           as long as predicted, and looped still longer. A program of packed and nested has at most
-           a few tiles of keys, so its start and its end probably take as long as its products. A
-           call of looped has few programs, which do not fill the GPU. We did not record which
+           as long as predicted, and looped takes even longer. A program of packed and nested has at
+           most a few tiles of keys, so its start and its end probably take as long as its products.
+           A call of looped has few programs, which do not fill the GPU. We did not record which
            kernel PyTorch chose for padded, which has a mask. packed and nested take the same time.
 Use when   The lengths of a batch differ. The gain is the share of the padding in the scores, which
            grows with the square of the length. A call per sequence is enough only if each sequence

@@ -21,9 +21,9 @@ Bound      DRAM for MXFP8. One pass reads 2 bytes per element and writes about 1
 Seen       On an H100, compiled_fp4 takes more than twice as long as predicted, and most of the gain
            of fused_fp4 comes from there. The code of compiled_fp4 for a GPU was not examined. It
            probably runs more instructions per element than its cost, which takes the number of
-           fused_fp4. eager takes longer than its passes. Its kernels were not timed one by one.
-           Probably those that find the largest of 32 elements and multiply by a factor per block
-           are slower than a copy.
+           fused_fp4. eager takes longer than its passes predict. Its kernels were not timed one by
+           one. Probably those that find the largest of 32 elements and multiply by a factor per
+           block are slower than a copy.
 Use when   You quantize in the call, as for activations. Then one pass is the difference between a
            gain and a loss of the whole product. For MXFP8, compile the definition, which costs one
            line and is as fast as fused. For NVFP4, write the kernel.

@@ -26,9 +26,9 @@ Use when   by_rows for speed, if rows are alike in size along k: it has no such 
            keep about 14 bits of a sum of FP8 products, which may matter in training. by_blocks if
            parts of a row differ in size by more than 2^15. That is what e4m3 covers between its
            largest number and the smallest one with all bits. Not for outliers of a few channels,
-           because e4m3's steps are relative to each value. The check accepts what rounding each
-           operand by 2^-4 of it would change. On these inputs, which are normal, all three variants
-           lose about the same.
+           because e4m3's steps are relative to each value. The check accepts the error that
+           rounding each operand by 2^-4 of its value would cause. On these inputs, which are
+           normal, all three variants lose about the same.
 """
 
 import torch

@@ -22,22 +22,23 @@ Bound      The host for the loops at 64 experts: FP8 cannot gain there, so loope
            for DRAM. The second test compares FP8 with bf16 in GPU time: half of the bytes of W, or
            twice the rate of the tensor cores, less what quantizing x costs. There library changes
            the type alone, and grouped the kernel too.
-Seen       On an H100, the loops at 64 experts take two to four times as long as predicted: a
-           product of `torch.mm`, and still more one of `torch._scaled_mm`, takes the host longer
-           than the rate `launch`. So looped_fp8 is slower there than the loop in bf16. With few
-           rows, grouped and library are limited by the host too, which the second test leaves out.
-           With many rows, all grouped products take about half as long again as predicted, in bf16
-           too. The costs assume the rate of one large product and do not count empty rows of tiles.
-           We did not measure which of the two matters. grouped is about as fast as library.
+Seen       On an H100, the loops at 64 experts take two to four times as long as predicted: a call
+           of `torch.mm` takes the host longer than the rate `launch`, and a call of
+           `torch._scaled_mm` takes even longer. So looped_fp8 is slower there than the loop in
+           bf16. With few rows, grouped and library are limited by the host too, which the second
+           test leaves out. With many rows, all grouped products take about half as long again as
+           predicted, in bf16 too. The costs assume the rate of one large product and do not count
+           empty rows of tiles. We did not measure which of the two matters. grouped is about as
+           fast as library.
 Use when   There are many experts, or the layer is part of a captured graph. A loop cannot be
            captured, because the host reads where groups end. Outside a graph, a loop is enough for
            a few large experts. No side gets the sizes on the host: that needs a router on the host,
            or a fixed capacity per expert (`../ch17/capacity_test.py`). cuBLASLt needs the scales of
            each product at a multiple of 16 bytes. So groups have multiples of 4 rows in the first
            test, as a dispatcher pads them. In the second test they have any size. The check accepts
-           what rounding x, W and the outputs by 2^-4 of each value would change. All FP8 sides lose
-           the same, because they quantize alike and add in the tensor cores. Scales per block:
-           `fp8_blocks_test.py`.
+           the error that rounding x, W and the outputs by 2^-4 of each value would cause. All FP8
+           sides lose the same, because they quantize alike and add in the tensor cores. Scales per
+           block: `fp8_blocks_test.py`.
 """
 
 import functools

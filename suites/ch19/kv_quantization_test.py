@@ -14,20 +14,22 @@ Optimized  streamed: two Triton kernels. The first attends to 1024 tokens per pr
 Bound      DRAM, which has to deliver the cache once. int8_cache and fp8_cache read about half of
            the bytes, and instructions turn each byte into bf16 for the tensor cores. In the code
            for sm90, the loop of streamed has 2.7 instructions per number of the cache, and that of
-           the other two about 6.5. By that count, issuing them takes an H200 about as long as
-           reading the bytes. fp8_cache converts each number with an instruction (F2F) whose rate is
-           not measured. The scales cost little: those of keys multiply the scores, and those of
-           values the probabilities.
-Seen       On an H100, int8_cache takes somewhat longer than predicted and fp8_cache more so. Its
-           conversion by F2F, whose rate is not measured, is the main difference between their
-           loops, so it is the likely reason. Both are clearly faster than library. streamed is a
-           little slower, so the gain comes from the bytes and not from the kernels.
+           the other two about 6.5. According to that count, an H200 needs about as long to issue
+           them as to read the bytes. fp8_cache converts each number with an instruction (F2F) whose
+           rate is not measured. The scales cost little: the scales of keys multiply the scores, and
+           the scales of values multiply the probabilities.
+Seen       On an H100, int8_cache takes somewhat longer than predicted, and fp8_cache exceeds its
+           prediction by more. Its conversion by F2F, whose rate is not measured, is the main
+           difference between their loops, so it is the likely reason. Both are clearly faster than
+           library. streamed is a little slower, so the gain comes from the bytes and not from the
+           kernels.
 Use when   Long contexts or many sequences, where the cache takes more memory and time than the
-           weights do. It also doubles the tokens that fit. The check accepts what rounding q, k, p
-           and v to the declared format would change: 2^-6 of each for int8, since its step follows
-           the largest of 128 numbers, and 2^-4 for fp8. So int8 is the more exact of the two for
-           values without outliers. Keys of real models have outliers in some channels. Then give
-           each channel of the keys a scale of its own, which this page does not show.
+           weights do. It also doubles the tokens that fit. The check accepts the error that
+           rounding q, k, p and v to the declared format would cause: 2^-6 of each for int8, since
+           its step follows the largest of 128 numbers, and 2^-4 for fp8. So int8 is the more exact
+           of the two for values without outliers. Keys of real models have outliers in some
+           channels. Then give each channel of the keys a scale of its own, which this page does not
+           show.
 """
 
 import torch

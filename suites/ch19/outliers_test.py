@@ -27,9 +27,9 @@ Seen       On an H100, smoothed and rotated take less time than the rate `int8` 
 Use when   int8 is the format that your GPU or its memory asks for, and activations have outliers.
            Plain int8 with a scale per row is not on this page, because the check refuses it here:
            the scale follows the outliers, and most other values become a few steps or 0. The check
-           accepts what rounding each operand by 2^-6 of it would change. The outliers' own error is
-           part of that. FP8 needs none of these remedies for outliers of this size, because its
-           steps are relative to each value (`../ch13/fp8_linear_test.py`).
+           accepts the error that rounding each operand by 2^-6 of its value would cause. The
+           outliers' own error is part of that. FP8 needs none of these remedies for outliers of
+           this size, because its steps are relative to each value (`../ch13/fp8_linear_test.py`).
 """
 
 import functools
