@@ -1,0 +1,272 @@
+"""A serving loop from end to end: fill rows at once, page the cache, share the prefix, capture.
+
+Problem    Serve `requests` requests that all wait at the beginning, with a decoder in bf16
+           (`suites/decoder.py`) that has `slots` rows in its batch. All prompts begin with the same
+           `prefix` tokens, as with a system prompt, and end with `suffix` tokens of their own. The
+           lengths of the answers are quantiles of an exponential distribution with the mean `mean`
+           and are given. Every new token is copied to the host before the next step, as a server
+           does that streams. All tokens are greedy, and all tokens and scores are compared. The
+           loop of all sides is `serve` in `suites/server.py`. Each rung is a test of its own, and
+           the last test compares the first rung with the last. As all requests count, requests per
+           second are `requests` divided by the time of a call.
+Baseline   static: `slots` prompts are one call of the decoder. The next group starts when the
+           longest answer of the group has ended. A row of the cache has room for the longest
+           request.
+           continuous: the baseline of paged.
+           paged: the baseline of prefix_cached.
+           prefix_cached: the baseline of captured.
+Optimized  continuous: of static. The next request starts in a row as soon as the row is free, and
+           its prompt is a call of its own.
+           paged: of continuous. Keys and values are in pages of 64 tokens. A Triton kernel finds
+           them by a table and stops at a request's last token.
+           prefix_cached: of paged. The pages of the prefix stay when the first request has computed
+           them. The tables of later requests name them, and only their suffixes are computed.
+           Nothing is left from an earlier call.
+           captured: of prefix_cached. A step is a CUDA graph. Prompts still run eagerly.
+Bound      static and continuous: the number of steps, each of which reads all weights, and the
+           prompts, which are limited by tensor cores. continuous makes fewer steps. paged reads the
+           tokens that exist, but the weights are most of what a step reads. So it gains little by
+           itself: it is the rung that lets requests share memory. prefix_cached computes a small
+           part of the prompts' tokens. captured removes the launches of steps, which are the rest:
+           the GPU then waits for the host only between two steps.
+Use when   You build a server, or look for what yours lacks. The gain of each rung depends on the
+           requests: answers of different lengths for the first, long contexts of different lengths
+           for the second, equal beginnings for the third, and a small batch or model for the last.
+           Each one is a page of its own in chapter 15. What requests gain that arrive one after
+           another is on `load_test.py` in chapter 17.
+"""
+
+import pytest
+import torch
+
+from pytest_aisp import Cost, Variant, Work, compare
+from suites.decoder import matrix_weights
+from suites.server import PAGE, Pages, Server, counted, lengths_of, serve
+from suites.serving import config_of, continued, forward_cost, kernels_of, planted
+
+AT_ONCE = 4  # requests of which the reference computes all scores
+
+
+def size_of(layers, width, slots, prefix, suffix, requests, mean):
+    lengths = lengths_of(requests, mean)
+    room = -(-(prefix + suffix + max(lengths)) // PAGE) * PAGE
+    return config_of(layers, width, room), lengths
+
+
+def state(device, **size):
+    return planted(device, size_of(**size)[0])
+
+
+def inputs(device, layers, width, slots, prefix, suffix, requests, mean):
+    size = layers, width, slots, prefix, suffix, requests, mean
+    config, lengths = size_of(*size)
+    common = torch.randint(config.vocabulary, (prefix,), device=device).expand(requests, -1)
+    own = torch.randint(config.vocabulary, (requests, suffix), device=device)
+    return torch.cat([common, own], 1), lengths, slots, prefix
+
+
+def reference(model, prompts, lengths, slots, prefix):
+    tokens, scores = [], []
+    for first in range(0, len(prompts), AT_ONCE):
+        own = lengths[first : first + AT_ONCE]
+        found = continued(model, prompts[first : first + AT_ONCE], max(own))
+        for row, length in enumerate(own):
+            tokens.append(found[0][row, :length])
+            scores.append(found[1][row, :length])
+    return torch.cat(tokens), torch.cat(scores)
+
+
+def served(server, prompts, lengths, **policy):
+    due = [0.0] * len(lengths)
+    yield lambda: serve(server, prompts, lengths, due, **policy)
+
+
+def pages_of(model, slots, prefix):
+    return Pages(model.config, slots, prefix, model.embedding.device)
+
+
+def static(model, prompts, lengths, slots, prefix):
+    yield from served(Server(model, slots), prompts, lengths, together=True)
+
+
+def continuous(model, prompts, lengths, slots, prefix):
+    yield from served(Server(model, slots), prompts, lengths)
+
+
+def paged(model, prompts, lengths, slots, prefix):
+    yield from served(Server(model, slots, pages_of(model, slots, 0)), prompts, lengths)
+
+
+def prefix_cached(model, prompts, lengths, slots, prefix):
+    yield from served(Server(model, slots, pages_of(model, slots, prefix)), prompts, lengths)
+
+
+def captured(model, prompts, lengths, slots, prefix):
+    server = Server(model, slots, pages_of(model, slots, prefix), graph=True)
+    yield from served(server, prompts, lengths)
+
+
+def work(layers, width, slots, prefix, suffix, requests, mean):
+    config, lengths = size_of(layers, width, slots, prefix, suffix, requests, mean)
+    # The prefix has to be computed once, and the last token of an answer has no successor.
+    tokens = prefix + requests * suffix + sum(lengths) - requests
+    return Work(
+        read=2 * matrix_weights(config),
+        flops={"bf16": 2 * tokens * matrix_weights(config)},
+        terms=max(config.hidden, config.length),
+        roundings=20 * layers,
+    )
+
+
+def serving(*, together=False, pages=False, shared=False, graph=False):
+    """Return a function of the size: the cost of serving all requests."""
+
+    def cost(layers, width, slots, prefix, suffix, requests, mean):
+        config, lengths = size_of(layers, width, slots, prefix, suffix, requests, mean)
+        steps, calls = counted(lengths, slots, together=together)
+        prompt, kernels = prefix + suffix, kernels_of(config)
+        # To keep all rows is 2 launches, and to send them is a copy that the host waits for.
+        sent = Cost(launches=2, d2h=8 * slots, syncs=1)
+        # The best token, and what keeps it and moves on: 5 kernels.
+        nodes = kernels + 5
+        starts = {"launches": 1, "graph_nodes": nodes} if graph else {"launches": nodes}
+        keys = slots * config.length
+        if pages:
+            keys = sum((n - 1) * prompt + n * (n - 1) / 2 for n in lengths) / steps
+        total = steps * (forward_cost(config, slots, keys, keys, **starts) + sent)
+        # Keys and values are gathered from pages and put into the order that attention wants.
+        more = 4 * layers + 6 if pages else 0
+        for number, count in enumerate(calls):
+            there = prefix if shared and number else 0
+            own = prompt - there
+            masks = layers + 4 if there else 0  # in each layer, queries share a copy of the mask
+            scores = count * own * (there + own / 2)
+            launches = kernels + 6 + more + masks
+            total += sent + forward_cost(
+                config, count * own, count * (there + own), scores, launches=launches
+            )
+        if pages:
+            total += requests * Cost(launches=2, h2d=4 * config.length // PAGE, syncs=1)
+        return total + Cost(launches=4 + 2 * -(-(steps + len(calls)) // 128), h2d=16 * sum(lengths))
+
+    return cost
+
+
+costs = {
+    static: serving(together=True),
+    continuous: serving(),
+    paged: serving(pages=True),
+    prefix_cached: serving(pages=True, shared=True),
+    captured: serving(pages=True, shared=True, graph=True),
+}
+
+
+def rung(baseline, optimized, at_least=None):
+    """Return the decorator of a test that compares two sides."""
+    return compare(
+        baseline=baseline,
+        optimized=[Variant(optimized, at_least=at_least)],
+        costs={side: costs[side] for side in (baseline, optimized)},
+        state=state,
+        inputs=inputs,
+        reference=reference,
+        sizes=[
+            {
+                "layers": 4,
+                "width": 4096,
+                "slots": 8,
+                "prefix": 1024,
+                "suffix": 64,
+                "requests": 24,
+                "mean": 24,
+            }
+        ],
+        check_sizes=[
+            {
+                "layers": 1,
+                "width": 128,
+                "slots": 2,
+                "prefix": 64,
+                "suffix": 1,
+                "requests": 3,
+                "mean": 2,
+            }
+        ],
+        work=work,
+        bound="host",  # each step waits until the host has the tokens
+    )
+
+
+@rung(static, continuous)
+def test_serving_ladder_continuous(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
+
+
+@rung(continuous, paged, at_least="yardstick")
+def test_serving_ladder_paged(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
+
+
+@rung(paged, prefix_cached)
+def test_serving_ladder_prefix_cached(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
+
+
+@rung(prefix_cached, captured)
+def test_serving_ladder_captured(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
+
+
+@rung(static, captured)
+def test_serving_ladder(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
+
+
+class TestPages:
+    """What happens to the pages of a server's requests."""
+
+    CONFIG = config_of(1, 128, 2 * PAGE)
+
+    @pytest.fixture
+    def cache(self):
+        return Pages(self.CONFIG, 2, PAGE, "cpu")
+
+    def test_the_prefix_is_shared_and_no_page_is_lost(self, cache):
+        pages = len(cache.free)
+        assert cache.begin(0, PAGE + 1) == 0
+        cache.share(0)
+        assert cache.begin(1, PAGE + 1) == PAGE
+        assert cache.table[0, 0] == cache.table[1, 0]
+        assert cache.table[0, 1] != cache.table[1, 1]
+        for row in (0, 1):
+            cache.end(row)
+        assert len(cache.free) == pages - 1
+        cache.forget()
+        assert len(set(cache.free)) == pages
+
+    def test_a_row_without_a_request_writes_where_nobody_reads(self, cache):
+        cache.begin(0, 1)
+        cache.begin(1, 1)
+        cache.end(0)
+        cache.begin(0, PAGE)
+        cache.end(1)
+        assert cache.nobody not in cache.free + cache.taken[0]
+        assert set(cache.table[1].tolist()) == {cache.nobody}
+
+    def test_a_request_for_more_than_there_is_is_refused(self, cache):
+        with pytest.raises(ValueError, match="no pages for"):
+            cache.begin(0, 9 * PAGE)
+
+    @pytest.mark.parametrize("policy", [{"together": True}, {}, {"chunk": 2}])
+    def test_no_request_waits_forever_with_arrivals_at_once(self, policy):
+        model = planted("cpu", config_of(1, 128, 16))
+        server, lengths = Server(model, 2), [1, 3, 1, 1, 2]
+        prompts = torch.randint(256, (5, 3))
+        tokens, _ = serve(server, prompts, lengths, [0.0] * 5, **policy)
+        assert [len(times) for times in server.times] == lengths
+        assert len(tokens) == sum(lengths)

@@ -1,0 +1,244 @@
+"""A server around the shared decoder: requests wait for a row of a batch, and tokens are streamed.
+
+It decides what a real server decides, with real calls of the decoder (`suites/decoder.py`), whose
+time is the host's. After each call, it copies the new tokens to the host, as a server does that
+sends them to users. Pages that serve requests in time import it:
+
+    server = Server(model, slots=8)
+    tokens, scores = serve(server, prompts, lengths, due=[0.0] * len(lengths))
+
+The lengths of the answers are given, so that no page depends on when a model ends its answer.
+"""
+
+import copy
+import math
+import time
+
+import torch
+from torch.nn import functional as F
+
+from pytest_aisp import capture
+from suites.ch15.paged_cache_test import PAGE, PagedCache, row_attention
+from suites.decoder import Cache, grouped_attention
+from suites.serving import best
+
+
+def lengths_of(requests, mean):
+    """Return the tokens of each answer: quantiles of an exponential distribution, mixed."""
+    golden = (math.sqrt(5) - 1) / 2  # its multiples spread the quantiles evenly
+    quantiles = [(k * golden) % 1 for k in range(1, requests + 1)]
+    return [1 + round(-(mean - 1) * math.log(1 - q)) for q in quantiles]
+
+
+class Pages(PagedCache):
+    """A cache in pages for the rows of a server.
+
+    A row without a request has a page that nobody reads. Requests may begin with the same pages.
+
+    Attributes:
+        shared: the pages of the prefix that all requests begin with, once one has computed it.
+        row: the row whose prompt is read.
+    """
+
+    attention = staticmethod(row_attention)
+
+    def __init__(self, config, slots, prefix, device):
+        each = -(-config.length // PAGE)
+        super().__init__(config, slots * each + prefix // PAGE + 1, slots, device)
+        self.nobody, self.shared, self.prefix = self.free.pop(), [], prefix // PAGE
+        shape = slots, each
+        self.table = torch.full(shape, self.nobody, device=device, dtype=torch.int32)
+
+    def rows(self, begin, end):
+        """Return the cache as one row sees it."""
+        if end != begin + 1:
+            raise ValueError(f"{end - begin} prompts in one call: pages take one at a time")
+        part = copy.copy(self)
+        part.row = begin
+        return part
+
+    def begin(self, row, tokens):
+        """Give a row pages for so many tokens. Return how many of them are there already."""
+        present = len(self.shared) * PAGE
+        if not self.reserve(row, tokens - present):
+            raise ValueError(f"no pages for {tokens} tokens")
+        pages = self.shared + self.taken[row]
+        pages += [self.nobody] * (self.table.shape[1] - len(pages))
+        self.table[row] = torch.tensor(pages, dtype=torch.int32)
+        return present
+
+    def share(self, row):
+        """Keep the first pages of a row for all requests that follow."""
+        if self.prefix and not self.shared:
+            own = self.taken[row]
+            self.shared, self.taken[row] = own[: self.prefix], own[self.prefix :]
+
+    def end(self, row):
+        self.release(row)
+        self.table[row] = self.nobody
+
+    def forget(self):
+        """Take back the pages of the prefix."""
+        self.free += self.shared
+        self.shared = []
+
+    def plan(self, positions, n, device):
+        if not isinstance(positions, int):
+            return super().plan(positions, n, device)
+        end = positions + n
+        at = torch.arange(positions, end, device=device)
+        page = self.table[self.row].index_select(0, at // PAGE).long()
+        used = self.table[self.row, : -(-end // PAGE)].long()
+        mask = Cache.mask(self, at[None], end) if positions else None
+        return (page[None], (at % PAGE)[None]), used, end, mask
+
+    def attend(self, layer, q, plan):
+        if len(plan) == 2:
+            return super().attend(layer, q, plan)
+        _, used, end, mask = plan
+        keys, values = (
+            pool[layer][used].transpose(0, 1).flatten(1, 2)[None, :, :end]
+            for pool in (self.keys, self.values)
+        )
+        if mask is None:
+            return F.scaled_dot_product_attention(q, keys, values, is_causal=True, enable_gqa=True)
+        return grouped_attention(q, keys, values, mask)
+
+
+class Server:
+    """A batch of rows that are decoded together, and the tokens that it has made.
+
+    Attributes:
+        graph: whether a step is a CUDA graph.
+        found: tokens and scores of all rows after each call.
+        times: for each request, when each of its tokens reached the host.
+    """
+
+    def __init__(self, model, slots, cache=None, *, graph=False):
+        device, config = model.embedding.device, model.config
+        self.model, self.slots = model, slots
+        self.cache = cache or Cache(config, slots, config.length, device)
+        self.paged = isinstance(self.cache, Pages)
+        self.tokens, self.positions = torch.zeros(2, slots, dtype=torch.int64, device=device)
+        self.scores = torch.zeros(slots, dtype=torch.bfloat16, device=device)
+        self.found, self.times = [], []
+        self.advance = capture(self.all_rows) if graph else self.all_rows
+
+    def all_rows(self):
+        """Decode a token in all rows. A row without a request writes where nobody reads."""
+        token, score = best(self.model.step(self.tokens, self.positions, self.cache))
+        self.tokens.copy_(token)
+        self.scores.copy_(score)
+        self.positions.add_(1).clamp_(max=self.model.config.length - 1)
+
+    def read(self, prompts, row, start=0, *, last=True):
+        """Compute prompts, or a part of one, in rows from `row` on. The last part gives a token."""
+        rows = slice(row, row + len(prompts))
+        states = self.model.states(prompts, start, self.cache.rows(rows.start, rows.stop))
+        if last:
+            self.tokens[rows], self.scores[rows] = best(self.model.logits(states[:, -1]))
+            self.positions[rows] = start + prompts.shape[1]
+
+    def stream(self, requests):
+        """Copy the tokens to the host, and note which request each of them belongs to."""
+        self.found.append((self.tokens.clone(), self.scores.clone()))
+        self.found[-1][0].tolist()
+        now = time.perf_counter()
+        for row, request in requests.items():
+            self.places[request].append((len(self.found) - 1, row))
+            self.times[request].append(now)
+
+    def answers(self):
+        """Return the tokens of all requests in their order, and their scores."""
+        places = [place for one in self.places for place in one]
+        call, row = torch.tensor(places, device=self.tokens.device).T
+        return tuple(torch.stack(each)[call, row] for each in zip(*self.found, strict=True))
+
+
+def serve(server, prompts, lengths, due, *, together=False, chunk=None):
+    """Serve all requests, each of which arrives when it is due.
+
+    Args:
+        lengths: the tokens of each answer. The first comes from the prompt.
+        due: for each request, the seconds after the begin at which it arrives, in rising order.
+        together: whether requests start only when all rows are free.
+        chunk: how many tokens of a prompt are read between two steps; None for all.
+    """
+    waiting, free = list(reversed(range(len(lengths)))), list(reversed(range(server.slots)))
+    running, reading = {}, None
+    server.found, server.places = [], [[] for _ in lengths]
+    server.times = [[] for _ in lengths]
+    server.begun = time.perf_counter()
+    if server.paged:
+        server.cache.forget()
+
+    def arrived():
+        """Return whether a request waits, and has arrived."""
+        return bool(waiting) and due[waiting[-1]] <= time.perf_counter() - server.begun
+
+    def streamed(requests):
+        server.stream(requests)
+        for row, request in requests.items():
+            if len(server.places[request]) == lengths[request]:
+                running.pop(row)
+                free.append(row)
+                if server.paged:
+                    server.cache.end(row)
+
+    while waiting or running or reading:
+        if together:
+            if not running and arrived():
+                free.sort(reverse=True)
+                first = waiting[-1]
+                while free and arrived():
+                    running[free.pop()] = waiting.pop()
+                server.read(prompts[first : first + len(running)], 0)
+                streamed(dict(running))
+        elif chunk:
+            if not reading and free and arrived():
+                reading = free.pop(), waiting.pop(), 0
+                # Steps write to the last position of this row, which no chunk reads.
+                server.positions[reading[0]] = server.model.config.length - 1
+            if reading:
+                row, request, start = reading
+                part = prompts[request : request + 1, start : start + chunk]
+                end = start + part.shape[1]
+                done = end == prompts.shape[1]
+                server.read(part, row, start, last=done)
+                reading = None if done else (row, request, end)
+                if done:
+                    running[row] = request
+                    streamed({row: request})
+        else:
+            while free and arrived():
+                row, request = free.pop(), waiting.pop()
+                start = 0
+                if server.paged:
+                    start = server.cache.begin(row, prompts.shape[1] + lengths[request])
+                server.read(prompts[request : request + 1, start:], row, start)
+                if server.paged:
+                    server.cache.share(row)
+                running[row] = request
+                streamed({row: request})
+        if running:
+            server.advance()
+            streamed(dict(running))
+    return server.answers()
+
+
+def counted(lengths, slots, *, together):
+    """Return the number of steps, and of the prompts in each call, if all requests wait at once."""
+    waiting, left, steps, calls = list(reversed(lengths)), [], 0, []
+    while waiting or left:
+        if together and not left:
+            left = [waiting.pop() - 1 for _ in range(min(slots, len(waiting)))]
+            calls.append(len(left))
+        while not together and waiting and len(left) < slots:
+            calls.append(1)
+            if (length := waiting.pop() - 1) > 0:
+                left.append(length)
+        left = [length for length in left if length > 0]
+        if left:
+            steps += 1
+            left = [length - 1 for length in left if length > 1]
+    return steps, calls
