@@ -313,7 +313,7 @@ def test_artifacts_that_cannot_be_read_are_named(file, capsys):
     run("out")
     shutil.rmtree("out/samples")
     code, lines = seals(capsys, "--artifacts=out")
-    assert (code, lines[-1]) == (2, "Copy the whole folder of the run, samples/ too")
+    assert (code, lines[-1]) == (2, "Copy the whole folder of the run, including samples/")
     assert seals(capsys, "--artifacts=nowhere")[1][0] == "nowhere: there is no such folder"
 
 

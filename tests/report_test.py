@@ -203,7 +203,7 @@ def test_missing_and_replaced_samples_are_reported(tmp_path):
     missing, *replaced = sample_errors(run)
     assert missing == (
         "samples/0000.json: its samples are missing: No such file or directory."
-        " Copy the whole folder of the run, samples/ too."
+        " Copy the whole folder of the run, including samples/."
     )
     for number, error in enumerate(replaced, 1):
         sha256 = run.cases[number].samples["sha256"]

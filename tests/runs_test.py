@@ -341,7 +341,7 @@ def test_missing_samples_are_an_error(replayed):
     assert found.message.startswith("the recording cannot be judged again: ")
     assert found.message.endswith(
         "0001-ch99_a_test.py__test_f_v_.json: its samples are missing: No such file or directory\n"
-        "Copy the whole folder of the run, samples/ too"
+        "Copy the whole folder of the run, including samples/"
     )
 
 

@@ -142,7 +142,7 @@ def redrawn(reference: Reference, draw: int) -> Reference:
 def draws_differ(reference: Reference, precisions: Iterable[Precision | None]) -> bool:
     """Return whether the outputs for two draws of the inputs differ by more than the bound."""
     for precision in dict.fromkeys(precisions):
-        # Of large outputs, only those of the last draw are kept.
+        # Large outputs are kept only for the last draw.
         last = int(reference.large and reference.pool.pair.state is None)
         expected, types, stale = _expected(reference, precision, last)
         candidates = [value.to(dtype) for value, dtype in zip(stale(), types, strict=True)]

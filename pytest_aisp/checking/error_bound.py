@@ -39,7 +39,7 @@ class Pass:
 
 @dataclass
 class Errors:
-    """How much the rounding of intermediate values moves the outputs after some turns.
+    """The amount by which the rounding of intermediate values moves the outputs after some turns.
 
     Attributes:
         totals: for each output, the root of the sum of the squares of the differences from the

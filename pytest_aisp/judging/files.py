@@ -15,7 +15,7 @@ from ..page.pair import PageError
 from ..results.messages import Json
 
 Names = dict[str, object]
-"""What a file defines, by name."""
+"""The objects that a file defines, keyed by name."""
 
 
 class ProblemError(PageError):

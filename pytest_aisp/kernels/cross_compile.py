@@ -75,7 +75,7 @@ class AssembledKernel:
         )
 
     def to_json(self) -> dict[str, object]:
-        """Return the kernel in types of JSON, for the artifacts."""
+        """Return the kernel as JSON types, for the artifacts."""
         launch = self.launch
         return {
             "arch": self.arch,

@@ -1,4 +1,6 @@
-"""What a side costs: the bytes, operations and launches of one call, from which a time follows."""
+"""The cost of a side: the bytes, operations and launches of one call. A predicted time follows from
+it.
+"""
 
 from __future__ import annotations
 

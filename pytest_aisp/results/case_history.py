@@ -44,7 +44,9 @@ class Change:
 
     @property
     def state(self) -> State:
-        """Whether the code gate confirms the change, or else what is known about it."""
+        """A text that says whether the code gate confirms the change, or else what is known about
+        it.
+        """
         if self.gate is not None:
             return "confirmed" if self.gate.confirms(self.size) else "refuted"
         if self.sides:

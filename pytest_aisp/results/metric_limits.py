@@ -1,8 +1,9 @@
 """Metrics besides time that a page may limit: memory, launches, energy and goodput.
 
-A count has a spread too. What an allocator takes from the GPU differs between processes and between
-boards. So a recording counts in several processes and sessions. The margin against a stored amount
-follows from their spread. A metric that all processes count alike, such as launches, has none.
+A count has a spread too. The memory that an allocator takes from the GPU differs between processes
+and between boards. So a recording counts in several processes and sessions. The margin against a
+stored amount follows from their spread. A metric that all processes count alike, such as launches,
+has none.
 """
 
 from __future__ import annotations

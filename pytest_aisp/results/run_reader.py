@@ -275,7 +275,7 @@ def read(folder: Path, at: SampleFile | None) -> Samples:
     except OSError as error:
         raise SamplesError(
             f"{path}: its samples are missing: {error.strerror}\n"
-            f"Copy the whole folder of the run, {FOLDER}/ too"
+            f"Copy the whole folder of the run, including {FOLDER}/"
         ) from None
     found = hashlib.sha256(data).hexdigest()
     if found != at.sha256:

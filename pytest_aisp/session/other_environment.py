@@ -49,7 +49,7 @@ class Found(Struct):
     """What `PROBE` has found.
 
     Attributes:
-        python, torch, cuda: the versions. That of CUDA is the one that torch was built for.
+        python, torch, cuda: the versions. The version of CUDA is the one that torch was built for.
         safe_path: whether the interpreter has the option ``-P``.
         folder, version: this plugin's folder, and the version of its installed package.
         lacks: the error of importing the plugin, or empty.

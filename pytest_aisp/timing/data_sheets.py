@@ -64,7 +64,9 @@ _FIGURES = {
 _ONE_WAY = ("peer", "busbw", "h2d", "d2h")
 """Rates in one direction of a link, of which the table has the sum of both."""
 _OTHER_KERNEL = 1.3
-"""How much faster than the library's kernel another one may be, if no data sheet says it."""
+"""The factor by which another kernel may be faster than the library's, if no data sheet limits
+it.
+"""
 
 
 def _parse() -> dict[str, DataSheet]:

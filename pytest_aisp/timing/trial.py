@@ -45,7 +45,7 @@ class CheckedPairTimer(schedule.PairTimer, Protocol):
 
     @property
     def unseen(self) -> UnseenValues | None:
-        """What gives each call new values, or None if windows repeat their values."""
+        """The source of new values for each call, or None if windows repeat their values."""
 
     def check_times(self) -> dict[str, object]:
         """Refuse a side if its clocks disagree or its L2 is not cold. May run the sides again."""

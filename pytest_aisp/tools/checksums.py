@@ -47,7 +47,7 @@ class Recording(NamedTuple):
 
 
 Recorded: TypeAlias = Mapping[tuple[str, str], Sequence[Recording]]
-"""What runs recorded, by product and key."""
+"""The results that runs recorded, keyed by product and key."""
 
 
 def checksums_result(

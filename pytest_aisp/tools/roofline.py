@@ -185,7 +185,8 @@ def hierarchy_result(
 ) -> CliResult:
     """Return a table of the levels. Below them, `stored` adds the rates of links.
 
-    Where the product's data sheet has the bandwidth of a level, the table has the share of it.
+    If the product's data sheet has the bandwidth of a level, the table shows the measured share of
+    it.
     """
     if as_json:
         return CliResult([msgspec.json.format(msgspec.json.encode(measured), indent=1).decode()], 0)

@@ -8,7 +8,7 @@ Bound      Launches are the floor of looped, because each product has its own. A
 Seen       looped takes longer than one launch and three views per product. Two kernels per product,
            as cuBLAS launches when it splits the inner dimension, would explain the time. So would
            the GPU: a product alone has only 4 tiles of 128 x 128, and an SM needs longer for one
-           tile than the host needs for a launch. No profile was stored, so this is not explained.
+           tile than the host needs for a launch. No profile was stored, so we cannot explain this.
            batched takes longer than its FLOPs predict at the fp32 rate. If cuBLAS used tiles of 128
            x 128, there would be 160 tiles on 132 SMs. Some SMs would then compute two tiles, which
            would take the stored time. We did not record which tiles cuBLAS uses, so we cannot

@@ -9,9 +9,9 @@ Optimized  captured: eager as a CUDA graph, replayed with one launch. It runs th
 Bound      The host limits eager. The GPU limits captured: 60 small kernels run one after another.
 Seen       captured takes longer than its cost predicts. The cost counts the starts of its 60
            kernels, and bytes and FLOPs at the rates of a full GPU. But products of 16 rows leave
-           most SMs idle. The kernels were not timed one by one.
-           The speedup varies between processes more than on other pages, and its values form two
-           groups. We cannot explain this.
+           most SMs idle. We did not time the kernels one by one. The speedup varies between
+           processes more than on other pages, and its values form two groups. We cannot explain
+           this.
 Use when   The same shapes repeat, the host cannot launch as fast as the GPU runs, and nothing in
            between needs the host. Do not capture work that waits for the GPU or changes shape.
 """

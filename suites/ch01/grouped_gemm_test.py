@@ -13,7 +13,7 @@ Seen       padded takes somewhat longer than predicted. The stored time is a mea
            of which the later one is close to the prediction. We cannot explain this. grouped takes
            longer than its bytes predict. We measured neither the time of its kernel nor the host's
            time for the call alone, so we cannot explain this. Its speedup over looped differs
-           between processes by up to half, which is not explained either.
+           between processes by up to half, which we cannot explain either.
 Use when   Groups differ in size and there are many of them. Pad when no grouped kernel supports the
            data type. A few large groups can stay in a loop.
 """

@@ -17,7 +17,7 @@ Seen       In an earlier form, whose baseline had eight micro-batches, all sides
            hundred calls of `Tensor.view`, so these parts matter. We did not measure how the time
            divides among them. The cost of captured counts the starts of its 28 kernels, and bytes
            and FLOPs at the rates of a full GPU. But a product of 256 x 512 has too few tiles for
-           132 SMs. Its kernels were not timed one by one.
+           132 SMs. We did not time its kernels one by one.
 Use when   A step is small enough that the host is the limit: capture it. The other two rungs are
            small by themselves, but a graph cannot contain a wait. Larger steps hide the host's time
            and gain little. `microbatch_test.py` shows what splitting the batch costs.

@@ -11,7 +11,7 @@ Seen       Both sides take longer than predicted. The cost of eager counts launc
            of autograd. `forward_graph_test.py` has none of these three, and its eager side takes
            the predicted time. We did not measure how the time divides among them. The cost of
            captured counts the starts of its 36 kernels, and bytes and FLOPs at the rates of a full
-           GPU. But products of 64 rows leave most SMs idle. Its kernels were not timed one by one.
+           GPU. But products of 64 rows leave most SMs idle. We did not time its kernels one by one.
 Use when   A training step repeats with the same shapes and the host is the limit. Gradients must
            keep their addresses: zero them in place, or drop them inside the graph, as
            `together_test.py` does. Do not capture a step that waits for the GPU, as `.item()` does.

@@ -13,7 +13,7 @@ Bound      The host. A step is about twenty launches and a read of flags, whatev
            number. Its mean is a quarter of `longest`, but the longest of 16 is nearly as long as
            `longest`. With several GPUs, each can serve its own requests this way.
 Seen       A step takes both sides longer than its launches and its read of flags predict, by about
-           the same share. That is not explained. The predicted speedup is close to the stored one.
+           the same share. We cannot explain that. The predicted speedup is close to the stored one.
 Use when   Requests differ much in length, as in serving a language model. vLLM, SGLang and
            TensorRT-LLM do this. If all requests have the same length, static is as good.
 """

@@ -17,7 +17,7 @@ Bound      Tensor cores. pipelined hides every message but the last under a laye
 Seen       All sides take as long as predicted. Most of the gain of sent comes from the order of
            staged, not from NVLink. A layer's copy to the host takes about as long as a layer. If
            staged made that copy on a stream of its own, while the next layer is computed, the costs
-           predict that it would take about a fifth longer than sent. That side was not measured.
+           predict that it would take about a fifth longer than sent. We did not measure that side.
 Use when   Prefill and decode run on different GPUs. Overlap each layer's message with the next
            layer, whatever path the message takes. If the GPUs reach each other, send it over
            NVLink.

@@ -17,7 +17,7 @@ Bound      The host. A product and a message of this size take the GPU a few mic
 Seen       Every side takes several times as long as predicted. The prediction counts launches and
            views. A call of `isend` or of a put takes the host longer than a launch, and no rate for
            it is stored. whole makes only one such call, so its products also cost the host more
-           than predicted. That is not explained. The host's times scatter: exchanged, which is in
+           than predicted. We cannot explain that. The host's times scatter: exchanged, which is in
            both pairs, has two rather different stored times. So the gain of signalled is uncertain.
 Use when   Use one message if the second stage can wait for the first. Use puts with signals from a
            kernel, where no Python call is paid per put. From Python, they gain little over NCCL.

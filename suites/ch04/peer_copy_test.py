@@ -4,8 +4,8 @@ Problem    Every rank sends `numel` fp32 elements to the next one, in a ring.
 Baseline   staged: down to pinned memory that all ranks of the machine share, and up again by the
            next rank. Two all-reduces of one element separate writers and readers, so the host waits
            for nothing. The memory is made and pinned once. It shows what a machine without peer
-           access pays. Nobody writes it on NVLink. The speedups are over staged, but the lesson is
-           the step from sent to written: divide their two times.
+           access pays. Nobody would write it on NVLink. The speedups are over staged, but the
+           lesson is the step from sent to written: divide their two times.
 Optimized  sent: NCCL's send and receive, as one batch. This is what an engineer writes first.
            written: a copy into the next rank's symmetric memory, between two barriers. The first
            barrier says that the next rank's buffer is free, the second that this rank's buffer is

@@ -16,8 +16,8 @@ Seen       usual, 512 and 1024 take longer than their bytes predict. The 2048 th
            16 KiB of loads in flight. If a thread takes as long as in
            `../ch07/vector_width_test.py`, the copy rate needs about 17 KiB here, because two of
            three bytes are loads. 512 and 1024 start fewer blocks than usual and are slower. That
-           fits large blocks that wait for their last warp, but the empty part of an SM was not
-           measured.
+           fits large blocks that wait for their last warp, but we did not measure the empty part of
+           an SM.
 Use when   You choose a block size: start with 128 to 256 threads, and measure half and twice as
            many. If a kernel needs many registers or much shared memory, fewer threads fit an SM.
            Then the size of a block also decides how much of the SM stays unused.

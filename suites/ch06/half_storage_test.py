@@ -16,7 +16,7 @@ Bound      DRAM for octets: 2 bytes read and 2 written per element, against 20 f
            loads in flight, a third of what the full rate needs (`../ch07/vector_width_test.py`).
 Seen       pairs has as many threads, blocks and 4-byte accesses as `single` of `ilp_test.py`, and
            takes about as long. So it also has too few bytes in flight, and bf16 is not the cause.
-           widened takes longer than predicted, and its three kernels were not measured separately.
+           widened takes longer than predicted, and we did not measure its three kernels separately.
            Its middle kernel makes twice as many accesses as that `single`. If it takes twice as
            long, the two conversions take half as long again as their bytes. We cannot explain why.
 Use when   Tensors are in 16 bits and arithmetic needs 32. Do not convert a whole tensor for one

@@ -22,8 +22,8 @@ Seen       With a block per row, n = 256 takes longer than both instructions and
            shared_tree at n = 1024. A block stays on its SM for its start, its wait for DRAM and its
            steps, one after the other, and an SM has room for 8 blocks. At n = 256, a block of redux
            stays 0.86 us and one of shared_tree 1.25 us. A block of `../ch07/vector_width_test.py`
-           that copies 256 elements stays 0.8 us. So most of the time is start and wait, and how
-           much each of them takes was not measured. We did not examine the library's kernel.
+           that copies 256 elements stays 0.8 us. So most of the time is start and wait, and we did
+           not measure how much each of them takes. We did not examine the library's kernel.
 Use when   A block needs a sum or a maximum: reduce inside warps first. If rows are short, give a
            row to a warp. If a kernel reduces once after long loops, the way hardly matters
            (`../ch07/reduction_test.py`).

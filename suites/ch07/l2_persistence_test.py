@@ -18,8 +18,8 @@ Seen       The predictions of streamed and kept hold only roughly. They assume t
            in the L2, but both sides gain a small part of what that would save. Their times also fit
            a table that is evicted as often as without hints. NVIDIA describes the L2 of the A100 as
            two partitions, each of which caches what its own SMs read. If this L2 does the same, it
-           keeps the table twice, which takes nearly all of it, and no hint can help. A smaller
-           table was not tried and the L2 hit rate was not measured, so this is not explained.
+           keeps the table twice, which takes nearly all of it, and no hint can help. We did not try
+           a smaller table or measure the L2 hit rate, so we cannot explain this.
 Use when   A table that fits the L2 is re-read while much more data streams past. Mark the stream:
            that costs nothing, and marking the table as well adds nothing here. Expect little, and
            measure.

@@ -17,7 +17,7 @@ Seen       shared_tree and shuffle take more than twice as long as their bytes. 
            blocks and fewer atomics, so it does not show which of them takes the time. The stored
            time is 2 ns per atomic, and histogram takes 1 ns per integer atomic on one address. The
            eight sums lie in one sector of 32 bytes, so one slice of the L2 probably makes all
-           atomics, one after another. They were not measured separately.
+           atomics, one after another. We did not measure them separately.
 Use when   Rows are long and few. Let a fixed number of blocks walk them, so that each block reduces
            once. Use two_pass if results must be reproducible. For a plain sum, call the library,
            which is about as fast.

@@ -12,7 +12,7 @@ Seen       Both sides take longer than predicted, and streaming gains less. The 
            and half of these bytes are writes. NVIDIA describes the L2 of the A100 as two
            partitions, each of which caches what its own SMs read. If this L2 does the same, it
            keeps the table twice, which leaves little room for anything else. A smaller table would
-           show that. It was not tried, so this is not explained.
+           show that. We did not try one, so we cannot explain this.
 Use when   A kernel writes far more than the L2 holds, nothing reads it soon, and other data in the
            L2 is read again. Expect a small gain. Without such data there is nothing to gain.
 """

@@ -18,7 +18,7 @@ Seen       On an H100, loaded_ahead and two_buffers gained almost nothing with o
            all three kernels took longer than their costs. The loads of the next tile then came
            after the barrier, and in the machine code for sm_90 the compiler had moved them behind
            the filter. Now they come before the barrier, and the compiler leaves them there. Both
-           variants claim only that they are not slower. The filter alone was not timed. With two
+           variants claim only that they are not slower. We did not time the filter alone. With two
            warps per scheduler, it probably waits for shared memory most of the time.
 Use when   Few blocks fit an SM, because a tile or its accumulators are large, as in a matrix
            product. With many blocks per SM, one buffer does, and it leaves shared memory for more

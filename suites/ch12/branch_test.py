@@ -20,10 +20,10 @@ Seen       ask and predicated: a launch through `cuda_module` takes the host abo
            even with fast=0. With fast=1, captured takes longer than predicted. A step reads the
            flag and then the arrays, so it waits for the L2 twice, but `graph_node` was measured
            with an addition to one number. conditional takes about as long there, although its steps
-           read no flag, so the decision may take as long as those reads. It was not measured alone.
-           With fast=0, conditional starts 31 kernels fewer than with fast=1, but its time falls by
-           only about half of what those starts take. So the host is the limit: the launch of a
-           graph with a conditional node, by `cuda.core`, takes it several times as long as
+           read no flag, so the decision may take as long as those reads. We did not measure it
+           alone. With fast=0, conditional starts 31 kernels fewer than with fast=1, but its time
+           falls by only about half of what those starts take. So the host is the limit: the launch
+           of a graph with a conditional node, by `cuda.core`, takes it several times as long as
            `launch`. We did not measure which part of that launch takes the time. Because of it,
            conditional is only a little faster than captured there.
 Use when   The next kernels depend on a value on the GPU. Predicate if the branches are short: it

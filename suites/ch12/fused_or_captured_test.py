@@ -21,8 +21,8 @@ Seen       At the small n, a launch through `cuda_module` takes the host longer 
            misses the copy rate. fused moves as many bytes as `usual`, but it takes longer. Its
            machine code for sm_90 loads the gate only after the division: an exact division has a
            branch to a slow path, and the compiler moves no load across it. So a thread waits for
-           DRAM twice in a row, with one load in flight each time. A kernel that loads both numbers
-           first was not tried.
+           DRAM twice in a row, with one load in flight each time. We did not try a kernel that
+           loads both numbers first.
 Use when   Decide by what limits you. If the GPU is idle between kernels, capture: it works for
            any kernels, and no kernel is written. If memory is the limit, fuse. A graph of one
            kernel gains only if its replay takes the host less time than the launch that it

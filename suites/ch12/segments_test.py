@@ -21,8 +21,8 @@ Seen       On an H100, launch_each and the sides with one launch take about twic
            predicted. A launch through `cuda_module` takes the host longer than the rate `launch`,
            which is that of an operator of torch. A kernel of captured takes longer than its start,
            because its only block waits for the table and then for its elements. library takes
-           longer than its two launches, and which part of it does was not measured.
-           block_per_segment and warp_per_segment differ by less than the interval.
+           longer than its two launches, and we did not measure which part does. block_per_segment
+           and warp_per_segment differ by less than the interval.
 Use when   The number of pieces of work depends on data: segments, experts, requests. Put the table
            on the GPU and let each block find its piece. A graph of many small kernels removes the
            host's time, but it does not fill the GPU. Use a warp for a piece if most pieces have a

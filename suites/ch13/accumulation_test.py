@@ -10,7 +10,7 @@ Bound      Tensor cores. Memory is the point. checkpointing counts the peak of w
            holds a quarter of these, and from the second part on it also holds the gradients of all
            weights. That is 961 MB, or 32 % of the baseline's peak. In time, it launches four times
            as many kernels.
-Seen       The peak of accumulated is about 12 MB higher than this count, which is not explained.
+Seen       The peak of accumulated is about 12 MB higher than this count, which we cannot explain.
            Both sides are slower than predicted. For whole this has the causes that checkpointing
            lists. accumulated also has smaller products: with 2048 rows, a result of 2048 x 1024 is
            64 tiles of 128 x 256 elements, which occupy 64 of 132 SMs. We cannot explain the rest.

@@ -25,11 +25,11 @@ Bound      Tensor cores. Memory is the point. One unit is a bf16 value per token
            product, which is free by then. checkpointed has its peak in the block that comes last,
            when seven blocks have their gradients. selective has used up one projection.
 Seen       The records are within 0.8 % of these sums. The records of stored and selective are
-           within 1 MB. The record of checkpointed is 5 MB higher, which is not explained. All sides
-           are slower than predicted by nearly the same factor, so their ratio is as predicted. The
-           cost counts attention at the full rate of the tensor cores. At the share that flash
-           reaches in long_attention, it would explain about a third of the gap of stored. We cannot
-           explain the rest.
+           within 1 MB. The record of checkpointed is 5 MB higher, which we cannot explain. All
+           sides are slower than predicted by nearly the same factor, so their ratio is as
+           predicted. The cost counts attention at the full rate of the tensor cores. At the share
+           that flash reaches in long_attention, it would explain about a third of the gap of
+           stored. We cannot explain the rest.
 Use when   Activations do not fit in memory, and nothing else can be dropped. Try selective first if
            it saves enough: it repeats no product. Outside a CUDA graph, its policy costs host time,
            because Python runs at each operation.

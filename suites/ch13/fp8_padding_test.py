@@ -12,7 +12,7 @@ Bound      Tensor cores, then DRAM for the eager kernels that quantize. They rea
 Seen       as_is is far slower than predicted. Its rows begin at multiples of 8 bytes, and TMA needs
            16. We did not record which kernel cuBLAS chooses. fp8 and prepared are slower because
            the eager kernels take about twice as long as their traffic: fp8 minus prepared is the
-           time for W. The same factor shows in fp8_linear. It is not explained.
+           time for W. The same factor shows in fp8_linear. We cannot explain it.
 Use when   k is not a multiple of 8: padding alone, in bf16, gains the most. Go on to FP8 only if
            the weights are quantized ahead.
 """

@@ -10,8 +10,8 @@ Optimized  shared: all graphs are captured into one pool, the largest first. The
            no graph overwrites them.
 Bound      Memory, not time: both sides replay the same kernels. At its most a layer holds 3
            tensors of the hidden width, and its input and output. apart needs that for the sum of
-           all batch sizes, which is 4.5 times the largest one. shared needs it once, and both need
-           the outputs of all sizes.
+           all batch sizes, which is 4.5 times the largest one. shared needs that memory only once.
+           Both sides need the outputs of all sizes.
 Use when   A program captures many graphs and replays them one after the other. Hold each graph's
            output while you capture the others, as here. Otherwise another graph overwrites it.
            Graphs that may run at the same time must not share a pool.

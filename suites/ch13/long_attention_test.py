@@ -15,8 +15,8 @@ Bound      eager: DRAM. Every step reads and writes all scores, and the softmax 
 Seen       flash, cudnn and flex are slower than their products predict. flash uses `mma.sync`,
            which does not reach the rate of wgmma on Hopper (ch10/gemm_test.py). If the exponentials
            and the products of cudnn do not overlap, their sum explains cudnn. We did not measure
-           whether they overlap. The rest is not explained, and neither is the time of eager: none
-           of its steps was measured on its own.
+           whether they overlap. We cannot explain the rest, or the time of eager: none of its steps
+           was measured on its own.
 Use when   Use a fused kernel for every long context, in training too: eager also needs memory that
            grows with the square of the length. On Hopper choose cudnn. Use flex when no library
            kernel knows the mask. FlashAttention-3 is not included, because it had no wheel in

@@ -14,8 +14,8 @@ Bound      dense and banded: DRAM. Every step of theirs reads and writes all sco
            equally. It moves q, k, v and the output once, and computes 3 tiles of keys per tile of
            queries.
 Seen       In an earlier form, in which dense, fused and banded built their masks in every call,
-           these three took longer than predicted. The masks explain only part of that. No step was
-           measured on its own.
+           these three took longer than predicted. The masks explain only part of that. We measured
+           no step on its own.
 Use when   A model attends within a window that is much shorter than the sequence. Without
            FlexAttention, blocks of `window` queries give most of the gain. When the window is about
            as long as the sequence, no tile can be skipped, so use the fused kernel.

@@ -21,7 +21,7 @@ Seen       Large model: all sides take longer than predicted. Attention is part 
            takes longer than predicted. Its cost counts the starts of about 300 kernels, which are
            nearly all of it, and bytes and operations at the rates of a full GPU. But `graph_node`
            was measured with an addition to one number. Products of 256 rows have tiles for a few of
-           the SMs, and norms and attention make a kernel of few blocks. The kernels were not timed
+           the SMs, and norms and attention make a kernel of few blocks. We did not time the kernels
            one by one.
 Use when   Compile when passes over activations take a visible part of the step. Capture when the
            GPU waits for the host, and shapes repeat. With larger widths, products grow with the

@@ -20,7 +20,7 @@ Bound      With a short k, DRAM: the epilogue saves a write and a read of the pr
            product.
 Seen       Only test_max_autotune is recorded, on an H100. autotuned takes as long as compiled, and
            much longer than a product with an epilogue would. So Inductor has probably kept cuBLAS
-           and the pointwise kernel. Its choice was not recorded.
+           and the pointwise kernel. We did not record its choice.
 Use when   Products are followed by pointwise operations, or have shapes for which the library is
            slow. Where cuBLAS is good, there is little to gain, so compare the times before you keep
            the mode. The tuning takes long and is repeated for each shape, so keep its cache, or

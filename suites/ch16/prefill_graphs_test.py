@@ -17,8 +17,8 @@ Optimized  padded: changes eager_prefill. A graph computes the longest prompt. S
 Bound      The host for eager_prefill, which launches more than a hundred kernels for each prompt.
            padded is limited by the GPU: tensor cores and memory for `longest` tokens, whatever the
            prompt has. bucketed computes less than twice the tokens of a prompt, but at least
-           `smallest`. That takes no less time than reading the weights and starting the kernels of
-           the graph. piecewise launches a graph and four kernels per layer.
+           `smallest`. Even that takes at least the time to read the weights and to start the
+           kernels of the graph. piecewise launches a graph and four kernels per layer.
 Seen       On an H100, all sides take longer than predicted. The rate of a launch was measured with
            an addition, not with products, and the costs count each small kernel of a graph as its
            start. The time of eager_prefill differs by a third from one result to the next.

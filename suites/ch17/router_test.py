@@ -6,8 +6,8 @@ Problem    A router gives each token a score for each of `experts` experts, in f
 Baseline   of_all: a softmax over all experts, `topk`, and a division by the sum of what was chosen,
            as published implementations of Mixtral do.
            looped: the baseline of a test of its own, for a router of requests. A function decides
-           for one request and is called for each, as in a first version of a server. Nobody writes
-           this for the tokens of a layer.
+           for one request and is called for each, as in a first version of a server. Nobody would
+           write this for the tokens of a layer.
 Optimized  of_chosen: changes of_all. `topk` first, then a softmax over the 4 chosen scores. The
            shares are the same, because the sum over all experts cancels.
            fused: changes of_chosen. One Triton kernel reads the scores once. It takes the largest

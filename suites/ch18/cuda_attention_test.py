@@ -17,8 +17,8 @@ Bound      naive and online: shared memory and fp32 multiply-adds. naive also wr
            the rate of wgmma on Hopper (`../ch10/gemm_test.py`), and then the exponentials. cudnn:
            tensor cores.
 Seen       naive and online take half as long again as predicted or more. Their costs assume that
-           loads of shared memory, multiply-adds and exponentials overlap fully, which was not
-           profiled. mma_sync takes longer than predicted, as in `cuda_attention_hopper_test.py`,
+           loads of shared memory, multiply-adds and exponentials overlap fully, which we did not
+           profile. mma_sync takes longer than predicted, as in `cuda_attention_hopper_test.py`,
            because its threads copy all tiles themselves. With 1024 tokens, mma_sync and cudnn miss
            their predictions by more. A block then has few tiles of keys, so its start and its end
            probably count. With the causal mask, every side is further from its prediction than

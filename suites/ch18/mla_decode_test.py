@@ -23,7 +23,7 @@ Bound      With 16 heads, fused: DRAM, which has to deliver the latent cache onc
 Seen       On an H100, fused with 128 heads takes more than twice as long as predicted. Its sums
            fill so many registers that an SM holds only one program. Probably copies, products and
            exponentials then wait for one another. absorbed with 128 heads and library also take
-           longer, and that is not explained.
+           longer, and we cannot explain that.
 Use when   Absorb in decode, always. Expand in prefill: there the keys are used by many queries, and
            a product of 192 + 128 numbers per score is cheaper than one of 576 + 512. The memory
            matters as much as the time: a latent cache holds many times the tokens.

@@ -19,7 +19,7 @@ Bound      paged: DRAM, which has to deliver the pages of the tokens once. The n
            pool, writes the padded copy, and reads the copy again.
 Use when   Always, when the cache has pages. Fused kernels of servers read through the table too.
            Gather only if a kernel cannot take a table, for example in a prefill, where the copy is
-           small beside the products. How pages are filled is in `../ch13/kv_cache_test.py`. A wrong
+           small beside the products. `../ch13/kv_cache_test.py` shows how pages are filled. A wrong
            table entry reads the cache of another user, so check a table on the host, where it is
            made: on the GPU the check would have to wait.
 """

@@ -19,9 +19,9 @@ Bound      DRAM for MXFP8. One pass reads 2 bytes per element and writes about 1
            twice as long as the reads and writes. compiled_fp4 compares as often. It also stores
            each code in a byte, and a second kernel packs two of them.
 Seen       On an H100, compiled_fp4 takes more than twice as long as predicted, and most of the gain
-           of fused_fp4 comes from there. The code of compiled_fp4 for a GPU was not examined. It
+           of fused_fp4 comes from there. We did not examine the code of compiled_fp4 for a GPU. It
            probably runs more instructions per element than its cost, which takes the number of
-           fused_fp4. eager takes longer than its passes predict. Its kernels were not timed one by
+           fused_fp4. eager takes longer than its passes predict. We did not time its kernels one by
            one. Probably those that find the largest of 32 elements and multiply by a factor per
            block are slower than a copy.
 Use when   You quantize in the call, as for activations. Then one pass is the difference between a

@@ -17,7 +17,7 @@ Bound      Tensor cores, at twice the rate of bf16. summed and by_blocks add one
            no second block has work for the tensor cores meanwhile. Tiles of 64 x 128 leave room for
            two, and read more bytes. So summed and by_blocks claim no speedup over bf16.
 Seen       On an H100, all variants take longer than predicted. The rate `fp8` is that of a
-           library's product. by_rows does not reach it, and the reason was not measured. summed and
+           library's product. by_rows does not reach it, and we did not measure why. summed and
            by_blocks have a single block per SM, as *Bound* says, so nothing hides its waits. summed
            is as fast as bf16, and by_blocks is slower than bf16.
 Use when   by_rows for speed, if rows are alike in size along k: it has no such waits, and cuBLASLt

@@ -2,7 +2,7 @@
 
 Problem    y = x W^T, x (m, k) and W (n, k) in bf16, y in bf16. One channel in 64 of x is 48 times
            as large as the others. These outliers are planted, as models have them in some layers.
-           Which channels they are is known, as from a calibration. W is the page's state.
+           The page knows which channels they are, as from a calibration. W is the page's state.
 Baseline   bf16: `torch.nn.functional.linear`, which is cuBLASLt. It needs no remedy.
 Optimized  All variants multiply in int8, with a scale for each row of x and of W. Triton kernels
            quantize the rows of x in the call, multiply, and rescale before they store. W is

@@ -16,7 +16,7 @@ Bound      The host limits eager and compiled: a step computes one token, but la
            each step, and by the starts of the kernels in the graph.
 Seen       eager_captured and captured take much longer than predicted. The rate `graph_node` was
            measured with an addition to one number, and these kernels do more. Products of one row
-           probably do not read their weights at the full rate either. No kernel was timed on its
+           probably do not read their weights at the full rate either. We timed no kernel on its
            own. eager and compiled take about twice as long as predicted or more, probably because
            the host does more for an operator than for the addition that the rate `launch` is
            measured with. On an H100, eager took longer when timed with eager_captured than when
