@@ -25,6 +25,7 @@ GPU_ONLY = {
     "ch07/online_softmax-kept": "clusters, cooperative groups",
     "ch07/tile_copy": "inline assembly, tensor maps",
     "ch09/cross_entropy-clustered": "clusters, cooperative groups",
+    "ch09/cross_entropy-pushed": "clusters, cooperative groups",
     "ch09/cross_entropy-ring": "clusters, cooperative groups",
     "ch09/rms_norm-clustered": "clusters, cooperative groups",
     "ch09/rms_norm-pushed": "clusters, cooperative groups",

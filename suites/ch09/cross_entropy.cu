@@ -2,8 +2,9 @@
 //
 // clustered: the blocks of a cluster share a row and keep it in their shared memory. So it is read
 //   once. They read each other's maxima and sums from shared memory too.
-// ring: a cluster takes row after row, while bulk copies bring the next ones. The blocks store
-//   their maxima and sums to each other.
+// ring: a cluster takes row after row, while bulk copies bring the next ones. The blocks meet at
+//   the cluster's barrier once per row.
+// pushed: ring, but the blocks store their maxima and sums to each other, and wait for these alone.
 //
 // Exponentials are to base 2, and those of the gradient have the mean's 1 / rows in their exponent.
 // So an element of the gradient is one multiply-add, one exponential and its rounding. Only that of
@@ -134,11 +135,13 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 4)
   cluster.barrier_wait();
 }
 
+// The clusters that stay --------------------------------------------------------------------------
+
 constexpr unsigned THREADS = 1024, PER = 4, STAGES = 2;
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-    ring(const uint4* __restrict__ logits, const long long* __restrict__ labels,
-         float* __restrict__ losses, uint4* __restrict__ grad, unsigned n, unsigned rows) {
+template <bool PUSHED>
+__device__ void take_rows(const uint4* logits, const long long* labels, float* losses, uint4* grad,
+                          unsigned n, unsigned rows) {
   using Rows = Ring<Exponentials, THREADS, PER, STAGES>;
   extern __shared__ uint4 stages[];
   __shared__ Rows::Shared shared;
@@ -150,7 +153,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const Exponentials own = exponentials(v);
     const bool mine = has(label, ring.part, THREADS);
     const float logit = mine ? logit_at(ring.stage(turn), label) : 0.0f;
-    const Row all(ring.over_row<true>(own, turn), rows);
+    const Row all(ring.over_row<PUSHED>(own, turn), rows);
     uint4* to = grad + ring.begin(row);
 #pragma unroll
     for (unsigned k = 0; k < PER; ++k) {
@@ -158,4 +161,16 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
     if (mine) all.store_label(logit, &losses[row], to, label);
   }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    ring(const uint4* __restrict__ logits, const long long* __restrict__ labels,
+         float* __restrict__ losses, uint4* __restrict__ grad, unsigned n, unsigned rows) {
+  take_rows<false>(logits, labels, losses, grad, n, rows);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    pushed(const uint4* __restrict__ logits, const long long* __restrict__ labels,
+           float* __restrict__ losses, uint4* __restrict__ grad, unsigned n, unsigned rows) {
+  take_rows<true>(logits, labels, losses, grad, n, rows);
 }

@@ -14,8 +14,10 @@ Optimized  compiled: of eager: softmax, loss and gradient by formula, through `t
            their shared memory. They exchange their maxima and sums once. It exists from 16384
            classes on, and needs a multiple of 8. One block keeps a row of 16384 classes.
            ring: of clustered. The clusters stay and take row after row, while bulk copies bring the
-           next ones, as in rms_norm_test.py. The blocks store their maxima and sums to each other.
-           It exists for more than 32768 classes, up to 262144.
+           next ones, as in rms_norm_test.py. Only one block fits an SM, with 1024 threads and two
+           rows in shared memory. It exists for more than 32768 classes, up to 262144.
+           pushed: of ring. The blocks push their maxima and sums to each other by st.async. In ring
+           they store them too, but all meet at the cluster's barrier.
            chunked: of whole. Eight chunks of rows in turn, each with its logits, its loss and its
            gradients. The gradient of the weight is added up in bf16.
            fused_chunks: of chunked. The loss of each chunk is that of one_kernel, which overwrites
@@ -33,8 +35,9 @@ Bound      test_cross_entropy: DRAM, or issue. eager makes ten passes over the l
            computes two exponentials per logit instead of three. They are to base 2, so that each is
            one multiply-add and one instruction of the SFU. The gradient's factor 1 / rows is in the
            exponent, and only the thread with the label's logit subtracts the one. With 16384
-           classes that is the whole difference, because one block keeps the row. The costs do not
-           know that blocks wait for each other. rms_norm_test.py is about that.
+           classes, one block keeps the row. So there the differences are these instructions and the
+           second read, which is from shared memory instead of the L2. The costs do not know that
+           blocks wait for each other. rms_norm_test.py is about that.
            test_linear_cross_entropy: the tensor cores. All sides compute the same three products.
            The passes of whole over its fp32 logits take another three quarters of that time. Memory
            is the point: whole keeps fp32 copies of logits and gradients. Chunks are claimed to save
@@ -44,10 +47,12 @@ Seen       On an H100, with 1024 classes, eager takes somewhat longer than predi
            the losses of all rows in a single block, and that is probably the rest. With 16384
            classes, compiled takes as long as if its second read came from DRAM. The kernel that
            Inductor wrote was not looked at. On an H200, fused_chunks takes more than a quarter
-           longer than predicted. Which of its steps takes longer was not measured. clustered, ring
-           and linear_library are not recorded yet. A standalone program with such loops ran on an
-           H200. There, clustered with 16384 classes and ring with 262144 reached more than nine
-           tenths of the copy rate, and clustered with 262144 classes little more than eight.
+           longer than predicted. Which of its steps takes longer was not measured. clustered, ring,
+           pushed and linear_library are not recorded yet. A standalone program with such loops ran
+           on an H200. There, clustered with 16384 classes and pushed with 262144 reached more than
+           nine tenths of the copy rate. With 262144 classes, clustered reached little more than
+           eight tenths, ring less than seven, and a clustered that pushes almost nine. So most of
+           the gain over clustered came from the push.
 Use when   The vocabulary is large. The gradient of the loss is known as soon as the loss is, so
            compute both in the forward. Choose chunks so large that the products still fill the GPU:
            here 1024 rows, whose gradient has 128 tiles of 128 x 128 for the 132 SMs of an H200.
@@ -76,11 +81,12 @@ L2 = 60 * 2**20
 # Instructions of a thread for its 16 logits of a step, and once per row, counted in the machine
 # code that Triton 3.9 makes for sm_90.
 LOSS, GRADIENT, BOTH = (284, 301), (328, 51), (625, 312)
-# Instructions per logit, counted in the machine code for sm_90. Those of ring include the exchange.
-CLUSTERED, RING = 404 / 32, 580 / 32
+# Instructions per logit, counted in the machine code for sm_90. Those of ring and pushed contain
+# the exchange.
+CLUSTERED, RING, PUSHED = 404 / 32, 601 / 32, 580 / 32
 BLOCK, MOST_BLOCKS = 256, 8  # threads of a block of clustered, blocks of the largest cluster
 SLICE = 32 * 2**10  # bytes of a row that a block keeps, or more if the largest cluster needs it
-# Threads of a block of ring, rows in its shared memory, and the bytes of each.
+# Threads of a block of ring and pushed, rows in its shared memory, and the bytes of each.
 THREADS, STAGES, RING_SLICE = 1024, 2, 64 * 2**10
 MOST = {"chunked": 0.35, "fused_chunks": 0.2, "linear_library": 0.6}
 
@@ -249,18 +255,26 @@ def clustered(logits, labels):
     return losses.mean(), grad
 
 
-def ring(logits, labels):
+def staying(kernel, logits, labels):
+    """Run a kernel with as many clusters as fit the GPU, but at most one for every 8 rows."""
     (rows, n), grad = logits.shape, torch.empty_like(logits)
     if n % 8 or 2 * n > MOST_BLOCKS * RING_SLICE:
-        raise ValueError(f"rows of {n} logits; ring needs a multiple of 8, and at most 262144")
+        raise ValueError(f"rows of {n} logits; needs a multiple of 8, and at most 262144")
     losses = torch.empty(rows, device=logits.device)
-    kernel, blocks, shared = kernels.ring, blocks_of(n, RING_SLICE), STAGES * RING_SLICE
-    # As many clusters as fit the GPU, or fewer, so that each has 8 rows.
+    blocks, shared = blocks_of(n, RING_SLICE), STAGES * RING_SLICE
     fit = kernel.clusters_at_once(THREADS, shared, cluster=(blocks, 1)) if logits.is_cuda else 2
     clusters = min(fit, triton.cdiv(rows, 8))
     launch = kernel.launch((blocks, clusters), THREADS, shared, cluster=(blocks, 1))
     launch(logits, labels, losses, grad, n, rows)
     return losses.mean(), grad
+
+
+def ring(logits, labels):
+    return staying(kernels.ring, logits, labels)
+
+
+def pushed(logits, labels):
+    return staying(kernels.pushed, logits, labels)
 
 
 def whole(hidden, weight, labels):
@@ -375,8 +389,12 @@ def clustered_cost(rows, n):
     return both + Cost(read=4 * rows, launches=1)
 
 
-def ring_cost(rows, n):
-    return moved(rows, n, 2, 2, 2, RING) + Cost(read=4 * rows, launches=1)
+def ring_cost(rows, n, instructions=RING):
+    return moved(rows, n, 2, 2, 2, instructions) + Cost(read=4 * rows, launches=1)
+
+
+def pushed_cost(rows, n):
+    return ring_cost(rows, n, PUSHED)
 
 
 def compiled_cost(rows, n):
@@ -424,6 +442,12 @@ def in_chunks(rows, n, k, loss):
         Variant(
             ring,
             when=lambda rows, n: n > 2 * CLASSES[1],
+            needs=("clusters", "dsmem", "bulk_copy"),
+            sass=("UCGABAR_WAIT", "UBLKCP"),
+        ),
+        Variant(
+            pushed,
+            when=lambda rows, n: n > 2 * CLASSES[1],
             needs=("clusters", "dsmem", "bulk_copy", "st_async"),
             sass=("UBLKCP", "STAS"),
         ),
@@ -444,6 +468,7 @@ def in_chunks(rows, n, k, loss):
         one_kernel: one_kernel_cost,
         clustered: clustered_cost,
         ring: ring_cost,
+        pushed: pushed_cost,
     },
     sweep=Sweep("n"),
 )

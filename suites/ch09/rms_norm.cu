@@ -54,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 4)
   for (unsigned i = threadIdx.x; i < part.count; i += BLOCK) sum += squares(kept[i]);
   sum = over_cluster(cluster, over_block(sum));
 
-  const float scale = 1.0f / sqrtf(sum / static_cast<float>(n) + eps);
+  const float scale = rsqrtf(sum / static_cast<float>(n) + eps);
   weight += part.begin;
   out += part.first;
   unsigned i = threadIdx.x;

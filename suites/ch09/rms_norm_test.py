@@ -17,9 +17,9 @@ Optimized  compiled: of chain, through `torch.compile`.
            which is smaller than that of fused.
            ring: of clustered. The clusters stay and take row after row. While they have one in
            registers, bulk copies bring the next ones to shared memory, which is a ring of three
-           rows. A block loads its part of the weight once. It exists for rows of more than 32768
-           elements, up to 262144.
-           pushed: of ring. Each block stores its sum to the shared memory of the others, by
+           rows. So only one block fits an SM. It has 512 threads instead of 256, and loads its part
+           of the weight once. It exists for rows of more than 32768 elements, up to 262144.
+           pushed: of ring. Each block pushes its sum to the shared memory of the others by
            st.async, and an mbarrier there counts the bytes. In ring it stores the sum too, but all
            meet at the cluster's barrier.
            library: `torch.nn.functional.rms_norm`.
@@ -33,21 +33,22 @@ Bound      DRAM. fused and the kernels in CUDA C++ read and write each element o
            nothing while it waits for the sums, and the others of its SM have to make up for that.
            In ring, the copies of the next rows go on. But a thread that arrives at a cluster's
            barrier releases all that it has written: in the machine code for sm_90 it first waits at
-           a MEMBAR.ALL.GPU, for its stores of the last row. An st.async releases nothing.
+           a MEMBAR.ALL.GPU, for its stores of the row before. An st.async waits for no store.
 Seen       On an H100, compiled with rows of 32768 takes less time than two reads from DRAM, and as
            long as fused. So Inductor's code reads these rows from DRAM only once, and its cost
            counts that. It probably has fewer rows at work at a time than walked, so that they fit
            the L2. library takes longer than its bytes at all lengths, and it is the slowest of the
            fused sides. Its kernel was not examined. clustered, ring and pushed are not recorded
-           yet. A standalone program with such loops ran on an H200. There, rows of 262144 took as
-           long with ring as with clustered. pushed reached more than nine tenths of the copy rate
-           with rows of 65536 to 262144, and so did clustered with rows of 32768.
-Use when   Always fuse a norm. The compiler does it best up to rows of 32768, and torch's own kernel
-           takes longer. Write your own kernel when it does more than the norm, as in
-           dropout_norm_test.py. Keep the row in registers while it fits, then on a cluster. Where
-           the blocks of a cluster exchange a few numbers in every turn of a loop, push them to
-           mbarriers. `../ch10/cluster_reduction_test.py` is about sharing sums in a cluster. The
-           backward is norm_backward_test.py.
+           yet. A standalone program with such loops ran on an H200. There, with rows of 262144,
+           ring was no faster than clustered, and a clustered that pushes was slower. pushed reached
+           more than nine tenths of the copy rate with rows of 65536 to 262144, and so did clustered
+           with rows of 32768.
+Use when   Always fuse a norm. Up to rows of 32768 the compiler does it as well as a kernel by hand,
+           and torch's own kernel takes longer. Write your own kernel when it does more than the
+           norm, as in dropout_norm_test.py. Keep the row in registers while it fits, then on a
+           cluster. Where the blocks of a cluster exchange a few numbers in every turn of a loop,
+           push them to mbarriers. `../ch10/cluster_reduction_test.py` is about sharing sums in a
+           cluster. The backward is norm_backward_test.py.
 """
 
 import functools
@@ -166,7 +167,7 @@ def clustered(x, weight):
 
 
 def staying(kernel, x, weight):
-    """Run a kernel with as many clusters as fit the GPU, or fewer, so that each has 8 rows."""
+    """Run a kernel with as many clusters as fit the GPU, but at most one for every 8 rows."""
     (rows, n), out = x.shape, torch.empty_like(x)
     if n % 8 or 2 * n > MOST_BLOCKS * SLICE:
         raise ValueError(f"rows of {n} elements; needs a multiple of 8, and at most 262144")

@@ -13,8 +13,8 @@ constexpr unsigned MOST_BLOCKS = 8;  // of a cluster
 __device__ inline void load_bytes(void* to, const void* from, unsigned bytes,
                                   unsigned long long* barrier) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-          shared_address(to)),
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1], %2, [%3];" ::"r"(shared_address(to)),
       "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(shared_address(barrier))
       : "memory");
 }
@@ -104,6 +104,8 @@ class Ring {
       }
     }
     if constexpr (PUSHED) {
+      // This acquires for the block alone, which is enough for its own shared memory. A wait that
+      // acquires for the cluster would also drop what the L1 holds.
       wait_phase(arrived, turn / 2 % 2);
     } else {
       cooperative_groups::this_cluster().sync();
