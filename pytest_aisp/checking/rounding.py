@@ -54,7 +54,9 @@ LARGEST_STEP = 2.0**-14
 FUNCTION_ERROR = 2.0
 """Error of functions such as exp and sin on a GPU, in units of the rounding error."""
 FACTORIZATION, EIGENVALUES = 4.0, 16.0
-"""Backward errors of linear algebra on n x n matrices, in roundings of their norm over sqrt(n)."""
+"""Backward errors of linear algebra on n x n matrices. The unit is the rounding error of a matrix's
+norm, divided by sqrt(n).
+"""
 
 
 class Entry(NamedTuple):

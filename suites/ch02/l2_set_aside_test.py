@@ -11,10 +11,10 @@ Optimized  set_aside: changes normal. The process sets as much of the L2 aside f
            sample is a fresh process. All calls of a process use the same table, as they would in an
            application. So set_aside may find the table in the L2 from the call before. Its cost
            counts one read of the table per call.
-Bound      DRAM. If the table stays in the L2, only x, the index and the results move. On normal,
-           a row stays in the L2 until newer rows have filled it. Some rows of the table are read
-           again later than that, and these reads go to DRAM. A larger table has more of them.
-           The costs treat the L2 as one cache. It has two halves, and a line that SMs of both sides
+Bound      DRAM. If the table stays in the L2, only x, the index and the results move. In normal, a
+           row stays in the L2 until newer rows have filled it. Some rows of the table are read
+           again later than that, and these reads go to DRAM. A larger table has more of them. The
+           costs treat the L2 as one cache. It has two halves, and a line that SMs of both sides
            read may be in both halves. Then less of the table fits.
 Use when   A table of at most half the L2 is read many times while much more data pass, and you
            control the whole process. All other kernels lose what is set aside. When the table is no

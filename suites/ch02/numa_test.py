@@ -8,7 +8,7 @@ Baseline   far: the host memory is on another node than the GPU, usually another
 Optimized  near: changes far. The host memory is on the GPU's node.
            unbound: changes far. Pinned memory as torch allocates it, on a node that nobody has
            chosen.
-Bound      PCIe on near. On far, each byte also crosses the link between the sockets. If that link
+Bound      PCIe on near. In far, each byte also crosses the link between the sockets. If that link
            is faster than PCIe and idle, near gains nothing. So near claims only that it is not
            slower. The costs count only PCIe, so they predict no gain.
 Use when   A machine has several nodes and moves much data between hosts and GPUs. Start the process

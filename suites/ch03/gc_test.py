@@ -7,7 +7,7 @@ Baseline   collected: Python's default. Making many objects starts collections. 
            the youngest objects alone, but a full one goes through every object of the process.
 Optimized  frozen: collected with `gc.freeze()` before the loop. Collections then skip all objects
            that exist at that time. `gc.unfreeze()` at the end gives them back.
-           disabled: collected with `gc.disable()` during the loop, so there is no collection. On
+           disabled: collected with `gc.disable()` during the loop, so there is no collection. In
            frozen, the loop's own objects are still visited.
 Bound      The host: the interpreter's loop. The cost of a collection grows with the number of
            objects that it visits. A full collection starts when the new objects are a quarter of

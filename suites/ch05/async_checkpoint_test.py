@@ -8,7 +8,7 @@ Baseline   blocking: `torch.save` of the weights, before the next step starts.
 Optimized  staged: blocking after a copy of the weights into pinned memory that is kept.
            threaded: staged with `torch.save` in a thread, while the next steps run. The loop waits
            for the copy into pinned memory, and for the last file before it uses that memory again.
-Bound      The host on blocking and staged: the GPU has nothing to do while a file is written. On
+Bound      The host on blocking and staged: the GPU has nothing to do while a file is written. In
            threaded the steps, or the writing if it takes longer than the steps between two files.
            The costs count the steps and the copies from the GPU, but not the writing, because no
            rate of it is measured. So blocking and staged take longer than predicted.

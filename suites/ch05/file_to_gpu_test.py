@@ -13,8 +13,8 @@ Optimized  mapped: pageable with the file mapped, which is not timed. Each block
            host waits once, at the end.
            two_buffers: per_block with pinned memory for two blocks only. Before the host reads into
            a buffer again, it waits for the last copy out of it.
-Bound      The host's copy out of the page cache. On per_block and two_buffers, PCIe works at the
-           same time. On pageable and kept, the driver copies all bytes on the CPU once more. On
+Bound      The host's copy out of the page cache. In per_block and two_buffers, PCIe works at the
+           same time. In pageable and kept, the driver copies all bytes on the CPU once more. In
            mapped, only the driver copies them. The costs count PCIe alone, because no rate of
            copies on the CPU is measured. So all sides take longer than predicted.
 Use when   Large files go to the GPU again and again. Use two_buffers, which needs little pinned

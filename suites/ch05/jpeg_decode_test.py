@@ -10,10 +10,10 @@ Baseline   one_thread: torchvision's `decode_jpeg` on the CPU, one file after an
 Optimized  threads: one_thread with a thread per core. The decoder releases Python's lock.
            on_gpu: one_thread with `device="cuda"` and all files in one call. This is nvJPEG, which
            uses the JPEG engines of the GPU if there are any.
-Bound      The CPU on one_thread and threads. On on_gpu it is the GPU's JPEG engines, or its SMs and
-           the CPU together where it has none. PCIe then carries the files and not the pictures. The
-           costs leave out the decoding, because no rate of it is measured. So all sides take longer
-           than predicted.
+Bound      The CPU on one_thread and threads. In on_gpu, the limit is the GPU's JPEG engines. A GPU
+           without JPEG engines decodes with its SMs and the CPU together. PCIe then carries the
+           files and not the pictures. The costs leave out the decoding, because no rate of it is
+           measured. So all sides take longer than predicted.
 Use when   Decoding keeps the CPU from feeding the GPU. Use threads or worker processes first. They
            cost nothing if the cores are idle. Use on_gpu if they are not enough. Where the GPU has
            no JPEG engines, its SMs decode, and the training step then has fewer of them.

@@ -9,7 +9,7 @@ Optimized  unchecked: saved without the CRC-32 of each tensor, by `set_crc32_opt
            `torch.load` does not check it, but programs for zip files do.
            staged: unchecked after a copy of the weights into pinned memory that is kept. Without
            it, `torch.save` copies each weight into new pageable memory.
-Bound      The host: it copies all bytes into the page cache, and computes the CRC-32 on saved. On
+Bound      The host: it copies all bytes into the page cache, and computes the CRC-32 on saved. In
            saved and unchecked, the driver also copies all bytes out of its own pinned memory. The
            costs count only the copies from the GPU, because no rate of the host's work is measured.
            So all sides take longer than predicted.

@@ -11,7 +11,7 @@ Optimized  streams: like in_turn, with a stream for each tower.
            capture follows the events by which streams wait for each other.
 Bound      The host limits in_turn, and streams even more, because the waits of streams are calls
            too. captured is one launch for the host. Its kernels run one after the other, and most
-           SMs have no tile of a product. On branches, the tiles of all towers share the SMs. The
+           SMs have no tile of a product. In branches, the tiles of all towers share the SMs. The
            costs assume tiles of 64 x 64. They add the starts of all kernels, as if no two started
            at the same time.
 Seen       in_turn and streams take several times as long as predicted. As graphs they are much

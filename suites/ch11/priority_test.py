@@ -10,8 +10,8 @@ Baseline   same_priority: the large kernel on the current stream, and the networ
 Optimized  urgent: changes same_priority. The second stream has a higher priority. When a block of
            the large kernel ends, a waiting block of the network takes its place. Running blocks are
            not interrupted.
-Bound      DRAM for the large kernel, and the latency of small kernels for the network. On
-           same_priority the two times add up. On urgent the longer one remains. The costs have no
+Bound      DRAM for the large kernel, and the latency of small kernels for the network. In
+           same_priority the two times add up. In urgent the longer one remains. The costs have no
            rate for the latency of a small kernel, only for its start. They count no starts for
            urgent, because these happen during the large kernel.
 Use when   Requests that somebody waits for share a GPU with other work whose kernels have many

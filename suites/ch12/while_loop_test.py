@@ -14,7 +14,7 @@ Optimized  ask_rarely: changes ask_always. The host asks after 16 steps, whether
            graph. A kernel sets the node's condition from the flag, so the GPU repeats the body by
            itself, and the host launches once.
 Bound      The host for ask_always, which waits in every iteration, and for ask_rarely, which
-           launches each step. On captured and while_node, the GPU starts a small kernel for each
+           launches each step. In captured and while_node, the GPU starts a small kernel for each
            step. while_node has one more kernel in each iteration, and it decides whether to repeat.
            No rate was measured for that decision, so the predicted time leaves it out. The number
            of steps that are needed depends on the data. The costs assume two per row of the grid,

@@ -9,10 +9,10 @@ Optimized  prefill: all tokens in one call, as for a prompt. The call is a CUDA 
            weights and cache are the same.
 Bound      A step of decode reads each weight for 2 operations, so DRAM limits it. prefill reads
            the weights once. Its operations grow with `tokens` until tensor cores are the limit.
-           That is the corner of the roofline. It lies at half the operations that tensor cores do
-           while DRAM delivers one weight, because each token does 2 operations with it. The starts
-           of the many small kernels add to that. With two layers, they take longer than reading the
-           weights.
+           That is the corner of the roofline. While DRAM delivers one weight, the tensor cores do
+           some number of operations. The corner is at half that many tokens, because each token
+           does 2 operations with a weight. The starts of the many small kernels add to that. With
+           two layers, they take longer than reading the weights.
 Seen       Only 4 tokens are recorded, on an H100. Both sides take more than half as long again as
            predicted. The costs count each small kernel as its start. It probably takes somewhat
            longer, because it waits for its first bytes and has work for only a few SMs.
