@@ -91,7 +91,9 @@ def filtered(tiles, blocks, slots=0):
 def in_turn(tiles, blocks):
     """Return the cost if a block's loads and its filter take turns."""
     rounds = tiles / (SMS * blocks)
-    return filtered(tiles, blocks, slots=(WAIT + 2 * TAPS * TILE * SMS) * rounds)
+    # In a cycle, an SM does 256 operations or moves 128 bytes of shared memory.
+    filter_alone = max(2 * TAPS, 2 * SHARED) * TILE * SMS
+    return filtered(tiles, blocks, slots=(WAIT + filter_alone) * rounds)
 
 
 def at_once(tiles, blocks):
