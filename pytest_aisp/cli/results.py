@@ -74,13 +74,13 @@ def predictions(
     as_json: Json = False,
 ) -> None:
     """Compare stored times with the times that the costs of their sides predict."""
-    from ..tools import catalog, data_sheet_predictions, predictions, stored_results
+    from ..tools import catalog, predictions, stored_results
     from ..util.device import Machine
 
     with show_progress() as progress:
         pages = catalog.collect(targets, tell=progress)
-    if product and data_sheet_predictions.has_only_data_sheet(pages.baselines, product):
-        finish(data_sheet_predictions.data_sheet_result(pages, product, as_json=as_json))
+    if product and predictions.has_only_data_sheet(pages.baselines, product):
+        finish(predictions.data_sheet_result(pages, product, as_json=as_json))
     products = stored_results.select_products(pages.baselines, product, Machine.here())
     finish(predictions.predictions_result(pages, products, as_json=as_json))
 

@@ -158,12 +158,6 @@ def _variance(values: Sequence[float]) -> float:
     return trimmed_spread(values) ** 2 if len(values) >= 3 else (values[0] - values[1]) ** 2 / 2
 
 
-def halves_ratio(blocks: Sequence[float]) -> float:
-    """Return a process's drift: the mean of its second half minus the mean of its first half."""
-    middle = len(blocks) // 2
-    return fmean(blocks[middle:]) - fmean(blocks[:middle]) if middle else 0.0
-
-
 def interval(
     value: float, spread: float, processes: int = 1, *, session: float = 0.0, sessions: int = 1
 ) -> tuple[float, float]:

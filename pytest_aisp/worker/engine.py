@@ -16,7 +16,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from ..checking import check, search
+from ..checking import check, diagnose
 from ..checking.check import CheckResult
 from ..checking.inputs import VALUE_SETS, BoundSide, InputPool
 from ..checking.memoization import check_repeats
@@ -142,7 +142,7 @@ class Engine:
 
         for size in (size for size in context.pair.check_sizes if not is_plain(size)):
             self.progress("search " + ", ".join(size))
-            if failure := search.smallest_failure(size, check_at, context.task.seed):
+            if failure := diagnose.smallest_failure(size, check_at, context.task.seed):
                 raise failure
         return list(searched)
 
