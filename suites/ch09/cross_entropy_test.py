@@ -43,16 +43,18 @@ Bound      test_cross_entropy: DRAM, or issue. eager makes ten passes over the l
            is the point: whole keeps fp32 copies of logits and gradients. Chunks are claimed to save
            memory, not time. Their products are smaller, so they fill the GPU less evenly, and each
            chunk reads and writes the gradient of the weight.
-Seen       On an H100, with 1024 classes, eager takes somewhat longer than predicted. torch adds up
-           the losses of all rows in a single block, and that is probably the rest. With 16384
-           classes, compiled takes as long as if its second read came from DRAM. The kernel that
-           Inductor wrote was not looked at. On an H200, fused_chunks takes more than a quarter
-           longer than predicted. Which of its steps takes longer was not measured. clustered, ring,
-           pushed and linear_library are not recorded yet. A standalone program with such loops ran
-           on an H200. There, clustered with 16384 classes and pushed with 262144 reached more than
-           nine tenths of the copy rate. With 262144 classes, clustered reached little more than
-           eight tenths, ring less than seven, and a clustered that pushes almost nine. So most of
-           the gain over clustered came from the push.
+Seen       On an H100, eager takes a quarter longer than predicted with 1024 classes, and almost a
+           fifth with 16384. torch adds up the losses of all rows in a single block. This may be a
+           part of it with 1024 classes, but with 16384 there are too few rows. We did not time its
+           kernels alone. With 16384 classes, one_kernel takes a sixth longer than predicted, and
+           compiled as long as if its second read came from DRAM. We did not look at the kernel that
+           Inductor wrote. On an H200, fused_chunks takes more than a quarter longer than predicted.
+           We did not measure which of its steps takes longer. clustered, ring, pushed and
+           linear_library are not recorded yet. A standalone program with such loops ran on an H200.
+           There, clustered with 16384 classes and pushed with 262144 reached more than nine tenths
+           of the copy rate. With 262144 classes, clustered reached little more than eight tenths,
+           ring less than seven, and a clustered that pushes almost nine. So most of the gain over
+           clustered came from the push.
 Use when   The vocabulary is large. The gradient of the loss is known as soon as the loss is, so
            compute both in the forward. Choose chunks so large that the products still fill the GPU:
            here 1024 rows, whose gradient has 128 tiles of 128 x 128 for the 132 SMs of an H200.

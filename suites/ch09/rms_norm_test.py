@@ -34,15 +34,16 @@ Bound      DRAM. fused and the kernels in CUDA C++ read and write each element o
            In ring, the copies of the next rows go on. But a thread that arrives at a cluster's
            barrier releases all that it has written: in the machine code for sm_90 it first waits at
            a MEMBAR.ALL.GPU, for its stores of the row before. An st.async waits for no store.
-Seen       On an H100, compiled with rows of 32768 takes less time than two reads from DRAM, and as
-           long as fused. So Inductor's code reads these rows from DRAM only once, and its cost
-           counts that. It probably has fewer rows at work at a time than walked, so that they fit
-           the L2. library takes longer than its bytes at all lengths, and it is the slowest of the
-           fused sides. Its kernel was not examined. clustered, ring and pushed are not recorded
-           yet. A standalone program with such loops ran on an H200. There, with rows of 262144,
-           ring was no faster than clustered, and a clustered that pushes was slower. pushed reached
-           more than nine tenths of the copy rate with rows of 65536 to 262144, and so did clustered
-           with rows of 32768.
+Seen       On an H100, chain takes a quarter longer than its bytes. We did not time its kernels
+           alone. compiled with rows of 32768 takes less time than two reads from DRAM, and as long
+           as fused. So Inductor's code reads these rows from DRAM only once, and its cost counts
+           that. It probably has fewer rows at work at a time than walked, so that they fit the L2.
+           library takes longer than its bytes at all lengths, and it is the slowest of the fused
+           sides. We did not examine its kernel. clustered, ring and pushed are not recorded yet. A
+           standalone program with such loops ran on an H200. There, with rows of 262144, ring was
+           no faster than clustered, and a clustered that pushes was slower. pushed reached more
+           than nine tenths of the copy rate with rows of 65536 to 262144, and so did clustered with
+           rows of 32768.
 Use when   Always fuse a norm. Up to rows of 32768 the compiler does it as well as a kernel by hand,
            and torch's own kernel takes longer. Write your own kernel when it does more than the
            norm, as in dropout_norm_test.py. Keep the row in registers while it fits, then on a

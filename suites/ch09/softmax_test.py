@@ -25,8 +25,8 @@ Bound      DRAM. fused and clustered read and write each element once. unfused m
            fits an SM, so the SM loads nothing while the block reduces or stores.
 Seen       On an H200, unfused takes up to two fifths longer than its bytes, and library with rows
            of 4096 and 32768 three fifths longer. With rows of 256, library takes as long as
-           predicted. Its kernels were not timed alone. With rows of 4096, compiled takes a fifth
-           longer than fused. Its code was not looked at. fused with rows of 32768 takes as long as
+           predicted. We did not time its kernels alone. With rows of 4096, compiled takes a fifth
+           longer than fused. We did not look at its code. fused with rows of 32768 takes as long as
            its bytes, though its SMs do not load all the time.
 Use when   Fuse always. Keep the row in registers as long as it fits, and longer rows on a cluster.
            Without clusters, go online. If the softmax is part of attention or of a loss, do not
