@@ -290,7 +290,7 @@ PAGES = re.findall(
 
 @pytest.mark.parametrize(
     ("page", "cases"),
-    zip([README_PAGE, *PAGES], [2, 2, 1], strict=True),
+    list(zip([README_PAGE, *PAGES], [2, 2, 1], strict=True)),
     ids=["readme", "tutorial", "tutorial with state"],
 )
 def test_page_in_a_document_is_checked(pytester, page, cases):
