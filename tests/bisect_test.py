@@ -33,7 +33,7 @@ def bisect(capsys):
 
 
 @pytest.fixture
-def runs(pytester, zygote, monkeypatch, tmp_path):
+def runs(pytester, zygote, worker_zygote, monkeypatch, tmp_path):
     """Fork each pytest in the worktree instead of starting it; return the options of each."""
     found = []
 
@@ -48,7 +48,7 @@ def runs(pytester, zygote, monkeypatch, tmp_path):
                 for name, value in env.items():
                     patch.setenv(name, value)
                 pipes = file.fileno(), file.fileno()
-                self.process = zygote.run(found[-1], *pipes, fork_workers=True)
+                self.process = zygote.run(found[-1], *pipes, worker_zygote)
 
         def communicate(self):
             self.process.wait()
