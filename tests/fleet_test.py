@@ -197,6 +197,7 @@ def test_fails(number):
 """
 
 
+@BUSY
 def test_selection_and_the_end_after_a_failure_are_this_sessions(suite, products, fleet):
     suite(tests=FAILS)
     result = fleet("simulated-a", "-k", "test_fails and not 30", "--maxfail=1")

@@ -173,8 +173,8 @@ def fleet_machine(products: Mapping[str, str], nodes: Nodes) -> Machine:
     """
     product, arch = next(iter(products.items()))
     chosen = [node for node in nodes.accepted if node.product in products]
-    named = ", ".join(f"{node.name} ({node.product} x {node.gpus})" for node in chosen)
-    return Machine(arch, product, f"a fleet: {named or 'no node yet'}")
+    named = sorted(f"{node.name} ({node.product} x {node.gpus})" for node in chosen)
+    return Machine(arch, product, f"a fleet: {', '.join(named) or 'no node yet'}")
 
 
 def patience(config: pytest.Config) -> float:
