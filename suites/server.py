@@ -226,19 +226,30 @@ def serve(server, prompts, lengths, due, *, together=False, chunk=None):
     return server.answers()
 
 
-def counted(lengths, slots, *, together):
-    """Return the number of steps, and of the prompts in each call, if all requests wait at once."""
-    waiting, left, steps, calls = list(reversed(lengths)), [], 0, []
+def counted(lengths, slots, *, together=False, parts=None):
+    """Return the number of steps, and of the prompts in each call, if all requests wait at once.
+
+    Args:
+        parts: into how many chunks each prompt is divided; None if it is read at once.
+    """
+    waiting, left, reading, steps, calls = list(reversed(lengths)), [], 0, 0, []
     while waiting or left:
-        if together and not left:
-            left = [waiting.pop() - 1 for _ in range(min(slots, len(waiting)))]
-            calls.append(len(left))
-        while not together and waiting and len(left) < slots:
-            calls.append(1)
-            if (length := waiting.pop() - 1) > 0:
-                left.append(length)
-        left = [length for length in left if length > 0]
-        if left:
+        if together:
+            if not left:
+                left = [waiting.pop() - 1 for _ in range(min(slots, len(waiting)))]
+                calls.append(len(left))
+        elif parts:
+            if reading or (waiting and len(left) < slots):
+                reading = (reading or parts) - 1
+                if not reading:
+                    left.append(waiting.pop() - 1)
+                    calls.append(1)
+        else:
+            while waiting and len(left) < slots:
+                if (length := waiting.pop() - 1) > 0:
+                    left.append(length)
+                calls.append(1)
+        if left := [length for length in left if length > 0]:
             steps += 1
             left = [length - 1 for length in left if length > 1]
     return steps, calls

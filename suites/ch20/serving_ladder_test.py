@@ -261,12 +261,3 @@ class TestPages:
     def test_a_request_for_more_than_there_is_is_refused(self, cache):
         with pytest.raises(ValueError, match="no pages for"):
             cache.begin(0, 9 * PAGE)
-
-    @pytest.mark.parametrize("policy", [{"together": True}, {}, {"chunk": 2}])
-    def test_no_request_waits_forever_with_arrivals_at_once(self, policy):
-        model = planted("cpu", config_of(1, 128, 16))
-        server, lengths = Server(model, 2), [1, 3, 1, 1, 2]
-        prompts = torch.randint(256, (5, 3))
-        tokens, _ = serve(server, prompts, lengths, [0.0] * 5, **policy)
-        assert [len(times) for times in server.times] == lengths
-        assert len(tokens) == sum(lengths)

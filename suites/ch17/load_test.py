@@ -1,0 +1,230 @@
+"""Offered load: a server that fills rows at once keeps up with more arrivals.
+
+Problem    Serve `requests` requests that arrive one after another, at random, `load` a second on
+           average, with a decoder in bf16 (`suites/decoder.py`) that has `slots` rows in its batch.
+           The arrivals are drawn once and replayed for all sides, in real time: a server without
+           work waits for the next one. Every service time is that of real calls of the decoder, and
+           each new token is copied to the host before the next call. All prompts are equally long.
+           The lengths of the answers are quantiles of an exponential distribution with the mean
+           `mean`, and are given. A call ends when the last answer has ended. All tokens and scores
+           are compared. The loop of all sides is `serve` in `suites/server.py`. The first test is a
+           curve over `load`. The second is at its largest load.
+Baseline   static: all requests that have arrived when the batch is empty start together, up to
+           `slots` of them. The next group starts when the longest answer has ended.
+           continuous: the baseline of chunked.
+Optimized  continuous: of static. A request starts as soon as it has arrived and a row is free. Its
+           prompt is read at once, and all rows that decode wait for it.
+           chunked: of continuous. Prompts are read in chunks, one prompt after another, and all
+           rows that decode make a step after each chunk. It takes longer in total. No token waits
+           for more than one chunk, so the time between tokens (ITL) has a limit that the prompts'
+           length does not change.
+Bound      The arrivals, as long as a side keeps up with them: all sides then take the same time.
+           Above the load that a side can serve, requests wait in line, and the time of a call is
+           `requests` divided by that capacity. A step is a CUDA graph in all sides, limited by DRAM
+           and by the starts of its kernels. The capacity is limited by the number of steps, and by
+           the prompts, whose launches the host makes. static makes more steps, and fewer calls for
+           prompts. The knee of the curve is where static has reached its capacity.
+Seen       Nothing is recorded yet. The costs count no waiting for arrivals. So a side that keeps up
+           with its load takes longer than predicted, by the time that it waits.
+Use when   A server has objectives for the time to the first token (TTFT) and between tokens. No
+           objective for the TTFT can be met for long above the capacity, since the line grows.
+           Below it, chunks decide whether the other objective is met: `chunked` trades capacity for
+           it. This page judges the time of all requests. Both latencies, with intervals from a
+           bootstrap, and the requests per second that meet objectives:
+           `python benchmarks/serving_load.py`, which replays the same sides.
+"""
+
+import functools
+
+import pytest
+import torch
+
+from pytest_aisp import Cost, Sweep, Variant, Work, compare
+from suites.decoder import matrix_weights
+from suites.server import Server, counted, lengths_of, serve
+from suites.serving import config_of, continued, forward_cost, kernels_of, planted
+
+
+def size_of(layers, width, slots, prompt, chunk, requests, mean, load):
+    lengths = lengths_of(requests, mean)
+    # Whole multiples of 8 keys, as the fused attention kernels want their masks. A row whose prompt
+    # is being read has one position more, to which steps write.
+    return config_of(layers, width, -(-(prompt + max(lengths) + 1) // 8) * 8), lengths
+
+
+def state(device, **size):
+    return planted(device, size_of(**size)[0])
+
+
+def inputs(device, layers, width, slots, prompt, chunk, requests, mean, load):
+    size = layers, width, slots, prompt, chunk, requests, mean, load
+    config, lengths = size_of(*size)
+    prompts = torch.randint(config.vocabulary, (requests, prompt), device=device)
+    return prompts, lengths, arrivals(requests, load), slots, chunk
+
+
+def arrivals(requests, load):
+    """Return when each request arrives, in seconds: a Poisson process that begins with one."""
+    gaps = -torch.rand(requests, dtype=torch.float64).neg().log1p() / load
+    gaps[0] = 0.0
+    return gaps.cumsum(0)  # on the host, which waits for them
+
+
+def reference(model, prompts, lengths, due, slots, chunk):
+    tokens, scores = continued(model, prompts, max(lengths))
+    kept = [torch.arange(max(lengths), device=tokens.device) < length for length in lengths]
+    return tokens[torch.stack(kept)], scores[torch.stack(kept)]
+
+
+def served(model, prompts, lengths, due, slots, **policy):
+    server = Server(model, slots, graph=True)
+    yield lambda: serve(server, prompts, lengths, due.tolist(), **policy)
+
+
+def static(model, prompts, lengths, due, slots, chunk):
+    yield from served(model, prompts, lengths, due, slots, together=True)
+
+
+def continuous(model, prompts, lengths, due, slots, chunk):
+    yield from served(model, prompts, lengths, due, slots)
+
+
+def chunked(model, prompts, lengths, due, slots, chunk):
+    yield from served(model, prompts, lengths, due, slots, chunk=chunk)
+
+
+def work(layers, width, slots, prompt, chunk, requests, mean, load):
+    config, lengths = size_of(layers, width, slots, prompt, chunk, requests, mean, load)
+    tokens = requests * prompt + sum(lengths) - requests
+    return Work(
+        read=2 * matrix_weights(config),
+        flops={"bf16": 2 * tokens * matrix_weights(config)},
+        terms=max(config.hidden, config.length),
+        roundings=20 * layers,
+    )
+
+
+def serving(*, together=False, in_chunks=False):
+    """Return a function of the size: the cost of serving all requests without waiting for any."""
+
+    def cost(layers, width, slots, prompt, chunk, requests, mean, load):
+        config, lengths = size_of(layers, width, slots, prompt, chunk, requests, mean, load)
+        parts = [min(chunk, prompt - at) for at in range(0, prompt, chunk)]
+        steps, calls = counted(
+            lengths, slots, together=together, parts=len(parts) if in_chunks else None
+        )
+        parts = parts if in_chunks else [prompt]
+        # To keep all rows is 2 launches, and to send them is a copy that the host waits for.
+        sent = Cost(launches=2, d2h=8 * slots, syncs=1)
+        kernels, keys = kernels_of(config), slots * config.length
+        # The best token, and what keeps it and moves on: 5 kernels.
+        step = forward_cost(config, slots, keys, keys, launches=1, graph_nodes=kernels + 5)
+        total = steps * (step + sent)
+        for count in calls:
+            start = 0
+            for part in parts:
+                masks = layers + 2 if start else 0  # in each layer, queries share a copy of it
+                scores = count * part * (start + part / 2)
+                total += forward_cost(
+                    config,
+                    count * part,
+                    count * (start + part),
+                    scores,
+                    launches=kernels + 6 + masks,
+                )
+                start += part
+            total += sent
+        return total + Cost(launches=4 + 2 * -(-(steps + len(calls)) // 128), h2d=16 * sum(lengths))
+
+    return cost
+
+
+LARGE = {
+    "layers": 4,
+    "width": 2048,
+    "slots": 8,
+    "prompt": 512,
+    "chunk": 256,
+    "requests": 32,
+    "mean": 64,
+}
+SMALL = {"layers": 1, "width": 128, "slots": 2, "prompt": 5, "chunk": 2, "requests": 3, "mean": 3}
+SATURATED = 1600
+judged = functools.partial(
+    compare,
+    state=state,
+    inputs=inputs,
+    reference=reference,
+    work=work,
+    bound="host",  # each step waits until the host has the tokens
+)
+static_cost, continuous_cost = serving(together=True), serving()
+
+
+@judged(
+    baseline=static,
+    optimized=[continuous],
+    sizes=[{**LARGE, "load": load} for load in (50, 100, 200, 400, SATURATED)],
+    check_sizes=[{**SMALL, "load": 500}],
+    costs={static: static_cost, continuous: continuous_cost},
+    sweep=Sweep("load", judged=[SATURATED]),
+)
+def test_load(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
+
+
+@judged(
+    baseline=continuous,
+    optimized=[Variant(chunked, at_least="yardstick")],
+    sizes=[{**LARGE, "load": SATURATED}],
+    check_sizes=[{**SMALL, "load": 10000}],
+    costs={continuous: continuous_cost, chunked: serving(in_chunks=True)},
+)
+def test_load_in_chunks(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
+
+
+class TestServer:
+    """What becomes of requests, in each order of serving."""
+
+    LENGTHS = (1, 3, 1, 1, 4, 2)
+    POLICIES = pytest.mark.parametrize("policy", [{"together": True}, {}, {"chunk": 2}])
+
+    @pytest.fixture
+    def model(self):
+        return planted("cpu", config_of(1, 128, 16))
+
+    def served(self, model, due, policy):
+        server, prompts = Server(model, 2), torch.randint(256, (len(due), 5))
+        return server, serve(server, prompts, self.LENGTHS[: len(due)], due, **policy)
+
+    @POLICIES
+    def test_requests_wait_while_all_rows_are_taken_and_none_is_lost(self, model, policy):
+        server, (tokens, _) = self.served(model, [0.0] * 6, policy)
+        assert [len(times) for times in server.times] == list(self.LENGTHS)
+        assert len(tokens) == sum(self.LENGTHS)
+
+    @POLICIES
+    def test_calls_are_as_many_as_the_costs_count(self, model, policy):
+        server, _ = self.served(model, [0.0] * 6, policy)
+        steps, calls = counted(
+            self.LENGTHS,
+            2,
+            together="together" in policy,
+            parts=3 if "chunk" in policy else None,
+        )
+        assert len(server.found) == steps + len(calls)
+
+    @POLICIES
+    def test_no_request_starts_before_it_arrives(self, model, policy):
+        due = [0.0, 0.02, 0.3]
+        server, _ = self.served(model, due, policy)
+        assert all(
+            times[0] - server.begun >= at for times, at in zip(server.times, due, strict=True)
+        )
+
+    def test_a_prompt_longer_than_the_cache_is_refused(self, model):
+        with pytest.raises(ValueError, match="do not fit in a cache of 16"):
+            serve(Server(model, 1), torch.zeros(1, 17, dtype=torch.int64), [1], [0.0])
