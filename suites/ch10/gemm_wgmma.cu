@@ -68,7 +68,7 @@ __device__ void multiply(float (&sums)[N / 2], const unsigned char* a, const uns
 }
 
 // The compiler does not know that products arrive later. Reads of sums cannot move above this.
-// It follows wgmma_wait<0>.
+// Call it after wgmma_wait<0>.
 template <int count>
 __device__ void settle(float (&sums)[count]) {
 #pragma unroll
@@ -132,11 +132,12 @@ extern "C" __global__ void __launch_bounds__(COMPUTE* WARPGROUP, 2)
 
 // The rungs with a warp that only loads -----------------------------------------------------------
 
-// Returns which tile comes at turn `turn`. GROUP rows of tiles are taken together, by columns.
+// Returns which tile comes at turn `turn`. `together` rows are taken together, by columns.
+template <int together>
 __device__ void place_of(int turn, int rows, int columns, int& row, int& column) {
-  const int group = turn / (GROUP * columns), inside = turn % (GROUP * columns);
-  const int height = min(rows - group * GROUP, GROUP);
-  row = group * GROUP + inside % height;
+  const int group = turn / (together * columns), inside = turn % (together * columns);
+  const int height = min(rows - group * together, together);
+  row = group * together + inside % height;
   column = inside / height;
 }
 
@@ -236,7 +237,7 @@ __device__ void compute(const CUtensorMap& a, const CUtensorMap& b, const CUtens
   }
   auto place = [&](int turn, int& row, int& column) {
     if constexpr (Rung::GROUPED) {
-      place_of(turn, rows, columns, row, column);
+      place_of<GROUP / cluster>(turn, rows, columns, row, column);
     } else {
       row = turn / columns, column = turn % columns;
     }
