@@ -1,7 +1,7 @@
 """Softmax of long rows: find maximum and sum in one pass instead of two.
 
-Problem    Softmax of each row of a (rows, n) fp32 matrix. A row does not fit in registers, and the
-           rows in work at the same time do not fit in the L2.
+Problem    Softmax of each row of a (rows, n) fp32 matrix. A row does not fit in the registers of a
+           block, and the rows in work at the same time do not fit in the L2.
 Baseline   three_passes: one pass finds the row's maximum, one adds up the sum, and one writes. That
            is 12 bytes read and 4 written per element. A program handles a row. This is the safe
            softmax of the textbooks.

@@ -7,9 +7,9 @@ Baseline   in_cache: one thread per cell, with seven loads. Blocks are 32 x 8 ce
 Optimized  column: changes in_cache. A thread computes 8 cells along z. It loads the 10 cells of its
            column into registers before it uses the first. The other four neighbors of each cell
            come through the L1.
-           planes: changes column. The neighbors along x and y come from shared memory. A block puts
-           one plane of its 32 x 8 x 8 cells and their faces there after the other, with a barrier
-           for each. 13 loads per thread from global memory are enough, not 42.
+           planes: changes column. The neighbors along x and y come from shared memory. A block
+           fills it plane by plane. For each plane it loads the edges and waits at a barrier. That
+           takes about 13 loads per thread from global memory, not 42.
            tiled: changes planes. A thread issues all its loads before it uses the first. So a block
            puts all planes into shared memory at once, with one barrier, and reads the neighbors
            along z from there too. There is no library rung: `conv3d` computes 27 products per cell.
@@ -21,7 +21,7 @@ Seen       in_cache takes longer than predicted. Its threads keep one element fr
            scalar, and the L2 is not the cause. column takes slightly longer than predicted and
            longer than tiled, at the same number of resident threads. Compare planes with both to
            see which change gains this: column and planes issue loads between their sums, planes and
-           tiled read shared memory.
+           tiled read shared memory. But planes also waits for loads at each of its 8 barriers.
 Use when   Compute several cells per thread before trying shared memory. Use shared memory if a
            wider stencil reads each cell so often that the L1 becomes the limit.
 """
