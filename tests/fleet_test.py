@@ -16,6 +16,8 @@ import pytest
 from fleet_cluster import CONFTEST, RayCluster, processes_of, stop
 from worker_processes import wait_for
 
+from pytest_aisp.cli import app
+
 pytest.importorskip("ray")
 CLIENT_PORT = 10011
 BUSY = pytest.mark.slow
@@ -150,7 +152,7 @@ def test_cannot_be_pickled(record_property):
 """
 
 
-def test_a_suite_runs_on_two_products(suite, products, fleet, pytester, commit, monkeypatch):
+def test_a_suite_runs_on_two_products(suite, products, fleet, commit, monkeypatch, capsys):
     folder = suite("kept", tests=ENVIRONMENT)
     (folder / "note.txt").write_text("committed")
     commit()
@@ -183,6 +185,11 @@ def test_a_suite_runs_on_two_products(suite, products, fleet, pytester, commit, 
     manifest = json.loads(Path("kept-run/manifest.json").read_text())
     assert manifest["complete"]
     assert manifest["machine"]["name"] == "a fleet: a1 (simulated-a x 2), b1 (simulated-b x 2)"
+    capsys.readouterr()
+    app.main(["ci", "gate", "kept-run", "--products=simulated-a,simulated-b"])
+    gate = capsys.readouterr().out
+    assert "(simulated-a, simulated-b)" in gate
+    assert "missing" not in gate
     wait_for(lambda: not processes_of(products.folder))
     assert not list(products.folder.glob("trees-*/*/tree"))
 
