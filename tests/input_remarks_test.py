@@ -55,6 +55,61 @@ def test_an_input_that_hides_mistakes_is_remarked(second, remark):
     assert remarks_of(lambda device, n: (torch.randn(n, n), second(n))) == [f"inputs[1]: {remark}"]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
+def test_nan_in_the_inputs_is_counted(dtype):
+    def inputs(device, n):
+        x = torch.randn(n, n)
+        x[3, 5:8] = float("nan")
+        return torch.randn(n, n), x.to(getattr(torch, dtype))
+
+    assert remarks_of(inputs) == ["inputs[1]: 3 of 9216 elements are NaN"]
+
+
+NAN = """
+def inputs(device, n):
+    x = torch.randn(n, device=device)
+    x[{where}] = float("{value}")
+    return (x,)
+"""
+
+
+def test_nan_in_the_inputs_is_a_remark_and_no_wrong_side_hides_behind_it(page, pytester):
+    page(defs=NAN.format(where=5, value="nan"))
+    page("torch.nan_to_num(2 * x)", name="lost_test.py", defs=NAN.format(where=5, value="nan"))
+    page("2 * x + (x - x).sum()", name="more_test.py", defs=NAN.format(where=5, value="nan"))
+    result = pytester.runpytest_subprocess("--aisp-check", "-v")
+    result.assert_outcomes(failed=2)
+    result.stdout.fnmatch_lines_random(
+        [
+            "*doubling_test.py*CHECKED*",
+            "*inputs[[]0[]]: 1 of 33 elements are NaN*",
+            "*doubled is wrong at n=33: output[[]5[]] is 0, expected nan*",
+            "*doubled is wrong at n=33: output[[]0[]] is nan, expected *",
+        ]
+    )
+
+
+def test_inputs_that_make_every_output_nan_are_refused_with_the_cause(page, pytester):
+    page(defs=NAN.format(where=":", value="nan"))
+    result = pytester.runpytest_subprocess("--aisp-check")
+    result.stdout.fnmatch_lines(
+        [
+            "*the inputs cannot tell a right output from a wrong one*",
+            "*Return at least one finite element that depends on the inputs",
+            "*inputs[[]0[]]: 33 of 33 elements are NaN",
+        ]
+    )
+
+
+def test_an_infinite_input_is_checked_like_others(page, pytester):
+    page(defs=NAN.format(where=5, value="inf"))
+    page("torch.nan_to_num(2 * x)", name="lost_test.py", defs=NAN.format(where=5, value="inf"))
+    result = pytester.runpytest_subprocess("--aisp-check", "-v")
+    result.stdout.fnmatch_lines_random(
+        ["*doubling_test.py*CHECKED*", "*doubled is wrong at n=33: output[[]5[]] is *expected inf*"]
+    )
+
+
 def test_paths_name_a_tensor_in_a_dictionary():
     found = remarks_of(lambda device, n: ({"x": torch.randn(n, n), "mask": torch.ones(n, n)},))
     assert found == [f"inputs[0]['mask']: {ALWAYS_EQUAL}"]

@@ -172,8 +172,13 @@ def _errors(got: torch.Tensor, value: torch.Tensor, finite: bool) -> torch.Tenso
 
 
 def _scaled(error: torch.Tensor, sigma: torch.Tensor, finite: bool) -> torch.Tensor:
-    """Divide `error` by `sigma` in place. Where NaN is expected, `sigma` is NaN too."""
-    return error.div_(sigma if finite else sigma.nan_to_num(1.0, math.inf))
+    """Divide `error` by `sigma` in place. Where NaN is expected, `sigma` is NaN too.
+
+    Where infinity is expected, `sigma` may be infinite, and a wrong value is still off by infinity.
+    """
+    if finite:
+        return error.div_(sigma)
+    return error.div_(sigma.nan_to_num(1.0, math.inf)).nan_to_num_(math.inf, math.inf)
 
 
 def _within(error: torch.Tensor, value: torch.Tensor, finite: bool, rule: Rule) -> torch.Tensor:

@@ -18,6 +18,7 @@ from ..page.pair import PageError, Precision
 from ..util import pytree
 from ..util.process_group import current_group
 from .compare import compare_all, scatter
+from .input_remarks import nan_remarks
 from .inputs import STEPS, VALUE_SETS, InputPool
 from .numerics import Leaf, Rule
 from .reference import Reference
@@ -127,7 +128,8 @@ def _by_majority(reference: Reference, precision: Precision | None, rule: Rule) 
             break
     message, advice = str(first).split("\n")
     count = f"{failures} of {failures + len(passed)}"
-    raise type(first)(f"{message} (in {count} draws of the inputs)\n{advice}")
+    lines = [f"{message} (in {count} draws of the inputs)", advice, *nan_remarks(reference.pool)]
+    raise type(first)("\n".join(lines))
 
 
 def redrawn(reference: Reference, draw: int) -> Reference:

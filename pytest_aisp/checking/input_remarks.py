@@ -1,4 +1,4 @@
-"""Remarks about inputs with which a wrong side may be right: constant, all equal, or of low rank.
+"""Remarks about inputs with which a wrong side may be right: constant, equal, low rank, or NaN.
 
 Nothing is refused for these, because honest pages have them too. A reader decides. So that remarks
 stay rare, small tensors, tables of integers, masks with both values, and small constant tables of
@@ -49,7 +49,7 @@ class _Draw:
 
 def input_remarks(pool: InputPool) -> list[str]:
     """Return a sentence for each tensor of the inputs that a reader should look at."""
-    remarks = []
+    remarks = nan_remarks(pool)
     draw, other = _look(pool.value_set(0)), _look(pool.value_set(1))
     for path, sample in draw.samples.items():
         second = other.samples[path]
@@ -62,6 +62,27 @@ def input_remarks(pool: InputPool) -> list[str]:
         elif not constant and path in draw.low_rank:
             remarks.append(f"inputs{path}: the rank is at most {LOW_RANK}")
     return remarks
+
+
+def nan_remarks(pool: InputPool) -> list[str]:
+    """Return a sentence for each tensor of the inputs with NaN, from which outputs may be NaN."""
+    found = ((path, tensor, _nans(tensor)) for path, tensor in pytree.tensors(pool.value_set(0)))
+    return [
+        f"inputs{path}: {count} of {tensor.numel()} elements are NaN"
+        for path, tensor, count in found
+        if count
+    ]
+
+
+def _nans(tensor: torch.Tensor) -> int:
+    import torch
+
+    if not tensor.is_floating_point() or tensor.layout != torch.strided:
+        return 0
+    parts = (tensor.detach()[at] for at in pytree.pieces(tensor.shape))
+    if tensor.element_size() == 1:
+        parts = (part.float() for part in parts)
+    return sum(int(part.isnan().sum()) for part in parts)
 
 
 def _look(inputs: Inputs) -> _Draw:
