@@ -300,6 +300,16 @@ def test_the_unmet_need_names_the_gpu_of_the_machine(page, gpu, pytester):
     result.stdout.fnmatch_lines([f"*CHECKED at n=33; not timed: {need}*"])
 
 
+def test_a_gpu_without_fp8_is_named_and_nothing_is_timed_there(page, gpu, pytester):
+    page(more="conditions=Conditions(needs='fp8'),")
+    gpu(added=1e-5, doubled=1e-5)
+    conftest = pytester.path / "conftest.py"
+    conftest.write_text(conftest.read_text().replace("sm90", "sm80"))
+    result = pytester.runpytest_subprocess("-v")
+    need = "needs fp8 (sm90, sm100, sm103, sm121); this GPU is sm80 (simulated-gpu)"
+    result.stdout.fnmatch_lines([f"*CHECKED at n=33; not timed: {need}*"])
+
+
 def test_aa_times_a_side_against_itself(timed_page, pytester):
     timed_page(at_least="2.0")
     result = pytester.runpytest_subprocess("--aisp-aa", "-v")

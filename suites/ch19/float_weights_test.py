@@ -216,7 +216,7 @@ def product(rows, n, k, bits, instructions=0):
     baseline=bf16,
     optimized=[
         Variant(streamed, at_least="yardstick"),
-        Variant(fp8, precision="mxfp8", at_least="yardstick"),
+        Variant(fp8, precision="mxfp8", at_least="yardstick", needs="fp8"),
         Variant(fp6, precision="mxfp8", at_least="yardstick"),
         Variant(fp4, precision="w4a16", at_least="yardstick"),
     ],
