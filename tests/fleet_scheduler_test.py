@@ -209,6 +209,26 @@ def test_a_case_that_kills_its_node_is_given_up_after_two_and_named():
     assert first != second
 
 
+def test_a_case_before_one_that_kills_its_node_is_not_blamed():
+    """The seat is lost before the message arrives that the case before has ended."""
+    fleet = Cluster(works(20), [node("n1"), node("n2"), node("n3")], killers=["case7"])
+    begin = fleet._begin
+
+    def begin_at_once(seat):
+        queue = fleet.queues[seat]
+        if len(queue) > 1 and queue[1].key == "case7":
+            fleet.log.append(("case7", fleet.plan.seats[seat].node.name, False))
+            fleet.at(fleet.now + 1, fleet.plan.lost, seat, "killed")
+        else:
+            begin(seat)
+
+    fleet._begin = begin_at_once
+    done = fleet.run()
+    assert sorted(done.done) == sorted(set(names(20)) - {"case7"})
+    assert done.red.keys() == {"case7"}
+    assert len([key for key, _, _ in done.log if key == "case7"]) == 2
+
+
 def test_a_node_that_keeps_losing_workers_is_avoided():
     fleet = Cluster(works(4), [node("bad"), node("good")])
     start = fleet._ready

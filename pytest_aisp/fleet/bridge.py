@@ -60,6 +60,7 @@ class Bridge:
         self._actors: dict[str, Any] = {}
         self._pending: dict[Any, Callable[[Any], None]] = {}
         self._probes: dict[str, tuple[Any, float]] = {}
+        self._closing: list[tuple[float, list[str], list[Any], list[Any]]] = []
         self._tree: Any = None
         self._listed = False
 
@@ -79,6 +80,7 @@ class Bridge:
         while True:
             self._carry_out_commands()
             self._update_nodes()
+            self._end_closed()
             self._collect()
 
     def _fatal(self, why: str) -> NoReturn:
@@ -146,11 +148,22 @@ class Bridge:
 
     def do_kill(self, seats: list[str]) -> None:
         actors = [actor for seat in seats if (actor := self._actors.pop(seat, None)) is not None]
-        if closing := [actor.close.remote() for actor in actors]:
-            self._ray.wait(closing, num_returns=len(closing), timeout=CLOSE_SECONDS)
-        for actor in actors:
-            self._ray.kill(actor)
-        self._pipe.send(("killed", seats))
+        closing = [actor.close.remote() for actor in actors]
+        self._closing.append((time.monotonic() + CLOSE_SECONDS, seats, actors, closing))
+
+    def _end_closed(self) -> None:
+        """Kill the actors that have closed, or had the time to. To wait would stop all polls."""
+        for entry in list(self._closing):
+            deadline, seats, actors, closing = entry
+            left = (
+                self._ray.wait(closing, num_returns=len(closing), timeout=0)[1] if closing else []
+            )
+            if left and time.monotonic() < deadline:
+                continue
+            self._closing.remove(entry)
+            for actor in actors:
+                self._ray.kill(actor)
+            self._pipe.send(("killed", seats))
 
     def _on(self, node: str) -> Any:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy

@@ -189,7 +189,8 @@ class Scheduler:
     def lost(self, seat_id: str, why: str) -> None:
         """Note that a seat ended by itself. Its cases run again, elsewhere if possible.
 
-        The first one of its queue was running: a message about its start may be lost, too.
+        Any case of its queue may have been running, because the last messages may be lost, too.
+        So each of them runs again with no other one behind it.
         """
         if (seat := self.seats.pop(seat_id, None)) is None:
             return
@@ -200,12 +201,11 @@ class Scheduler:
             self._out.append(Note(f"{node.name} lost a worker: {why}"))
         if node.losses >= LOSSES:
             self._avoid_node(node, f"it lost {node.losses} workers, the last one because {why}")
-        if keys := tuple(w.key for w in [*seat.unproved, *seat.queue[:1]] if w.again):
+        if keys := tuple(w.key for w in [*seat.unproved, *seat.queue] if w.again):
             self._out.append(Unproved(node.name, keys))
-        for work in reversed(seat.queue[1:]):
-            self._queues[work.product][work.gpus].appendleft(work)
-        if seat.queue and not seat.queue[0].again:
-            self._retry(seat.queue[0], node)
+        for work in reversed(seat.queue):
+            if not work.again:
+                self._retry(work, node)
         for work in proving:
             self.again(work, seat)
 
@@ -322,9 +322,10 @@ class Scheduler:
         # A second case hides the way there and back, but the last cases must not wait in a queue.
         alike = Counter(seat.node.product for seat in self.seats.values())
         for seat in ready:
-            left = sum(map(len, self._fitting(seat))) if len(seat.queue) == 1 else 0
+            one = len(seat.queue) == 1 and seat.queue[0].key not in self._where
+            left = sum(map(len, self._fitting(seat))) if one else 0
             if left > alike[seat.node.product]:
-                self._give_next(seat)
+                self._give_next(seat, behind=True)
 
     def _fitting(self, seat: Seat) -> list[deque[Work]]:
         """Return the queues of cases for the seat's product that need exactly its GPUs."""
@@ -332,10 +333,11 @@ class Scheduler:
         queues = self._queues[product]
         return [q for gpus, q in queues.items() if q and self._width(gpus, product) == seat.width]
 
-    def _give_next(self, seat: Seat) -> bool:
+    def _give_next(self, seat: Seat, *, behind: bool = False) -> bool:
+        """Give a case to a seat. `behind` another one, only one with which no seat was lost."""
         for queue in self._fitting(seat):
             for work in queue:
-                if self._may(seat.node.id, work):
+                if self._may(seat.node.id, work) and not (behind and work.key in self._where):
                     queue.remove(work)
                     seat.queue.append(work)
                     self._out.append(Give(seat.id, work))
