@@ -40,6 +40,8 @@ class Pages(PagedCache):
         row: the row whose prompt is read.
     """
 
+    # The plugin does not follow the body of a class, so pages that serve do not assemble the
+    # kernel: hundreds of steps on a fake GPU take minutes. `paged_cache_test.py` assembles it.
     attention = staticmethod(row_attention)
 
     def __init__(self, config, slots, prefix, device):
