@@ -377,8 +377,13 @@ def test_a_seat_that_nobody_polls_ends(monkeypatch):
             "auto runs another version of Ray or Python: Version mismatch: The cluster was started"
             " with Ray: 2.49.0\nInstall the same here",
         ),
+        (
+            ConnectionAbortedError("Initialization failure from server:\nTraceback"),
+            "auto did not start a server for this client in time, as on a busy head\n"
+            "Try again, or read ray_client_server.err in the logs of the head",
+        ),
     ],
-    ids=["none", "version"],
+    ids=["none", "version", "busy"],
 )
 def test_a_connection_is_refused_with_the_remedy(error, said):
     assert bridge._refused_connection("auto", error) == said

@@ -272,6 +272,11 @@ def _refused_connection(address: str, error: Exception) -> str:
     text = str(error).strip().partition("\n")[0]
     if "ersion" in text:
         return f"{address} runs another version of Ray or Python: {text}\nInstall the same here"
+    if "Initialization failure" in text:
+        return (
+            f"{address} did not start a server for this client in time, as on a busy head\n"
+            "Try again, or read ray_client_server.err in the logs of the head"
+        )
     where = " on this machine" if address == "auto" else ""
     return (
         f"there is no Ray cluster at {address}{where}: {text}\n"
