@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+
+import pytest
 
 SERVER = """
 import sys
@@ -32,6 +35,8 @@ for node in [*nodes.values(), cluster.head_node]:
     node.kill_all_processes(check_alive=False, allow_graceful=False)
 """
 """A process of its own for the cluster: Ray never runs in the process of the tests."""
+NEEDS_RAY = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray")
+"""An import of Ray would start threads of gRPC in the process of the tests, which forks."""
 CONFTEST = """
 import os
 
@@ -61,6 +66,7 @@ class RayCluster:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
+            start_new_session=True,  # what Ray kills is not of the tests
             env={**environment, "RAY_worker_niceness": "0"},
         )
         self.address = self._server.stdout.readline().strip()

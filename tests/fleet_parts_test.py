@@ -11,6 +11,7 @@ from pathlib import Path
 
 import fake_results
 import pytest
+from fleet_cluster import NEEDS_RAY
 from import_time_test import loaded
 
 from pytest_aisp.cli import app
@@ -361,6 +362,15 @@ def test_a_seat_that_nobody_polls_ends(monkeypatch):
     assert ended == [1]
 
 
+def test_a_closed_seat_does_not_end_its_process(monkeypatch):
+    from pytest_aisp.fleet import seat as seat_module
+
+    monkeypatch.setattr(seat_module.os, "_exit", pytest.fail)
+    seat = Seat()
+    seat.close()
+    seat._end_if_alone()
+
+
 # Connecting
 
 
@@ -389,8 +399,8 @@ def test_a_connection_is_refused_with_the_remedy(error, said):
     assert bridge._refused_connection("auto", error) == said
 
 
+@NEEDS_RAY
 def test_an_address_without_a_cluster_is_a_usage_error(pytester):
-    pytest.importorskip("ray")
     pytester.makepyfile("def test_it(): pass")
     result = pytester.runpytest_subprocess("--aisp-fleet=127.0.0.1:1")
     assert result.ret == pytest.ExitCode.USAGE_ERROR

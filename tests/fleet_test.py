@@ -13,12 +13,12 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-from fleet_cluster import CONFTEST, RayCluster, processes_of, stop
+from fleet_cluster import CONFTEST, NEEDS_RAY, RayCluster, processes_of, stop
 from worker_processes import wait_for
 
 from pytest_aisp.cli import app
 
-pytest.importorskip("ray")
+pytestmark = NEEDS_RAY
 CLIENT_PORT = 10011
 BUSY = pytest.mark.slow
 """Tests that start several processes for each seat, on a machine with few cores."""

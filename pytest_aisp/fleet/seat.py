@@ -39,6 +39,7 @@ class Seat:
         self._ours: Connection | None = None
         self._sending = threading.Lock()
         self._polled = time.monotonic()
+        self._closed = threading.Event()
         self._tree = contextlib.ExitStack()
         self._log = Path(os.devnull)
 
@@ -119,12 +120,14 @@ class Seat:
 
     def _end_if_alone(self) -> None:
         while time.monotonic() - self._polled < ALONE_SECONDS:
-            time.sleep(1)
+            if self._closed.wait(1):
+                return
         self.close()
         os._exit(1)
 
     def close(self) -> None:
         """Kill pytest, whose worker processes die with it, and remove the tree."""
+        self._closed.set()
         if self._process is not None:
             self._process.kill()
             self._process.wait()
