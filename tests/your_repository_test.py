@@ -27,6 +27,7 @@ def blocks(document, language):
     return re.findall(rf"```{language}\n(.*?)```", document.read_text(), re.DOTALL)
 
 
+@pytest.mark.new_processes  # the plugin comes from the folder of the test
 def test_the_guides_commands_work_in_a_new_repository(pytester, gpu, monkeypatch):
     pytest.importorskip("setuptools", minversion="77")
     monkeypatch.setenv("EDITOR", "true")
