@@ -34,8 +34,11 @@ import torch
 from torch.nn import functional as F
 
 from pytest_aisp import Cost, Work, capture, compare
+from suites.ch15.moe_dispatch_test import CHOSEN
+from suites.ch15.moe_dispatch_test import grouped as in_groups
+from suites.ch15.moe_dispatch_test import masked as by_mask
+from suites.ch15.moe_dispatch_test import sorted_slices as in_slices
 
-CHOSEN = 2
 POPULAR = 4.0
 """How much more likely the first expert is than the last one."""
 
@@ -82,58 +85,16 @@ def block(weights, x, routed):
     return x + routed(weights, inner, chosen, shares)
 
 
-def swiglu(both):
-    gate, value = both.chunk(2, -1)
-    return F.silu(gate) * value
-
-
-def by_mask(weights, x, chosen, shares):
-    out = torch.zeros_like(x)
-    for expert, (up, down) in enumerate(zip(weights["up"], weights["down"], strict=True)):
-        token, place = (chosen == expert).nonzero(as_tuple=True)
-        result = swiglu(x[token] @ up) @ down
-        out.index_add_(0, token, result * shares[token, place, None])
-    return out
-
-
-def by_expert(weights, x, chosen, shares, compute):
-    """Sort tokens by expert, `compute` them, put the results back, and sum both of each token.
-
-    `compute` also gets the ends of the experts' slices, which are on the GPU.
-    """
-    order = chosen.flatten().argsort()
-    numbers = torch.arange(len(weights["up"]), device=x.device)
-    ends = (chosen.flatten() == numbers[:, None]).sum(1).cumsum(0).int()
-    results = compute(weights, x[order // CHOSEN], ends)
-    back = torch.empty_like(results)
-    back[order] = results
-    return (back.unflatten(0, shares.shape) * shares[..., None]).sum(1)
-
-
-def in_slices(weights, ordered, ends):
-    results, begin = [], 0
-    for up, down, end in zip(weights["up"], weights["down"], ends.tolist(), strict=True):
-        if begin < end:
-            results.append(swiglu(ordered[begin:end] @ up) @ down)
-        begin = end
-    return torch.cat(results)
-
-
-def in_groups(weights, ordered, ends):
-    both = F.grouped_mm(ordered, weights["up"], offs=ends)
-    return F.grouped_mm(swiglu(both), weights["down"], offs=ends)
-
-
 def masked(weights, x):
     return block(weights, x, by_mask)
 
 
 def sorted_slices(weights, x):
-    return block(weights, x, functools.partial(by_expert, compute=in_slices))
+    return block(weights, x, in_slices)
 
 
 def grouped(weights, x):
-    return block(weights, x, functools.partial(by_expert, compute=in_groups))
+    return block(weights, x, in_groups)
 
 
 def captured(weights, x):
