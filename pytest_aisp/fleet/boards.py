@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
 
-from ..results import store
 from ..results.models import Stored
+from ..tools.stored_results import chapters
 from ..util.cli_result import CliError, CliResult, columns
 
 HEADING = ("product", "board", "cases", "median", "worst", "on")
@@ -72,15 +72,13 @@ def boards_result(baselines: Path, product: str | None) -> CliResult:
         CliError: a file cannot be read, or no case was recorded on two boards.
     """
     rows: list[tuple[str, ...]] = [HEADING]
-    for folder in sorted(p for p in baselines.glob(product or "*") if p.is_dir()):
-        files = [file for file in sorted(folder.glob("*.json")) if file.name != "peaks.json"]
-        try:
-            stored = {file.stem: store.load(file) for file in files}
-        except store.StoreError as error:
-            raise CliError(str(error)) from None
-        found = boards_of(stored)
-        slowest_first = sorted(found, key=lambda name: median(found[name].shifts.values()))
-        rows += [found[name].row(folder.name, name) for name in slowest_first]
+    stored: dict[str, dict[str, Stored]] = defaultdict(dict)
+    for chapter in chapters(baselines, product):
+        stored[chapter.path.parent.name][chapter.name] = chapter.stored
+    for name, files in sorted(stored.items()):
+        found = boards_of(files)
+        slowest_first = sorted(found, key=lambda board: median(found[board].shifts.values()))
+        rows += [found[board].row(name, board) for board in slowest_first]
     if len(rows) == 1:
         raise CliError(
             f"no case in {baselines} was recorded on two boards\nRecord by a fleet:\n"

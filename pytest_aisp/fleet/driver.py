@@ -197,9 +197,8 @@ class FleetRun:
 
     def _remote_id(self, work: Work) -> str:
         """Return the node id of a case where only one product is."""
-        return work.key.removesuffix(f"@{work.product}]") + "]" * work.key.endswith(
-            f"@{work.product}]"
-        )
+        end = f"@{work.product}]"
+        return work.key.removesuffix(end) + "]" if work.key.endswith(end) else work.key
 
     def _handle(self, event: tuple[Any, ...]) -> None:
         match event:

@@ -62,7 +62,7 @@ class Seat:
         self._log = folder / f"{spec['seat']}.log"
         started = threading.Event()
         run = (environment, theirs, folder / "tree" / str(spec["folder"]), started)
-        # The thread that starts a process has to live as long as the process: see `_die_with`.
+        # The thread that starts a process has to live as long as the process: see `die_with`.
         threading.Thread(target=self._run, args=run, daemon=True).start()
         started.wait()
         if self._process is None:

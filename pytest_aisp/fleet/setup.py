@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+import functools
 import os
-import platform
 import re
 import time
 from collections.abc import Mapping
@@ -19,7 +18,7 @@ from ..session.recorder import environment
 from ..util.device import Machine
 from .connection import HeadGone, NoCluster, RayProcess
 from .nodes import VERSIONS, RayNode, arch_of_product, differences, refusal
-from .probe import Facts
+from .probe import Facts, probe
 from .scheduler import Node
 
 OPTION = "--aisp-fleet"
@@ -40,16 +39,8 @@ CONFLICTS = {
 ONLY_HERE = (
     *("aisp_fleet", "aisp_fleet_products", "aisp_fleet_resume", "aisp_artifacts", "xmlpath"),
     *("maxfail", "keyword", "lf", "failedfirst", "newfirst", "stepwise", "stepwise_skip"),
-    *(
-        "cacheclear",
-        "durations",
-        "basetemp",
-        "numprocesses",
-        "tx",
-        "dist",
-        "deselect",
-        "file_or_dir",
-    ),
+    *("cacheclear", "durations", "basetemp", "numprocesses", "tx", "dist", "deselect"),
+    "file_or_dir",
 )
 """Options, by destination, that have their meaning here and none on a node."""
 PROBE_SECONDS = 70.0
@@ -97,16 +88,11 @@ def _line(node: Node, facts: Facts) -> str:
     return "; ".join([f"{node.name}: {node.product} x {node.gpus}", *texts, *different])
 
 
+@functools.cache
 def versions_here() -> Mapping[str, str | None]:
     """Return the versions here of what a node's are compared with."""
-    names = {"plugin": "pytest-aisp"}
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    for name in VERSIONS[1:]:
-        try:
-            found[name] = importlib.metadata.version(names.get(name, name))
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+    facts = probe()
+    return {name: facts[name] for name in VERSIONS}
 
 
 def refuse_options(config: pytest.Config) -> None:
