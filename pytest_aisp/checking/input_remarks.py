@@ -27,9 +27,7 @@ ROWS, LOW_RANK, NOISE = 32, 4, 1e-3
 `LOW_RANK` singular values of them are above `NOISE` times the largest one.
 """
 SHARE = 0.5
-"""A constant tensor of floats gets a remark if it has more than this share of the inputs'
-floats.
-"""
+"""A constant tensor of floats gets a remark if it has more than this share of all input floats."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,4 @@
-"""The cost of a side: the bytes, operations and launches of one call. A predicted time follows from
-it.
-"""
+"""The cost of a side: the bytes, operations and launches of one call, which predict its time."""
 
 from __future__ import annotations
 

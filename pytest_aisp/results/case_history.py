@@ -44,9 +44,7 @@ class Change:
 
     @property
     def state(self) -> State:
-        """A text that says whether the code gate confirms the change, or else what is known about
-        it.
-        """
+        """Whether the code gate confirms the change, or what else is known about it."""
         if self.gate is not None:
             return "confirmed" if self.gate.confirms(self.size) else "refuted"
         if self.sides:

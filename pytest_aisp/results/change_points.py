@@ -30,9 +30,7 @@ CANDIDATE = 3.5
 FOUND = 4.8
 """The distance that makes a change. It is large because every position is tried."""
 KNOWN = 0.001
-"""The total probability of a false change at the positions where something is known to have
-changed.
-"""
+"""The total probability of a false change at the positions of known changes."""
 MOVED = 12.0
 """How much better another position must fit, in chi-square, if something changed at this one."""
 SHORTEST = 8

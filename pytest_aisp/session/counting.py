@@ -47,9 +47,7 @@ class MetricJudgement:
 
 
 def count_and_judge(case: CaseRun, name: Name, limit: float) -> MetricJudgement:
-    """Count a metric. Count it again in other processes if the run records, or the amount would be
-    red.
-    """
+    """Count a metric. Repeat it in other processes if the run records or the amount is red."""
     settings, counted = case.run.settings, [_count(case, name)]
     judged = _judge(case, name, limit, counted)
     if settings.in_process:

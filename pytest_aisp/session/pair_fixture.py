@@ -23,9 +23,7 @@ from .run_context import EndOfBody, Failed, Interrupted, MachineDisturbed
 
 PAIR: pytest.StashKey[PairUnderTest] = pytest.StashKey()
 LINES = 100
-"""The maximum number of lines per process that pytest captures. With ``-s``, all lines are
-shown.
-"""
+"""The maximum number of lines per process that pytest captures. ``-s`` shows all lines."""
 MEMORY: Mapping[str, Name] = {
     "allocated": "memory",
     "reserved": "reserved",

@@ -42,7 +42,7 @@ nvidia-gb300           sm103  8      2500    5000  -     1250   -     1800    - 
 nvidia-gb10            sm121  0.273  -       -     -     -      -     -       -     -
 """
 # TB/s of DRAM, dense TFLOP/s or TOP/s by type (`half`: bf16 and fp16), GB/s in both directions of
-# NVLink and PCIe, and MB of L2. Data sheets that give rates with sparsity were halved. A value is
+# NVLink and PCIe, and MB of L2. Rates that a data sheet gives with sparsity are halved. A value is
 # missing if the document lacks it, or has it only for a whole rack.
 _SOURCES = {
     "nvidia-h200": "NVIDIA H200 Tensor Core GPU data sheet (SXM) and H100 white paper",
@@ -64,9 +64,7 @@ _FIGURES = {
 _ONE_WAY = ("peer", "busbw", "h2d", "d2h")
 """Rates in one direction of a link, of which the table has the sum of both."""
 _OTHER_KERNEL = 1.3
-"""The factor by which another kernel may be faster than the library's, if no data sheet limits
-it.
-"""
+"""How much faster than the library's kernel another may be if no data sheet limits it."""
 
 
 def _parse() -> dict[str, DataSheet]:

@@ -39,9 +39,7 @@ FEW, MANY = 1, 6
 UNEVEN = 1.25
 """Windows are uneven if the longest takes this many times the median."""
 NAMED, NO_VERDICT = 0.05, 0.20
-"""The shares of the GPU at which other processes are named, and at which the case gets no
-verdict.
-"""
+"""The shares of the GPU at which other processes are named, and at which no verdict is given."""
 EXCUSED = 0.01
 """At this share or more, times that contradict each other are not blamed on the side."""
 

@@ -22,9 +22,7 @@ TOLERANCE = 1.05
 """A side that is faster than the limit by more than this factor skips declared work."""
 PCIE = ("h2d", "d2h")
 UNITS = ("l2", "shared", "atomics", "sfu", "blocks")
-"""Rates of single units of a GPU. They do not limit declared work, because other units may do that
-work.
-"""
+"""Rates of single units of a GPU. They do not limit declared work: other units may do it."""
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "tf32": "float32", "fp32": "float32"}
 """Types of the matrix products. The longest is last, because a hot GPU lowers its clocks."""
 LINKS = ("peer", "busbw")

@@ -25,9 +25,7 @@ if TYPE_CHECKING:
 ROBUST_CLOCKS = ("host", "cpu", "process")
 """Clocks on which a process's value is the median of all its blocks."""
 MOST_STEPS = 16
-"""The maximum number of training steps per window. The reference repeats them all to compare the
-state.
-"""
+"""The maximum number of training steps per window. The reference repeats them all."""
 MOST_DROPPED = 20
 """A measurement fails when this many blocks were disturbed."""
 FEW_DROPPED, DROPPED_SECONDS = 3, 10.0

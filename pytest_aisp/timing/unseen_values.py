@@ -47,9 +47,7 @@ SHORT_WINDOW = 1e-3
 SEVERAL = 32
 """Value sets that are drawn together to find out how long one takes."""
 KEPT_CALLS, KEPT_BYTES, KEPT_OF_WINDOW = 512, 128 << 20, 32
-"""The maximum number of kept calls of each side, of their bytes, and of kept calls of one
-window.
-"""
+"""The maximum of kept calls of each side, of their bytes, and of kept calls of one window."""
 
 
 class ValueSource(Protocol):

@@ -20,9 +20,7 @@ TITLE = "Performance gate"
 MARKER = "<!-- aisp gate -->"
 """The first line. A CI finds its own comment by it, and replaces that comment."""
 LIMIT = 60_000
-"""The maximum number of characters. GitHub refuses more than 65,536, and a CI adds a link to the
-plot.
-"""
+"""The maximum number of characters. GitHub refuses more than 65,536, and a CI adds a link."""
 LONGEST, LONGEST_COMMAND = 300, 600
 """The maximum length of a text and of a command in a cell."""
 RUN_HEADS = ("run", "products", "cases", "verdict")

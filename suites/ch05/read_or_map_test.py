@@ -9,7 +9,7 @@ Optimized  into: seek by `os.preadv`, which reads into the row of the result, wi
            mapped: into with the file mapped into memory, which is not timed. One `index_select`
            copies the rows, so there is no Python per row, and torch may use several threads. There
            are no system calls either, once each page was touched.
-Bound      The host: Python and system calls per row on seek and into. In mapped, the limit is
+Bound      The host, for seek and into: each row costs Python and system calls. For mapped, it is
            memory latency, and the copy to the GPU. The costs count only that copy, at the rate of
            pinned memory, because no rate of the host's work is measured. So all sides take longer
            than predicted.

@@ -3,7 +3,7 @@
 Problem    Write the transpose of a (rows, columns) fp32 matrix.
 Baseline   naive: a warp reads along a row and writes down a column, so each of its stores touches
            32 sectors, 4 bytes each. A block has a tile of 64 x 64, a thread 16 elements.
-Optimized  tiled: changes naive. The same tile turns in shared memory, so that a warp also writes
+Optimized  tiled: changes naive. The tile is transposed in shared memory, so that a warp also writes
            along a row. A warp reads a column of the tile there, and its 32 floats lie in one bank.
            padded: changes tiled. The rows of the tile lie 65 floats apart, so a column meets every
            bank.

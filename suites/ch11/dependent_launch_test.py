@@ -3,7 +3,7 @@
 Problem    A chain of fp32 layers, x = relu(W x), with n neurons each, for one vector x. A layer
            needs all of the previous layer's result. Its weights depend on nothing.
 Baseline   launches: one kernel per layer. A kernel starts when the one before it has ended.
-Optimized  waits_first: changes launches. The host launches each layer but the first as dependent.
+Optimized  waits_first: changes launches. Every layer except the first is a dependent launch.
            Each kernel allows the next one to start at once, and `griddepcontrol.wait` makes the
            next one wait until this one has ended. So its blocks are already on the SMs at that
            time. It loads its weights after the wait.
