@@ -9,15 +9,20 @@ Optimized  Both variants quantize x in the call, with the kernels of block_forma
            of the whole tensor is 1 here.
 Bound      Tensor cores, at twice the rate of bf16 for mxfp8 and at four times for nvfp4. They apply
            the scales themselves, so nothing is added on CUDA cores, unlike fp8_blocks_test.py. The
-           scales add a 32nd to the bytes of mxfp8, and an eighth to those of nvfp4. Quantizing x is
-           one pass over it, which weighs more beside a product of four bits.
-Use when   You have a Blackwell GPU, and the layers bear four or eight bits. Other GPUs have no
+           scales add a 32nd to the bytes of mxfp8, and an eighth to those of nvfp4. x is quantized
+           in one pass. For nvfp4, instructions limit this pass. By its cost and the data sheet of a
+           B200, it takes almost half as long as the product.
+Use when   You have a Blackwell GPU, and the layers tolerate four or eight bits. Other GPUs have no
            such instruction. There Triton converts both operands to bf16 first, which is slower than
            multiplying in bf16, so the variants are not timed there.
-           The page is not recorded: no such GPU was at hand. So it claims no speedup. On other
-           machines the numerics are checked in Triton's interpreter, and the kernels are assembled
-           for sm100, sm103 and sm121. Triton's PTX multiplies there with `mxf8f6f4.block_scale`
-           and `mxf4nvf4.block_scale`.
+           cuBLASLt has these products too, through `torch.nn.functional.scaled_mm`. It takes scales
+           in the order in which tensor cores read them. Our kernel takes them in plain order and
+           reorders them as it loads them. Its tile was chosen without a GPU. The library is
+           probably faster, and this page does not compare the two.
+           The page is not recorded, because no such GPU was at hand. So it claims no speedup. On
+           other machines the numerics are checked in Triton's interpreter, and the kernels are
+           assembled for sm100, sm103 and sm121. Triton's PTX multiplies there with
+           `mxf8f6f4.block_scale` and `mxf4nvf4.block_scale`.
            The check accepts what rounding each operand by 2^-4 (mxfp8) or 2^-2 (nvfp4) of it would
            change. Products and sums add nothing to that: a product of two codes has few bits, and
            the sums are in fp32.
@@ -49,10 +54,15 @@ def decoded(codes, scales, ROWS: tl.constexpr, K: tl.constexpr):
 
 @triton.jit
 def product_kernel(
-    x, w, x_scales, w_scales, out, m, n, k,
+    x, w, x_scales, w_scales, out, m, n, width, blocks,
     FORMAT: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr, EMULATED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
+    """Multiply rows of `width` bytes of codes and `blocks` scales.
+
+    Both numbers are arguments because Triton looks at an argument for factors of 16. It would not
+    know that half of k has one, and would load four bits without `cp.async`.
+    """
     # Eight rows of tiles at a time reuse the L2.
     columns, index = tl.cdiv(n, N), tl.program_id(0)
     group, inside = index // (8 * columns), index % (8 * columns)
@@ -61,14 +71,14 @@ def product_kernel(
     outputs = (inside // height * N + tl.arange(0, N)).to(tl.int64)
     left, right = rows[:, None] < m, outputs[:, None] < n
     total = tl.zeros((M, N), tl.float32)
-    for start in range(0, k, K):
-        at = start // PACKED + tl.arange(0, K // PACKED)[None, :]
-        block = start // GROUP + tl.arange(0, K // GROUP)[None, :]
-        there, scaled = at < k // PACKED, block < k // GROUP
-        a = tl.load(x + rows[:, None] * (k // PACKED) + at, mask=left & there, other=0)
-        b = tl.load(w + outputs[:, None] * (k // PACKED) + at, mask=right & there, other=0)
-        first = x_scales + rows[:, None] * (k // GROUP) + block
-        second = w_scales + outputs[:, None] * (k // GROUP) + block
+    for start in range(0, tl.cdiv(width, K // PACKED)):
+        at = start * (K // PACKED) + tl.arange(0, K // PACKED)[None, :]
+        block = start * (K // GROUP) + tl.arange(0, K // GROUP)[None, :]
+        there, scaled = at < width, block < blocks
+        a = tl.load(x + rows[:, None] * width + at, mask=left & there, other=0)
+        b = tl.load(w + outputs[:, None] * width + at, mask=right & there, other=0)
+        first = x_scales + rows[:, None] * blocks + block
+        second = w_scales + outputs[:, None] * blocks + block
         a_scale = tl.load(first, mask=left & scaled, other=0.0)
         b_scale = tl.load(second, mask=right & scaled, other=0.0)
         if EMULATED:
@@ -100,13 +110,13 @@ def multiplied(x, w, form, block):
     """Return the product of quantized x and W, each a pair of codes and scales."""
     (codes, scales), (w_codes, w_scales) = x, w
     packed = 2 if form == "e2m1" else 1
-    m, n, k = len(codes), len(w_codes), codes.shape[1] * packed
+    (m, width), n = codes.shape, len(w_codes)
     out = torch.empty(m, n, device=codes.device, dtype=torch.bfloat16)
     if block == NV:
         scales, w_scales = (each.view(torch.float8_e4m3fn) for each in (scales, w_scales))
     grid = (triton.cdiv(m, TILE["M"]) * triton.cdiv(n, TILE["N"]),)
     product_kernel[grid](
-        codes, w_codes, scales, w_scales, out, m, n, k,
+        codes, w_codes, scales, w_scales, out, m, n, width, scales.shape[1],
         FORMAT=form, PACKED=packed, GROUP=block,
         # Triton 3.9's interpreter takes each scale for a power of two.
         EMULATED=block == NV and not out.is_cuda,
