@@ -6,16 +6,18 @@ Baseline   bf16: `torch.nn.functional.linear`, which calls cuBLAS.
 Optimized  All variants are one Triton kernel, which converts weights to bf16 in registers. x stays
            bf16. From fp8 on, W is quantized once, before the timed part, and 32 weights of a row
            share a scale that is a power of two, as in the OCP's MX formats.
-           streamed: bf16 with this kernel. It separates the effect of the kernel from the bytes'.
+           streamed: bf16 with this kernel. It shows the effect of the kernel alone.
            fp8: of streamed. MXFP8: e4m3, one byte per weight.
            fp6: of fp8. MXFP6: e2m3. Three bytes hold four weights: each holds a code and two bits
            of the fourth.
            fp4: of fp6. MXFP4: e2m1, two weights in a byte.
-Bound      DRAM for bf16, streamed and fp8. No L2 holds these weights. Instructions for fp6 and
-           fp4. No GPU before Blackwell converts codes of six or four bits, so the kernel moves
-           their bits to the place where fp32 has them, and multiplies with the scale. nvdisasm
-           counts 6 instructions per weight for fp8, 11 for fp6 and 8 for fp4 on sm90. So fp6 saves
-           a quarter of fp8's memory but should take longer.
+Bound      DRAM for bf16, streamed and fp8. The L2 of an H100 is too small for the weights of any
+           side. Instructions for fp6 and fp4. No GPU before Blackwell converts codes of six or four
+           bits. So the kernel moves their bits to the place where fp32 has them, and multiplies
+           with the scale. nvdisasm counts 6 instructions per weight for fp8, 11 for fp6 and 8 for
+           fp4 in the loop for sm90, with the largest of the autotuner's tiles per warp. Smaller
+           ones take up to one more. So fp6 saves a quarter of fp8's memory but should take longer.
+           The products always have 16 rows, so 1 row and 16 rows should take the same time.
 Use when   A few rows meet large weights, as in a decode step. fp6 if memory is scarce and four
            bits lose too much: e2m3 has as many mantissa bits as e4m3, and the scale of 32 weights
            makes up for its smaller range. int4 with a scale per 128 weights takes fewer
