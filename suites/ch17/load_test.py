@@ -3,10 +3,10 @@
 Problem    Serve `requests` requests that arrive one after another, at random, `load` a second on
            average, with a decoder in bf16 (`suites/decoder.py`) that has `slots` rows in its batch.
            The arrivals are drawn once and replayed for all sides, in real time: a server without
-           work waits for the next one. Every service time is that of real calls of the decoder, and
-           each new token is copied to the host before the next call. All prompts are equally long.
-           The lengths of the answers are quantiles of an exponential distribution with the mean
-           `mean`, and are given. A call ends when the last answer has ended. All tokens and scores
+           work waits for the next one. All calls of the decoder are real, and each new token is
+           copied to the host before the next call. All prompts are equally long. The lengths of the
+           answers are quantiles of an exponential distribution with the mean `mean`. The server
+           knows them in advance. A call ends when the last answer has ended. All tokens and scores
            are compared. The loop of all sides is `serve` in `suites/server.py`. The first test is a
            curve over `load`. The second is at its largest load.
 Baseline   static: all requests that have arrived when the batch is empty start together, up to
@@ -17,8 +17,9 @@ Optimized  continuous: of static. A request starts as soon as it has arrived and
            chunked: of continuous. Prompts are read in chunks, one prompt after another, and all
            rows that decode make a step after each chunk. It takes longer in total. No token waits
            for more than one chunk, so the time between tokens (ITL) has a limit that the prompts'
-           length does not change.
-Bound      The arrivals, as long as a side keeps up with them: all sides then take the same time.
+           length does not change. Serving engines put a chunk and a step into one call, which saves
+           one pass over the weights: `mixed` of `chunked_prefill_test.py` in chapter 15.
+Bound      The arrivals, as long as a side keeps up with them: all sides then take about as long.
            Above the load that a side can serve, requests wait in line, and the time of a call is
            `requests` divided by that capacity. A step is a CUDA graph in all sides, limited by DRAM
            and by the starts of its kernels. The capacity is limited by the number of steps, and by
@@ -124,13 +125,15 @@ def serving(*, together=False, in_chunks=False):
             start = 0
             for part in parts:
                 masks = layers + 2 if start else 0  # in each layer, queries share a copy of it
+                # Only the last part computes scores and a token: 7 launches more.
+                token = 6 if start + part == prompt else -1
                 scores = count * part * (start + part / 2)
                 total += forward_cost(
                     config,
                     count * part,
                     count * (start + part),
                     scores,
-                    launches=kernels + 6 + masks,
+                    launches=kernels + token + masks,
                 )
                 start += part
             total += sent
