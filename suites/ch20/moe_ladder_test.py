@@ -4,9 +4,9 @@ Problem    A block of a mixture of experts in inference, in bf16: RMS norm, a ro
            `experts` experts for each of `tokens` tokens, the experts, which are SwiGLU MLPs, their
            weighted sum, and the addition of the block's input. A softmax over the 2 best scores of
            a token gives the weights. Some experts are popular: the first is 4 times as likely as
-           the last. The router reads one coordinate per expert, and 2 of them are raised in each
-           token. So rounding cannot change the choice. Each rung is a test of its own, and the last
-           test compares the first rung with the last.
+           the last. The router reads mostly one coordinate per expert, and 2 of these are raised in
+           each token. So rounding cannot change the choice. Each rung is a test of its own, and the
+           last test compares the first rung with the last.
 Baseline   masked: for each expert, find its tokens, gather them, compute, and add to the result, as
            early models in public libraries did.
            sorted_slices: the baseline of grouped.
@@ -23,8 +23,8 @@ Bound      The host for masked and sorted_slices: launches for each expert, and 
            thirty nodes of the graph.
 Use when   A model with experts serves few tokens at a time, as in decode. Take the rungs in this
            order: sorting makes one product possible, and one product makes a graph possible. With
-           thousands of tokens, products take longer than launches, and the first and the last rung
-           gain less. The next rung, one kernel that gathers and multiplies, is `moe_dispatch` in
+           thousands of tokens, products take longer than launches, and all rungs gain less. The
+           next rung, a kernel that gathers and multiplies, is `fused` of `moe_dispatch_test.py` in
            chapter 15, without norm and router.
 """
 

@@ -3,12 +3,13 @@
 Problem    Serve `requests` requests that all wait at the beginning, with a decoder in bf16
            (`suites/decoder.py`) that has `slots` rows in its batch. All prompts begin with the same
            `prefix` tokens, as with a system prompt, and end with `suffix` tokens of their own. The
-           lengths of the answers are quantiles of an exponential distribution with the mean `mean`
-           and are given. Every new token is copied to the host before the next step, as a server
-           does that streams. All tokens are greedy, and all tokens and scores are compared. The
-           loop of all sides is `serve` in `suites/server.py`. Each rung is a test of its own, and
-           the last test compares the first rung with the last. As all requests count, requests per
-           second are `requests` divided by the time of a call.
+           server knows `prefix`: a real one compares hashes of blocks of tokens. The lengths of the
+           answers are quantiles of an exponential distribution with the mean `mean`. The server
+           knows them in advance. Every new token is copied to the host before the next step, as a
+           server does that streams. All tokens are greedy, and all tokens and scores are compared.
+           The loop of all sides is `serve` in `suites/server.py`. Each rung is a test of its own,
+           and the last test compares the first rung with the last. As all requests count, requests
+           per second are `requests` divided by the time of a call.
 Baseline   static: `slots` prompts are one call of the decoder. The next group starts when the
            longest answer of the group has ended. A row of the cache has room for the longest
            request.
@@ -18,17 +19,20 @@ Baseline   static: `slots` prompts are one call of the decoder. The next group s
 Optimized  continuous: of static. The next request starts in a row as soon as the row is free, and
            its prompt is a call of its own.
            paged: of continuous. Keys and values are in pages of 64 tokens. A Triton kernel finds
-           them by a table and stops at a request's last token.
+           them by a table and stops at a request's last token. These are three changes, which
+           `paged_cache_test.py` in chapter 15 separates. The next rung needs the pages.
            prefix_cached: of paged. The pages of the prefix stay when the first request has computed
            them. The tables of later requests name them, and only their suffixes are computed.
            Nothing is left from an earlier call.
            captured: of prefix_cached. A step is a CUDA graph. Prompts still run eagerly.
-Bound      static and continuous: the number of steps, each of which reads all weights, and the
-           prompts, which are limited by tensor cores. continuous makes fewer steps. paged reads the
-           tokens that exist, but the weights are most of what a step reads. So it gains little by
-           itself: it is the rung that lets requests share memory. prefix_cached computes a small
-           part of the prompts' tokens. captured removes the launches of steps, which are the rest:
-           the GPU then waits for the host only between two steps.
+Bound      All sides but captured: the number of steps, which are limited by their launches. By the
+           costs, the host launches a step more slowly than the GPU reads all weights. continuous
+           makes fewer steps. paged reads only the tokens that exist. It gains nothing by itself,
+           because the launches of a step take longer than what it reads. Tensor cores limit whole
+           prompts. prefix_cached computes a small part of their tokens, and then launches limit
+           prompts, too. captured removes the launches of steps. DRAM and the starts of kernels in
+           the graph then limit a step. The GPU waits for the host only between two steps and for
+           the launches of prompts.
 Use when   You build a server, or look for what yours lacks. The gain of each rung depends on the
            requests: answers of different lengths for the first, long contexts of different lengths
            for the second, equal beginnings for the third, and a small batch or model for the last.
