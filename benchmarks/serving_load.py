@@ -1,6 +1,6 @@
 """Latencies and goodput of the sides of `suites/ch17/load_test.py`, by load.
 
-    python benchmarks/serving_load.py --loads 50 100 200 400 --ttft 0.05 --itl 0.005
+    python benchmarks/serving_load.py --loads 100 200 400 800 --ttft 0.05 --itl 0.005
 
 Arrivals are drawn once for each replay, and each side serves the same ones in real time, with real
 steps of the decoder. Per load and side, it prints the time to the first token (TTFT) and the times
@@ -79,7 +79,7 @@ def main(words: list[str] | None = None) -> int:
     import torch
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--loads", type=float, nargs="+", default=[50, 100, 200, 400])
+    parser.add_argument("--loads", type=float, nargs="+", default=[100, 200, 400, 800])
     parser.add_argument("--replays", type=int, default=20)
     parser.add_argument("--ttft", type=float, default=0.05, help="objective, in seconds")
     parser.add_argument("--itl", type=float, default=0.005, help="objective, in seconds")

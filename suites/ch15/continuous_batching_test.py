@@ -204,7 +204,7 @@ def serving(in_groups, graph):
     state=state,
     inputs=inputs,
     reference=reference,
-    sizes=[{"layers": 4, "width": 4096, "slots": 8, "prompt": 64, "requests": 32, "mean": 24}],
+    sizes=[{"layers": 2, "width": 4096, "slots": 8, "prompt": 64, "requests": 24, "mean": 16}],
     check_sizes=[
         {"layers": 2, "width": 128, "slots": 3, "prompt": 3, "requests": 5, "mean": 3},
         {"layers": 1, "width": 128, "slots": 2, "prompt": 5, "requests": 4, "mean": 3},

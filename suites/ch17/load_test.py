@@ -143,16 +143,16 @@ def serving(*, together=False, in_chunks=False):
 
 
 LARGE = {
-    "layers": 4,
+    "layers": 2,
     "width": 2048,
     "slots": 8,
     "prompt": 512,
     "chunk": 256,
-    "requests": 32,
-    "mean": 64,
+    "requests": 24,
+    "mean": 32,
 }
 SMALL = {"layers": 1, "width": 128, "slots": 2, "prompt": 5, "chunk": 2, "requests": 3, "mean": 3}
-SATURATED = 1600
+SATURATED = 3200
 judged = functools.partial(
     compare,
     state=state,
@@ -167,7 +167,7 @@ static_cost, continuous_cost = serving(together=True), serving()
 @judged(
     baseline=static,
     optimized=[continuous],
-    sizes=[{**LARGE, "load": load} for load in (50, 100, 200, 400, SATURATED)],
+    sizes=[{**LARGE, "load": load} for load in (100, 200, 400, 800, SATURATED)],
     check_sizes=[{**SMALL, "load": 500}],
     costs={static: static_cost, continuous: continuous_cost},
     sweep=Sweep("load", judged=[SATURATED]),

@@ -176,13 +176,13 @@ def rung(baseline, optimized, at_least=None):
         reference=reference,
         sizes=[
             {
-                "layers": 4,
+                "layers": 2,
                 "width": 4096,
                 "slots": 8,
                 "prefix": 1024,
                 "suffix": 64,
-                "requests": 24,
-                "mean": 24,
+                "requests": 16,
+                "mean": 12,
             }
         ],
         check_sizes=[
