@@ -14,12 +14,13 @@ Bound      With one block per SM, latency: a tile is 4 KiB, and even an idle DRA
            it. At the full rate of a copy, an SM would receive 5 KiB in that time. one_buffer also
            has nothing in flight during the filter. With six blocks, DRAM: while one block filters,
            others load. So the curves meet.
-Seen       On an H100, loaded_ahead and two_buffers gained almost nothing with one block per SM, and
-           all three kernels took longer than their costs. The loads of the next tile then came
-           after the barrier, and in the machine code for sm_90 the compiler had moved them behind
-           the filter. Now they come before the barrier, and the compiler leaves them there. Both
-           variants claim only that they are not slower. We did not time the filter alone. With two
-           warps per scheduler, it probably waits for shared memory most of the time.
+Seen       On an H100, all three kernels take about two thirds longer than predicted with one block
+           per SM, so their ratios are as predicted. With two blocks, one_buffer also takes that
+           much longer, and the others a third. We did not time the filter alone. With two warps per
+           scheduler, it probably waits for shared memory most of the time. two_buffers has one
+           barrier less than loaded_ahead, and gains nothing by that. An earlier loaded_ahead gained
+           nothing either: the loads of the next tile came after the barrier, and the compiler moved
+           them behind the filter.
 Use when   Few blocks fit an SM, because a tile or its accumulators are large, as in a matrix
            product. With many blocks per SM, one buffer does, and it leaves shared memory for more
            blocks. Use `cp.async` or TMA if the loads would need too many registers
@@ -104,8 +105,8 @@ def at_once(tiles, blocks):
 @compare(
     baseline=one_buffer,
     optimized=[
-        Variant(loaded_ahead, at_least="neutral"),
-        Variant(two_buffers, at_least="neutral"),
+        Variant(loaded_ahead, at_least={"sm90": 1.4}),
+        Variant(two_buffers, at_least={"sm90": 1.4}),
         Variant(library, at_least="yardstick"),
     ],
     inputs=inputs,

@@ -39,11 +39,12 @@ Seen       On an H100, chain takes a quarter longer than its bytes. We did not t
            as fused. So Inductor's code reads these rows from DRAM only once, and its cost counts
            that. It probably has fewer rows at work at a time than walked, so that they fit the L2.
            library takes longer than its bytes at all lengths, and it is the slowest of the fused
-           sides. We did not examine its kernel. clustered, ring and pushed are not recorded yet. A
-           standalone program with such loops ran on an H200. There, with rows of 262144, ring was
-           no faster than clustered, and a clustered that pushes was slower. pushed reached more
-           than nine tenths of the copy rate with rows of 65536 to 262144, and so did clustered with
-           rows of 32768.
+           sides. We did not examine its kernel. On an H100, clustered takes an eighth longer than
+           its bytes with rows of 32768, and a sixth longer with 262144. There pushed takes as long
+           as clustered, and ring a quarter longer than its bytes. A standalone program with such
+           loops ran on an H200. In it pushed was faster than clustered, and reached more than nine
+           tenths of the copy rate with rows of 65536 to 262144. So the order of the two may depend
+           on the GPU.
 Use when   Always fuse a norm. Up to rows of 32768 the compiler does it as well as a kernel by hand,
            and torch's own kernel takes longer. Write your own kernel when it does more than the
            norm, as in dropout_norm_test.py. Keep the row in registers while it fits, then on a

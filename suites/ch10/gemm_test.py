@@ -29,11 +29,13 @@ Bound      Tensor cores from wide on, at the rate that the power limit allows. T
 Seen       cp_async takes longer than predicted. tma fills the same ring in less time, and its
            threads compute no addresses. Whether that is the cause was not measured. On Hopper,
            `mma.sync` reaches less than two thirds of the tensor cores' peak (arXiv 2501.12084). The
-           cost does not count this, and shared memory would still take longer.
-           At the power limit the clock drifts, and the time of mma_sync with it. Compare only sides
-           that were timed in turn. A share of the library from this page's first test is the ratio
-           of two speedups over mma_sync, and has the errors of both. The second test times stored
-           and multicast in turn with the library.
+           cost does not count this, and shared memory would still take longer. At the power limit
+           the clock drifts, and the time of mma_sync with it. Compare only sides that were timed in
+           turn. A share of the library from this page's first test is the ratio of two speedups
+           over mma_sync, and has the errors of both. The second test times stored and multicast in
+           turn with the library. On an H100, both take as long as the library, within two percent.
+           There, specialized is slower than wgmma, and back_to_back faster than both. Neither
+           four_tiles nor multicast gains anything over the rung before it.
 Use when   Call the library. Write this kernel only for a product that the library does not have,
            and begin with wide tiles, a warp that only loads, and TMA. Add multicast only if it is
            faster than stored for your sizes.
@@ -303,7 +305,7 @@ def test_gemm(pair):
     work=work,
     bound="tensor",
     versus="library",
-    at_least={"sm90": 0.9},
+    at_least={"sm90": 0.95},
     costs={library: library_cost, stored: stored_cost, multicast: multicast_cost},
 )
 def test_gemm_beside_the_library(pair):

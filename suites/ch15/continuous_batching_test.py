@@ -16,6 +16,9 @@ Bound      Launches, which the host makes, for static and continuous. Both take 
            step. continuous makes fewer steps and more calls for prompts, since most requests start
            alone. captured is limited by DRAM: each step reads all weights and all rows of the
            cache, whether they hold a request or not. The prompts are limited by launches as before.
+Seen       On an H100 machine, static and continuous take almost three times as long as predicted.
+           The costs count bare launches, and the eager decoder's Python takes longer than that.
+           continuous gains somewhat more than predicted. captured is not recorded yet.
 Use when   Answers differ in length and nobody knows how long they will be. Continuous batching
            gains as much as the longest answer of a group exceeds the average one. It gains nothing
            if all answers are equally long. A graph of the step would help static as well. A new

@@ -14,9 +14,10 @@ Bound      fused: at 16384 tokens DRAM, which reads the projection and writes qu
            once. eager passes over fp32 copies of the queries several times. At 64 tokens the number
            of kernels is the limit. All sides are timed in CUDA graphs, but there too the GPU needs
            time to start each kernel.
-Seen       Only compiled with 64 tokens is recorded, on an H100. eager takes longer than the starts
-           of its kernels, which read and write little. Each of them probably takes somewhat longer
-           than its start. compiled takes as long as its three starts.
+Seen       On an H100, eager with 64 tokens takes longer than the starts of its kernels, which read
+           and write little. Each of them probably takes somewhat longer than its start. compiled
+           takes as long as its three starts. fused is one kernel and takes a third longer than its
+           start.
 Use when   Every layer of a decoder has this step. Use compiled if the model is compiled anyway, and
            check that the cache is written in place. The kernel does not check slots, because they
            are on the GPU. Check them on the host, where they are made, as `paged_decode_test.py`

@@ -18,9 +18,9 @@ Bound      fused: DRAM, which has to deliver the context once. per_branch reads 
            branch, but its tensor cores need longer than that: FlashAttention-2 computes a tile of
            128 queries for each head, which has 4. With 2 sequences, masked has 16 programs, so most
            SMs have nothing to do.
-Seen       On an H100, masked with 16 sequences takes almost twice as long as predicted. We did not
-           record which kernel PyTorch chose. If it does not split the context, an SM has at most
-           one program, which probably keeps too few bytes in flight.
+Seen       On an H100, masked takes two to three times as long as predicted. We did not record which
+           kernel PyTorch chose. If it does not split the context, an SM has at most one program,
+           which probably keeps too few bytes in flight.
 Use when   A draft has several candidates for a token, and the context is much longer than the tree.
            Whether the tree pays off also depends on how many drafted tokens are accepted, which
            this page does not measure.

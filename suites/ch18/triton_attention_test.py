@@ -17,11 +17,11 @@ Bound      eager: DRAM, because each step reads and writes all scores. tiled: th
            the products, because the warps of a program work in step. Warps that only load are not
            here: Triton 3.9 fails to compile this loop with `warp_specialize`, for Hopper and for
            Blackwell.
-Seen       Only 16384 tokens without a mask are recorded, on an H100. cudnn takes longer than
-           predicted, and longer than the same call in `cuda_attention_hopper_test.py`. The clock of
-           the GPU was probably lower when it was timed together with eager. tuned takes a quarter
-           longer than predicted, and descriptors less than that: their only difference is how tiles
-           are loaded.
+Seen       Only sides without a mask are recorded, with 1024 and 16384 tokens on an H100. cudnn
+           takes a quarter longer than predicted, and at 16384 tokens longer than the same call in
+           `cuda_attention_hopper_test.py`. The clock of the GPU was probably lower when it was
+           timed together with eager. tuned takes a quarter to a half longer than predicted, and
+           descriptors less than that: their only difference is how tiles are loaded.
 Use when   Triton is the shortest way to attention that no library has. Write tiles with
            descriptors, and tune them. For plain or causal attention call the library. The same
            ladder in CUDA C++ is in `cuda_attention_hopper_test.py`.

@@ -17,6 +17,10 @@ Optimized  compiled: changes eager. `torch.compile` of the model and its loss.
 Bound      eager: DRAM, for passes over activations and for the optimizer's passes over weights.
            compiled saves about half of the passes over activations, and fused more than half of
            those over weights. captured: tensor cores and DRAM, with no wait for the host.
+Seen       On an H100 machine, eager takes more than three times as long as predicted, and compiled
+           almost three times. The host is the limit of both there: the costs count launches, but
+           not the Python of modules, autograd and the optimizer. The other rungs are not recorded
+           yet.
 Use when   You tune a training loop: take the rungs in this order, because each one shows the next
            limit. captured gains only if the GPU waits for the host, so it has a second, smaller
            size. The update takes a smaller share of the step if a batch has more tokens. FP8 is the
