@@ -56,6 +56,7 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Command]]] = {
             "topology": machine.topology,
             "bandwidth": machine.bandwidth,
             "nccl": machine.nccl,
+            "diagnose": machine.diagnose,
             "nccl-env": machine.nccl_env,
         },
     ),

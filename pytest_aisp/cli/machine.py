@@ -24,6 +24,9 @@ from .console import (
     store_measured,
 )
 
+Timeout = Annotated[
+    float, typer.Option(metavar="SECONDS", help="stop if a rank is silent for this long")
+]
 SIZES = {"cuda": "4KiB:512MiB", "cpu": "4KiB:4MiB"}
 """The default sizes of `aisp links nccl`. Gloo on CPUs is about 1000 times slower than NCCL."""
 
@@ -134,9 +137,7 @@ def nccl(
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE.svg", help="draw the bus bandwidth by size")
     ] = None,
-    timeout: Annotated[
-        float, typer.Option(metavar="SECONDS", help="stop if a rank is silent for this long")
-    ] = 120.0,
+    timeout: Timeout = 120.0,
     store: Store = False,
     baselines: Baselines = DEFAULT_BASELINES,
 ) -> None:
@@ -181,6 +182,45 @@ def _write_plot(result: CliResult, path: Path, svg: str) -> CliResult:
         print_error(f"--plot={path}: cannot be written: {error}")
         return replace(result, code=2)
     return replace(result, lines=[*result.lines, f"drawn in {path}"])
+
+
+def diagnose(
+    case: Annotated[
+        str | None,
+        typer.Argument(metavar="CASE", help="pytest id; default: a loop of all-reduces"),
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(metavar="N", help="ranks of the loop; default: one per GPU")
+    ] = None,
+    as_json: Json = False,
+    timeout: Timeout = 120.0,
+) -> None:
+    """Find out why collectives are slow: a late rank, contention, or a chain of ranks."""
+    from ..distributed import diagnose
+    from ..results.messages import DiagnoseTask
+    from ..tools import catalog
+    from ..util.device import Machine
+
+    if case is not None and ranks is not None:
+        raise typer.BadParameter("--ranks is for the loop; a case has its own number of ranks")
+    task = DiagnoseTask()
+    with show_progress() as progress:
+        if case is not None:
+            found, root = catalog.find_case(case, progress)
+            task = DiagnoseTask(
+                page=str(root / found.path),
+                root=str(root),
+                module=".".join(Path(found.path).with_suffix("").parts),
+                function=found.function,
+                variant=found.variant,
+                case=found.nodeid,
+                size=found.size,
+                gpus=found.gpus,
+            )
+        arrivals, title = diagnose.record(
+            Machine.here(), task, ranks=ranks, timeout=timeout, progress=progress
+        )
+    finish(diagnose.diagnose_result(arrivals, title, as_json=as_json))
 
 
 def nccl_env() -> None:

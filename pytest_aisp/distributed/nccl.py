@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
-from ..results.messages import CollectivesTask
+from ..results.messages import CollectivesTask, Reply, Task
 from ..results.row import duration
 from ..timing.collectives import ONE_SHOT, OPS, WINDOWS, bandwidths
 from ..util.cli_result import CliError, CliResult, columns, rate_text, size_text
@@ -114,8 +114,25 @@ def measure_collectives(
         CliError: if a rank fails. The message names the rank, and the exit code is 1.
     """
     device, count = choose_ranks(machine, ranks)
-    gpus = sorted(machine.gpus)[:count] if device == "cuda" else []
     task = CollectivesTask(device=device, ops=tuple(ops), sizes=tuple(sizes))
+    reply = ask_ranks(machine, count, task, timeout, progress)
+    backend = dict(reply.result)
+    rows, notes = [], backend.pop("notes")
+    for row in backend.pop("rows"):
+        algbw, busbw = bandwidths(row, count)
+        rows.append(row | {"algbw": algbw, "busbw": busbw})
+    return Sweep(count, device, rows, backend, notes)
+
+
+def ask_ranks(
+    machine: Machine, count: int, task: Task, timeout: float, progress: Callable[[str], None]
+) -> Reply:
+    """Start `count` ranks on the task's device, and return rank 0's reply.
+
+    Raises:
+        CliError: if a rank fails. The message names the rank, and the exit code is 1.
+    """
+    gpus = sorted(machine.gpus)[:count] if task.device == "cuda" else []
     with lease_gpus(gpus, progress):
         group = RankSet(count, {"CUDA_VISIBLE_DEVICES": ",".join(gpus)})
         try:
@@ -127,12 +144,7 @@ def measure_collectives(
         if reply.error == "timeout":  # the last line recommends an option of pytest, not of aisp
             message = f"{message.splitlines()[0]}\nGive it longer with --timeout={2 * timeout:g}"
         raise CliError("\n".join(filter(None, (reply.trace.rstrip(), message))), code=1)
-    backend = dict(reply.result)
-    rows, notes = [], backend.pop("notes")
-    for row in backend.pop("rows"):
-        algbw, busbw = bandwidths(row, count)
-        rows.append(row | {"algbw": algbw, "busbw": busbw})
-    return Sweep(count, device, rows, backend, notes)
+    return reply
 
 
 def nccl_result(sweep: Sweep) -> CliResult:

@@ -17,6 +17,7 @@ from .messages import (
     CompareTask,
     CompileTask,
     CountTask,
+    DiagnoseTask,
     DrawTask,
     FactsTask,
     HoldTask,
@@ -53,6 +54,7 @@ AnyTask: TypeAlias = (
     | CompareTask
     | PeaksTask
     | CollectivesTask
+    | DiagnoseTask
     | StopTask
 )
 """Every request that a worker process answers."""

@@ -259,6 +259,10 @@ class CollectivesTask(Task, frozen=True, kw_only=True, tag="collectives"):
     sizes: tuple[int, ...]
 
 
+class DiagnoseTask(CaseTask, frozen=True, kw_only=True, tag="diagnose"):
+    """Record when each rank reaches the collectives of both sides, or without a page of a loop."""
+
+
 class StopTask(Task, frozen=True, kw_only=True, tag="stop"):
     """End the process."""
 

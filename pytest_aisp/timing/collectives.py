@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypedDict
 
 from ..checking.inputs import BoundSide
 from ..checking.numerics import Wrong
+from ..page.pair import PageError
 from ..util.cli_result import size_text, with_progress
 from ..util.process_group import current_group
 from .cpu_timer import HostWindow
@@ -94,10 +95,13 @@ def sweep(
     import torch
     import torch.distributed as dist
 
+    if current_group().world == 1:
+        how = "\n    aisp links nccl"
+        raise PageError(f"collectives need several ranks; this is one process{how}")
     rows: list[CollectiveTime] = []
     notes: list[str] = []
     makers: dict[str, Callable[[int, str], Collective]]
-    makers = {op: partial(_collective, op) for op in ops}
+    makers = {op: partial(known_collective, op) for op in ops}
     if "all_reduce" in ops:
         refusal = _one_shot_refusal(device)
         if refusal is None:
@@ -116,7 +120,7 @@ def sweep(
     return {"rows": rows, "notes": notes, "ranks": world, "backend": backend, **versions}
 
 
-def _collective(op: str, nbytes: int, device: str) -> Collective:
+def known_collective(op: str, nbytes: int, device: str) -> Collective:
     """Return `op` on `nbytes`, with known values that identify their rank and chunk."""
     import torch
     import torch.distributed as dist
@@ -143,6 +147,20 @@ def _collective(op: str, nbytes: int, device: str) -> Collective:
     exchange = partial(dist.all_to_all_single, received, whole)
     fill = (rank * world + chunks).repeat_interleave(each)  # chunk j goes to rank j
     return collective(exchange, whole, fill, lambda: received, chunks * world + rank)
+
+
+def loop_of_all_reduces(sizes: Sequence[int], device: str) -> BoundSide:
+    """Return a side that makes an all-reduce of each of `sizes` in bytes, one after the other."""
+    collectives = [known_collective("all_reduce", nbytes, device) for nbytes in sizes]
+
+    def all_reduces() -> None:
+        for collective in collectives:
+            collective.run()
+
+    for collective in collectives:
+        collective.check()
+        collective.sent.zero_()  # repeated sums would overflow
+    return BoundSide(all_reduces, [()])
 
 
 def _elements_per_rank(nbytes: int) -> int:

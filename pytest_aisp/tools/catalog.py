@@ -176,6 +176,26 @@ def collect(
     return catalog
 
 
+def find_case(nodeid: str, tell: Callable[[str], None]) -> tuple[CatalogCase, Path]:
+    """Return the case with this pytest id, relative to the working directory, and pytest's root.
+
+    Raises:
+        CliError: there is no such case, or its page cannot be imported.
+    """
+    pages = collect((), tell=tell)
+    file, _, test = nodeid.partition("::")
+    path = os.path.relpath(Path.cwd() / file, pages.root)
+    names = [page.name for page in pages.pages if page.path == path]
+    found = collect(names, tell=tell) if names else pages
+    cases = {case.nodeid: case for case in found.cases if case.path == path}
+    if f"{path}::{test}" in cases:
+        return cases[f"{path}::{test}"], found.root
+    near = difflib.get_close_matches(f"{path}::{test}", cases, n=1, cutoff=0)
+    reasons = [*found.import_errors, *(f"the nearest: {name}" for name in near)]
+    how = "".join(f"; {reason}" for reason in reasons[:1])
+    raise CliError(f"unknown case {nodeid!r}{how}\n    pytest --collect-only -q")
+
+
 def read(file: Path) -> Catalog:
     """Return the catalog that `session.collect` wrote to `file`."""
     plain = json.loads(file.read_bytes())

@@ -9,13 +9,15 @@ same value on all ranks. Random choices come from seeds that the ranks share.
 from __future__ import annotations
 
 from collections.abc import Callable
-from time import monotonic_ns
+from time import monotonic_ns, time_ns
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
+ROUND_TRIPS = 32
+"""Messages to each rank and back. The fastest one tells the offset of its clock best."""
 
 
 class SingleProcess:
@@ -42,6 +44,17 @@ class SingleProcess:
     def broadcast(self, value: T) -> T:
         """Return the `value` that rank 0 has."""
         return value
+
+    def gather(self, value: T) -> list[T]:
+        """Return the `value` of every rank."""
+        return [value]
+
+    def clock_offset(self) -> tuple[float, float]:
+        """Return by how many seconds this rank's clock is ahead of rank 0's, and the largest error.
+
+        The clock is that of `time.time_ns`.
+        """
+        return 0.0, 0.0
 
     def start_window(self, device: str) -> None:
         """Wait until all ranks can start a window. Call it last, just before the start time."""
@@ -116,6 +129,45 @@ class Ranks(SingleProcess):
         values = [value]
         dist.broadcast_object_list(values, src=source, group=self._group)
         return values[0]
+
+    def gather(self, value: T) -> list[T]:
+        import torch.distributed as dist
+
+        self._count_agreement()
+        values = [value] * self.world
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def clock_offset(self) -> tuple[float, float]:
+        offsets, error = [0.0], 0.0
+        for other in range(1, self.world):
+            offset, half = self.broadcast(self._round_trips(other))
+            # Clocks that may be equal are treated as equal: those of one machine are.
+            offsets.append(offset if abs(offset) > half else 0.0)
+            error = max(error, half)
+        return offsets[self.rank], error
+
+    def _round_trips(self, other: int) -> tuple[float, float]:
+        """On rank 0, return the offset of the clock of `other` and half of the fastest round trip.
+
+        That is the largest error, because the other clock was read during the round trip.
+        """
+        import torch
+        import torch.distributed as dist
+
+        trips, cell = [], torch.zeros(1, dtype=torch.int64)
+        for _ in range(ROUND_TRIPS if self.rank in (0, other) else 0):
+            if self.rank:
+                dist.recv(cell, 0, group=self._group)
+                dist.send(cell.fill_(time_ns()), 0, group=self._group)
+                continue
+            sent = time_ns()
+            dist.send(cell, other, group=self._group)
+            dist.recv(cell, other, group=self._group)
+            half = (time_ns() - sent) / 2
+            trips.append((half * 1e-9, (int(cell) - sent - half) * 1e-9))
+        half, offset = min(trips, default=(0.0, 0.0))
+        return offset, half
 
     def start_window(self, device: str) -> None:
         import torch

@@ -31,8 +31,7 @@ from ..timing.schedule import Budget, Samples
 from ..util import device, pytree
 from ..util.cpu_load import CpuLoad
 from ..util.device_state import Stopwatch, no_gc, synchronizer
-from ..util.process_group import current_group
-from . import input_process, sandbox
+from . import arrivals, input_process, sandbox
 from .changed_sides import changed_sides
 from .client import Progress
 from .held_side import Holder
@@ -95,6 +94,8 @@ class Engine:
                 return self.peaks(task)
             case messages.CollectivesTask():
                 return self.collectives(task)
+            case messages.DiagnoseTask():
+                return arrivals.diagnose(task, self.progress)
         raise TypeError(f"no engine answers {task.kind!r}")
 
     def check(self, task: messages.CheckTask) -> task_results.CheckResult:
@@ -309,9 +310,6 @@ class Engine:
         """Time collectives with the other ranks."""
         from ..timing.collectives import sweep
 
-        if current_group().world == 1:
-            how = "\n    aisp links nccl"
-            raise PageError(f"collectives need several ranks; this is one process{how}")
         return sweep(task.ops, task.sizes, task.device, self.progress)
 
     def compile(self, task: messages.CompileTask) -> task_results.CompileResult:

@@ -164,7 +164,7 @@ def staged_cost(layers, width, batch):
     state=state,
     inputs=inputs,
     reference=reference,
-    sizes=[{"layers": 4, "width": 1024, "batch": 8192}],
+    sizes=[{"layers": 2, "width": 1024, "batch": 8192}],
     check_sizes=[{"layers": 1, "width": 33, "batch": 17}],
     cpu_sizes=[{"layers": 2, "width": 192, "batch": 32}],
     work=lambda layers, width, batch: Work(
