@@ -1,0 +1,301 @@
+"""Record when each rank arrives at its collectives and when they end, with torch's profiler.
+
+The profiler sees every collective, also those that DDP and FSDP start. With Gloo, its range of a
+collective lasts from the call to the end of the transfer. With NCCL, the kernel is used: it starts
+when the rank's stream reaches the collective, and it ends when the data are there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
+from functools import partial
+from typing import Any
+
+from msgspec import Struct
+
+from ..checking.inputs import BoundSide, InputPool, one_slot
+from ..page.pair import PageError
+from ..results.messages import DiagnoseTask
+from ..timing.collectives import OPS, known_collective, loop_of_all_reduces
+from ..util.device_state import no_gc, synchronizer
+from ..util.process_group import current_group
+from .loader import TaskContext, seed_of
+
+WARMUP, CALLS = 3, 30
+"""Numbers of calls before the recording, and of recorded calls."""
+LOOP_SIZES = (4 << 10, 256 << 10, 4 << 20)
+"""Bytes of the all-reduces of the loop that is recorded if no case is given."""
+RANGE = "aisp-call"
+END = "end of the call"
+SENT, RECEIVED = ("send", "exchange"), ("recv", "exchange")
+"""Operations that send and that receive. A kernel of NCCL may do both: an ``exchange``."""
+WIDTHS = {"double": 8, "long int": 8, "c10::Half": 2, "c10::BFloat16": 2, "unsigned char": 1}
+"""Bytes of an element by the profiler's name of its type. All others are counted as 4."""
+
+
+class Operation(Struct, frozen=True):
+    """A collective, or a transfer between two ranks, on one rank.
+
+    Attributes:
+        name: such as ``all_reduce``, ``send`` or ``recv``.
+        nbytes: bytes of the buffer of a collective as `OPS` defines it, or 0 if they are unknown.
+        start, end: seconds on rank 0's clock.
+    """
+
+    name: str
+    nbytes: int
+    start: float
+    end: float
+
+
+class Meeting(Struct, frozen=True):
+    """One collective on all ranks.
+
+    Attributes:
+        name, nbytes: those of its operations.
+        arrived, ended: seconds by rank.
+        blocked: seconds by rank that it waited, since its last collective, for data that no other
+            rank had begun to send.
+    """
+
+    name: str
+    nbytes: int
+    arrived: Sequence[float]
+    ended: Sequence[float]
+    blocked: Sequence[float]
+
+    @property
+    def spread(self) -> float:
+        """Seconds between the first and the last arrival."""
+        return max(self.arrived) - min(self.arrived)
+
+    @property
+    def transfer(self) -> float:
+        """Seconds from the last arrival to the last end."""
+        return max(self.ended) - max(self.arrived)
+
+    @property
+    def key(self) -> str:
+        return f"{self.name} {self.nbytes}"
+
+
+Call = Sequence[Meeting]
+"""The collectives of one call, in their order."""
+
+
+class SideArrivals(Struct, frozen=True):
+    """The recorded calls of one side, and the transfer of each of its collectives alone.
+
+    Attributes:
+        alone: seconds of the transfer of the k-th collective of a call, or None if it is unknown.
+    """
+
+    calls: Sequence[Call]
+    alone: Sequence[float | None]
+
+
+class DiagnoseResult(Struct, frozen=True):
+    """The result of a `DiagnoseTask`.
+
+    Attributes:
+        sides: by the name of the side.
+        clock_error: seconds by which arrivals on two ranks may be off against each other.
+    """
+
+    sides: Mapping[str, SideArrivals]
+    clock_error: float
+
+
+def diagnose(task: DiagnoseTask, progress: Callable[[str], object]) -> DiagnoseResult:
+    """Record both sides of the case, or without a page a loop of all-reduces.
+
+    Raises:
+        PageError: a side makes no collective, or the ranks do not make the same ones.
+    """
+    if not task.function:
+        loop = loop_of_all_reduces(LOOP_SIZES, task.device)
+        return _record_sides([loop], task.device, progress, compare=False)
+    context = TaskContext(task)
+    seed = seed_of(task, task.kind)
+    pool = InputPool(context.pair, dict(task.size), task.device, seed, task.seed)
+    with one_slot(pool), no_gc():
+        bound = (pool.bind(side) for side, _ in context.sides)
+        return _record_sides(bound, task.device, progress, compare=True)
+
+
+def _record_sides(
+    sides: Iterable[BoundSide], device: str, progress: Callable[[str], object], *, compare: bool
+) -> DiagnoseResult:
+    """Record each side. With `compare`, also time its collectives alone."""
+    offset, error = current_group().clock_offset()
+    recorded = {}
+    for side in sides:
+        progress(f"record {side.name}")
+        with closing(side):
+            calls = _record(partial(side.run, 0), device, offset)
+        _refuse_smaller_groups(side.name)
+        try:
+            met = meetings(current_group().gather(calls))
+        except ValueError as wrong:
+            raise PageError(f"{side.name}: {wrong}") from None
+        alone: dict[str, float | None] = {}
+        for meeting in met[0] if compare else ():
+            if meeting.key not in alone:
+                progress(f"time {meeting.key} alone")
+                alone[meeting.key] = _alone(meeting, device, offset)
+        recorded[side.name] = SideArrivals(met, [alone.get(m.key) for m in met[0]])
+    return DiagnoseResult(recorded, error)
+
+
+def meetings(ranks: Sequence[Sequence[Sequence[Operation]]]) -> list[Call]:
+    """Return the calls, given the operations by rank and call.
+
+    If a call has only transfers between two ranks, its end is where the ranks meet.
+
+    Raises:
+        ValueError: there is no operation, or the ranks do not make the same collectives.
+    """
+    calls = [_meetings_of(operations) for operations in zip(*ranks, strict=True)]
+    if len({tuple(m.key for m in call) for call in calls}) != 1:
+        raise ValueError("its calls do not make the same collectives each time")
+    if not calls[0]:
+        raise ValueError("it calls no collective of torch.distributed")
+    return calls
+
+
+def _meetings_of(ranks: Sequence[Sequence[Operation]]) -> Call:
+    """Return the meetings of one call, given its operations by rank."""
+    pairwise = {*SENT, *RECEIVED}
+    names = {operation.name for operations in ranks for operation in operations}
+    collectives = names - pairwise - {END}
+    if not collectives and names & pairwise:
+        collectives = {END}
+    chosen = [[o for o in operations if o.name in collectives] for operations in ranks]
+    orders = [[f"{o.name} {o.nbytes}" for o in operations] for operations in chosen]
+    if any(order != orders[0] for order in orders):
+        counts = ", ".join(f"rank {rank} {len(order)}" for rank, order in enumerate(orders))
+        raise ValueError(f"its ranks do not make the same collectives: {counts}")
+    found, before = [], [-math.inf] * len(ranks)
+    for same in zip(*chosen, strict=True):
+        arrived = [o.start for o in same]
+        blocked = [
+            _blocked(ranks, rank, since, until)
+            for rank, (since, until) in enumerate(zip(before, arrived, strict=True))
+        ]
+        ended = [o.end for o in same]
+        found.append(Meeting(same[0].name, same[0].nbytes, arrived, ended, blocked))
+        before = arrived
+    return found
+
+
+def _blocked(ranks: Sequence[Sequence[Operation]], rank: int, since: float, until: float) -> float:
+    """Return the seconds that `rank` received while no other rank had begun to send.
+
+    A receive that was posted early waits for the other rank only until that one sends. The rest of
+    its time, the rank may have computed.
+    """
+    others = [o for number, each in enumerate(ranks) if number != rank for o in each]
+    seconds, last = 0.0, since
+    for receive in sorted(ranks[rank], key=lambda o: o.start):
+        if receive.name not in RECEIVED or not since <= receive.start < until:
+            continue
+        sends = [o.start for o in others if o.name in SENT and o.start <= receive.end]
+        begin, end = max(receive.start, last), min(max(sends, default=-math.inf), until)
+        seconds, last = seconds + max(0.0, end - begin), max(last, end)
+    return seconds
+
+
+def _record(run: Callable[[], object], device: str, offset: float) -> list[list[Operation]]:
+    """Return this rank's operations in each of `CALLS` calls. All ranks begin a call together."""
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    activities = [ProfilerActivity.CPU]
+    activities += [ProfilerActivity.CUDA] if device.startswith("cuda") else []
+    synchronize = synchronizer(device)
+
+    def call() -> None:
+        current_group().start_window(device)
+        synchronize()
+        with record_function(RANGE):
+            run()
+            synchronize()
+
+    for _ in range(WARMUP):
+        call()
+    with profile(activities=activities, record_shapes=True) as profiler:
+        for _ in range(CALLS):
+            call()
+    assert profiler.profiler is not None
+    return operations(profiler.profiler.kineto_results.events(), offset)
+
+
+def operations(events: Iterable[Any], offset: float) -> list[list[Operation]]:
+    """Return the operations of each call, given the profiler's events and the clock's offset."""
+    ranges, posted, kernels = [], [], []
+    for event in sorted(events, key=lambda e: int(e.start_ns())):
+        backend, _, name = event.name().partition(":")
+        start, end = event.start_ns() * 1e-9 - offset, event.end_ns() * 1e-9 - offset
+        if event.name() == RANGE and event.device_type().name == "CPU":
+            ranges.append(Operation(END, 0, end, end))
+            posted.append(Operation(RANGE, 0, start, end))
+        elif backend in ("gloo", "nccl") and event.device_type().name == "CPU":
+            posted.append(_operation(name.split()[0], event, start, end))
+        elif event.name().startswith("ncclDevKernel"):
+            kernels.append(Operation("", 0, start, end))
+    calls = [o for o in posted if o.name == RANGE]
+    inside = [
+        [o for o in posted if o.name != RANGE and call.start <= o.start <= call.end]
+        for call in calls
+    ]
+    if kernels:
+        inside = [
+            _on_gpu(each, [k for k in kernels if call.start <= k.start <= call.end])
+            for each, call in zip(inside, calls, strict=True)
+        ]
+    return [[*each, end] for each, end in zip(inside, ranges, strict=True)]
+
+
+def _on_gpu(posted: Sequence[Operation], kernels: Sequence[Operation]) -> list[Operation]:
+    """Return `posted` with the times of their kernels, which run in the same order."""
+    posted = [o for o in posted if o.name != "barrier" or len(posted) == len(kernels)]
+    if len(posted) != len(kernels):
+        raise PageError(
+            f"{len(posted)} operations of NCCL launched {len(kernels)} kernels in one call:"
+            " which belongs to which is unknown"
+        )
+    return [
+        Operation(o.name, o.nbytes, k.start, k.end) for o, k in zip(posted, kernels, strict=True)
+    ]
+
+
+def _operation(name: str, event: Any, start: float, end: float) -> Operation:
+    name = {"coalesced": "exchange", "_all_gather_base": "all_gather"}.get(name, name)
+    name = "reduce_scatter" if name == "_reduce_scatter_base" else name
+    elements = sum(math.prod(shape) for shape in event.shapes())
+    width = WIDTHS.get(next(iter(event.dtypes()), ""), 4)
+    ranks = current_group().world if name == "all_gather" else 1  # its input is one part
+    return Operation(name, elements * width * ranks if name in OPS else 0, start, end)
+
+
+def _alone(meeting: Meeting, device: str, offset: float) -> float | None:
+    """Return the median seconds of the transfer of a collective if nothing else runs."""
+    if meeting.name not in OPS or not meeting.nbytes:
+        return None
+    run = known_collective(meeting.name, meeting.nbytes, device).run
+    calls = meetings(current_group().gather(_record(run, device, offset)))
+    return sorted(call[0].transfer for call in calls)[len(calls) // 2]
+
+
+def _refuse_smaller_groups(name: str) -> None:
+    """Raise `PageError` if any rank is in a group of some ranks only."""
+    from torch.distributed import distributed_c10d
+
+    group = current_group()
+    sizes = [len(ranks) for ranks in distributed_c10d._world.pg_group_ranks.values()]
+    if group.max(any(size < group.world for size in sizes)):
+        raise PageError(
+            f"{name} uses a process group of some ranks only, which is not supported:"
+            " a recording does not tell to which group a collective belongs"
+        )
