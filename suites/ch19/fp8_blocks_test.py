@@ -1,7 +1,9 @@
 """FP8 with a scale per block: what finer scales and exact sums take from FP8's gain.
 
 Problem    y = x W^T, x (m, k) and W (n, k) in bf16, y in bf16. W is the page's state.
+           The second test is the product alone: x and W are codes with a scale for each row.
 Baseline   bf16: `torch.nn.functional.linear`, which is cuBLASLt.
+           library: in the second test, `torch._scaled_mm`, which is cuBLASLt with FP8.
 Optimized  All variants multiply in e4m3. Triton kernels quantize x in the call, multiply, and scale
            before they store. W is quantized once, before the timed part.
            by_rows: a scale for each row of x and of W. Tensor cores sum over all of k.
@@ -10,16 +12,26 @@ Optimized  All variants multiply in e4m3. Triton kernels quantize x in the call,
            by_blocks: changes summed. A scale for each 128 elements of a row of x, and for each 128
            x 128 elements of W, as in DeepSeek-V3 (arXiv:2412.19437). It multiplies each sum over
            128 channels.
+           hopper_rows: changes by_rows. The product is a kernel in CUDA C++, with TMA, wgmma, a
+           warp that only loads, and one block per SM.
+           hopper_summed: changes summed in the same way. Its tiles are 128 x 128 instead of 128 x
+           256, and two blocks load each tile of W together.
+           hopper_blocks: changes by_blocks in the same way, with the tiles of hopper_summed.
+           product_by_rows: in the second test, the product of hopper_rows.
+           product_summed: in the second test, the product of hopper_summed.
 Bound      Tensor cores, at twice the rate of bf16. summed and by_blocks add one multiply-add on
            CUDA cores for every 128 on tensor cores. That is little work, but a block's tensor cores
            wait for it. The second set of sums costs more. In the code for sm90, a thread of a
            128 x 128 tile needs 170 registers in place of 117. So only one block fits on an SM, and
            no second block has work for the tensor cores meanwhile. Tiles of 64 x 128 leave room for
-           two, and read more bytes. So summed and by_blocks claim no speedup over bf16.
+           two, and read more bytes. So summed and by_blocks claim no speedup over bf16. In
+           hopper_summed and hopper_blocks, each of two warpgroups has half of the tile. While one
+           adds up its sums, the other one's products can run.
 Seen       On an H100, all variants take longer than predicted. The rate `fp8` is that of a
            library's product. by_rows does not reach it, and we did not measure why. summed and
            by_blocks have a single block per SM, as *Bound* says, so nothing hides its waits. summed
-           is as fast as bf16, and by_blocks is slower than bf16.
+           is as fast as bf16, and by_blocks is slower than bf16. The kernels in CUDA C++ have not
+           run on a GPU yet. nvdisasm shows their products, `QGMMA`, and no spills.
 Use when   by_rows for speed, if rows are alike in size along k: it has no such waits, and cuBLASLt
            offers it (`../ch13/fp8_linear_test.py`). summed and by_blocks are for accuracy, and with
            these kernels they gain no time over bf16. summed for a long k: Hopper's tensor cores
@@ -28,7 +40,8 @@ Use when   by_rows for speed, if rows are alike in size along k: it has no such 
            largest number and the smallest one with all bits. Not for outliers of a few channels,
            because e4m3's steps are relative to each value. The check accepts the error that
            rounding each operand by 2^-4 of its value would cause. On these inputs, which are
-           normal, all three variants lose about the same.
+           normal, all variants lose about the same. The product that is timed beside the library may
+           differ as much, although its operands are codes: tensor cores round the sums.
 """
 
 import torch
@@ -36,9 +49,10 @@ import triton
 import triton.language as tl
 from torch.nn import functional as F
 
-from pytest_aisp import Conditions, Cost, Variant, Work, compare
+from pytest_aisp import Conditions, Cost, Variant, Work, compare, cuda_module, tensor_map
 from suites.rounding import to_even
 
+hopper = cuda_module("fp8_products.cu")
 LARGEST = 448.0  # of e4m3
 SIDE = 128  # of a block that shares a scale
 CONFIGS = [
@@ -184,6 +198,54 @@ def by_blocks(w, x):
     yield lambda: multiplied(x, *ready, blocks=True, adding=True)
 
 
+THREADS = 2 * 128 + 32
+"""Of a block with two warpgroups that multiply and a warp that loads."""
+
+
+def on_hopper(kernel, x, x_scales, w, w_scales, columns, stages, cluster=1):
+    """Multiply codes by `kernel`, with tiles of 128 x `columns` and a ring of `stages` tiles."""
+    out = torch.empty(len(x), len(w), device=x.device, dtype=torch.bfloat16)
+    shared = stages * (SIDE + columns) * SIDE + 2 * 2 * 64 * 64 * 2 + 1024
+    if cluster == 1:
+        blocks = torch.cuda.get_device_properties(x.device).multi_processor_count
+    else:
+        blocks = cluster * kernel.clusters_at_once(THREADS, shared, cluster=cluster)
+    kernel[blocks, THREADS, shared](
+        tensor_map(x, (SIDE, SIDE), swizzle=128),
+        tensor_map(w, (columns // cluster, SIDE), swizzle=128),
+        tensor_map(out, (64, 64), swizzle=128),
+        x_scales, w_scales, *out.shape, x.shape[1],
+    )  # fmt: skip
+    return out
+
+
+def product_by_rows(x, x_scales, w, w_scales):
+    return on_hopper(hopper.by_rows, x, x_scales, w, w_scales, columns=256, stages=4)
+
+
+def product_summed(x, x_scales, w, w_scales):
+    return on_hopper(hopper.summed, x, x_scales, w, w_scales, columns=128, stages=6, cluster=2)
+
+
+def product_by_blocks(x, x_scales, w, w_scales):
+    return on_hopper(hopper.by_blocks, x, x_scales, w, w_scales, columns=128, stages=6, cluster=2)
+
+
+def hopper_rows(w, x):
+    ready = quantized_rows(w, blocks=False)
+    yield lambda: product_by_rows(*quantized_rows(x, blocks=False), *ready)
+
+
+def hopper_summed(w, x):
+    ready = quantized_rows(w, blocks=False)
+    yield lambda: product_summed(*quantized_rows(x, blocks=False), *ready)
+
+
+def hopper_blocks(w, x):
+    ready = quantized_squares(w)
+    yield lambda: product_by_blocks(*quantized_rows(x, blocks=True), *ready)
+
+
 def bf16_cost(m, n, k):
     return Cost(read=2 * (m + n) * k, write=2 * m * n, ops={"bf16": 2 * m * n * k}, launches=1)
 
@@ -194,30 +256,97 @@ def fp8_cost(m, n, k, added=0):
     return rows + Cost(read=(m + n) * k, write=2 * m * n, ops=ops, launches=1)
 
 
+MULTICAST = ("tma", "wgmma", "multicast")
+
+
 @compare(
     baseline=bf16,
     optimized=[
         Variant(by_rows, precision="fp8", at_least={"sm90": 1.3}),
         Variant(summed, precision="fp8", at_least="yardstick"),
         Variant(by_blocks, precision="fp8", at_least="yardstick"),
+        Variant(hopper_rows, precision="fp8", needs=("tma", "wgmma"), at_least="yardstick"),
+        Variant(hopper_summed, precision="fp8", needs=MULTICAST, at_least="yardstick"),
+        Variant(hopper_blocks, precision="fp8", needs=MULTICAST, at_least="yardstick"),
     ],
     state=state,
     inputs=inputs,
     reference=reference,
     sizes=[{"m": 8192, "n": 8192, "k": 8192}],
-    check_sizes=[{"m": 35, "n": 200, "k": 384}, {"m": 3, "n": 130, "k": 256}],
+    check_sizes=[{"m": 35, "n": 200, "k": 384}, {"m": 3, "n": 136, "k": 256}],
     work=lambda m, n, k: Work(
         read=2 * (m + n) * k, write=2 * m * n, flops={"fp8": 2 * m * n * k}, terms=k
     ),
     bound="tensor",
     costs={
         bf16: bf16_cost,
-        by_rows: fp8_cost,
-        summed: lambda m, n, k: fp8_cost(m, n, k, added=1),
-        by_blocks: lambda m, n, k: fp8_cost(m, n, k, added=1),
+        **dict.fromkeys((by_rows, hopper_rows), fp8_cost),
+        **dict.fromkeys(
+            (summed, by_blocks, hopper_summed, hopper_blocks),
+            lambda m, n, k: fp8_cost(m, n, k, added=1),
+        ),
     },
     conditions=Conditions(needs="fp8"),
 )
 def test_fp8_blocks(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
+
+
+def codes(device, m, n, k):
+    """Return codes of e4m3 with a scale per row: those of x (m, k), then those of W (n, k)."""
+    rows = []
+    for count in (m, n):
+        rows.append(torch.randn(count, k, device=device).to(torch.float8_e4m3fn))
+        rows.append(torch.rand(1, count, device=device) + 0.5)
+    return tuple(rows)
+
+
+def reference_of_codes(x, x_scales, w, w_scales):
+    return x.double() @ w.double().t() * x_scales.double().t() * w_scales.double()
+
+
+def library(x, x_scales, w, w_scales):
+    if not x.is_cuda:  # its CPU version refuses scales per row before torch 2.13
+        return (x.float() @ w.float().t() * x_scales.t() * w_scales).bfloat16()
+    return torch._scaled_mm(
+        x, w.t(), x_scales.t(), w_scales, out_dtype=torch.bfloat16, use_fast_accum=True
+    )
+
+
+def product_cost(m, n, k, added=0):
+    ops = {"fp8": 2 * m * n * k, "fp32": 2 * added * m * n * k / SIDE}
+    return Cost(read=(m + n) * (k + 4), write=2 * m * n, ops=ops, launches=1)
+
+
+@compare(
+    baseline=Variant(library, precision="fp8"),
+    optimized=[
+        Variant(product_by_rows, precision="fp8", needs=("tma", "wgmma"), sass="QGMMA"),
+        Variant(product_summed, precision="fp8", needs=MULTICAST, sass="QGMMA"),
+    ],
+    inputs=codes,
+    reference=reference_of_codes,
+    sizes=[{"m": 8192, "n": 8192, "k": 8192}],
+    # Less than a tile, parts of tiles in all dimensions, and more tiles than an H200 has SMs.
+    check_sizes=[
+        {"m": 35, "n": 200, "k": 384},
+        {"m": 257, "n": 776, "k": 144},
+        {"m": 1500, "n": 3112, "k": 272},
+    ],
+    work=lambda m, n, k: Work(
+        read=(m + n) * (k + 4), write=2 * m * n, flops={"fp8": 2 * m * n * k}, terms=k
+    ),
+    bound="tensor",
+    versus="library",
+    at_least="yardstick",
+    costs={
+        library: product_cost,
+        product_by_rows: product_cost,
+        product_summed: lambda m, n, k: product_cost(m, n, k, added=1),
+    },
+    conditions=Conditions(needs="fp8"),
+)
+def test_fp8_product_beside_the_library(pair):
     pair.assert_equivalent()
     pair.assert_speedup()
