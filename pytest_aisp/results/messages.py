@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias, TypeVar
 
-import msgspec
-from msgspec import Struct
+from msgspec import Struct, convert
 from msgspec.structs import replace
 
 Json: TypeAlias = Any
@@ -332,7 +331,7 @@ class Reply(Struct, frozen=True, kw_only=True, tag="reply"):
 
     def read(self, kind: type[Result]) -> Result:
         """Return the result as `kind`, the result of the task."""
-        return msgspec.convert(self.result, kind, strict=False)  # infinities are sent as text
+        return convert(self.result, kind, strict=False)  # infinities are sent as text
 
 
 Answer: TypeAlias = ProgressUpdate | RankStarted | RankStep | Reply
