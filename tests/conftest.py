@@ -102,7 +102,7 @@ def no_ci(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marker of tests that are about processes."""
-    text = "new_processes: start new worker processes instead of forking warm ones"
+    text = "new_processes: start new processes of xdist and workers instead of forking warm ones"
     config.addinivalue_line("markers", text)
 
 
@@ -149,7 +149,7 @@ def pytester(
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> pytest.Pytester:
-    """Fork what `runpytest_subprocess` starts, and its worker processes unless `new_processes`."""
+    """Fork what `runpytest_subprocess` starts; its own processes too unless `new_processes`."""
     for name in [name for name in os.environ if name.startswith("PYTEST_XDIST")]:
         monkeypatch.delenv(name)  # a run that a test starts is not in an xdist worker
     popen = pytester.popen

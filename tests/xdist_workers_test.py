@@ -7,6 +7,7 @@ import json
 import pytest
 from worker_processes import alive_workers, wait_for
 
+pytestmark = pytest.mark.new_processes
 IMPORTS = "import os, signal, time"
 # The parent of a worker process is the xdist worker, and it dies with its parent.
 KILL = "(os.kill(os.getppid(), signal.SIGKILL), time.sleep(1000))"

@@ -3,7 +3,8 @@
 A run of pytest spends seconds on imports before its first line, and so does each of its worker
 processes. `Zygote` imports once and forks a process for each run, with the arguments, environment,
 folder and output files that a new process would have. The worker processes of a run are forked from
-a zygote of its own, which has imported the worker's modules and ends with the run.
+a zygote of its own, which has imported the worker's modules and ends with the run. So are the xdist
+workers of a run with `-n`, and their worker processes.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from typing import Any, NoReturn
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 WORKER_NAME = "aisp-worker"
 """The name of a forked worker process, whose command line is that of its zygote."""
-WORKERS = 63
-"""The file descriptor of the socket between a run and the zygote of its worker processes."""
+WORKERS, RUNS = 63, 62
+"""File descriptors: a run's sockets to the zygotes of its worker processes and xdist workers."""
 FORKABLE = ("PYTHONPATH", "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG")
 """Variables that nothing imported here has read. If another one changes, the process is new."""
 
@@ -36,7 +37,8 @@ FORKABLE = ("PYTHONPATH", "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG")
 class Forked:
     """A forked process with the interface of `subprocess.Popen`."""
 
-    stdin = None
+    stdin: Any = None
+    stdout: Any = None
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection, self._lines = connection, connection.makefile("rb")
@@ -86,11 +88,28 @@ class Zygote:
         fds = {1: stdout, 2: stderr}
         if workers is None:
             return self._start(fds, os.environ, target="pytest", args=args)
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            workers._start({WORKERS: theirs.fileno()}, os.environ, target="zygote")
-            fds[WORKERS] = ours.fileno()
-            return self._start(fds, os.environ, target="pytest", args=args, fork_workers=True)
+        with contextlib.ExitStack() as sockets:
+            fds[WORKERS] = workers._copy(sockets)
+            if any(argument.startswith("-n") for argument in args):
+                fds[RUNS] = self._copy(sockets)
+            return self._start(fds, os.environ, target="pytest", args=args, sockets=len(fds) - 2)
+
+    def xdist_worker(self, workers: Zygote) -> Forked:
+        """Start the process that execnet starts for an xdist worker, with pipes to it."""
+        (stdin, to_stdin), (from_stdout, stdout) = os.pipe(), os.pipe()
+        with contextlib.ExitStack() as sockets:
+            fds = {0: stdin, 1: stdout, 2: 2, WORKERS: workers._copy(sockets)}
+            forked = self._start(fds, os.environ, target="xdist_worker")
+        os.close(stdin)
+        os.close(stdout)
+        forked.stdin, forked.stdout = os.fdopen(to_stdin, "wb"), os.fdopen(from_stdout, "rb")
+        return forked
+
+    def _copy(self, sockets: contextlib.ExitStack) -> int:
+        """Fork a zygote from this one. Return the file descriptor of a socket to it."""
+        ours, theirs = map(sockets.enter_context, socket.socketpair())
+        self._start({WORKERS: theirs.fileno()}, os.environ, target="zygote")
+        return ours.fileno()
 
     def worker(self, command: Sequence[str], **options: Any) -> Any:
         """Start a worker process as `subprocess.Popen(command, **options)` would."""
@@ -158,7 +177,8 @@ def _supervise(request: dict[str, Any], reply: int, fds: list[int]) -> NoReturn:
         os.setsid()
     _move(fds, request.pop("targets"))
     _set_up(request.pop("cwd"), request.pop("environ"), is_worker)
-    {"worker": _run_worker, "pytest": _run_pytest, "zygote": _run_zygote}[target](**request)
+    targets = {"worker": _run_worker, "pytest": _run_pytest, "zygote": _run_zygote}
+    {**targets, "xdist_worker": _run_xdist_worker}[target](**request)
     raise AssertionError("the process returned")
 
 
@@ -193,24 +213,44 @@ def _run_zygote() -> NoReturn:
     os._exit(0)
 
 
-def _run_pytest(args: list[str], fork_workers: bool = False) -> NoReturn:
+def _run_pytest(args: list[str], sockets: int = 0) -> NoReturn:
     import pytest
 
-    plugins = [ForkWorkers(Zygote(socket.socket(fileno=WORKERS)))] if fork_workers else []
+    zygotes = [Zygote(socket.socket(fileno=fd)) for fd in (WORKERS, RUNS)[:sockets]]
+    plugins = [ForkWorkers(*zygotes)] if zygotes else []
     sys.argv = [os.path.join(os.path.dirname(pytest.__file__), "__main__.py"), *args]
     raise SystemExit(pytest.main(plugins=plugins))
 
 
-class ForkWorkers:
-    """A plugin that forks the worker processes of a run."""
+def _run_xdist_worker() -> NoReturn:
+    import _pytest.config
 
-    def __init__(self, zygote: Zygote) -> None:
-        self._zygote = zygote
+    plugin = ForkWorkers(Zygote(socket.socket(fileno=WORKERS)))
+    prepare = _pytest.config._prepareconfig
+    _pytest.config._prepareconfig = lambda args, _: prepare(args, [plugin])
+    sys.argv, sys.stdin = ["-c"], os.fdopen(0, closefd=False)
+    exec(eval(sys.stdin.readline()), {"__name__": "__main__"})  # execnet's command
+    raise SystemExit(0)
+
+
+class ForkWorkers:
+    """A plugin that forks the worker processes of a run, and its xdist workers."""
+
+    def __init__(self, workers: Zygote, runs: Zygote | None = None) -> None:
+        self._workers, self._runs = workers, runs
 
     def pytest_configure(self) -> None:
         from pytest_aisp.worker import client
 
-        client.Popen = self._zygote.worker  # type: ignore[assignment,misc]
+        client.Popen = self._workers.worker  # type: ignore[assignment,misc]
+        if runs := self._runs:
+            from execnet import gateway_io
+
+            def start(io: Any, args: Sequence[str], execmodel: Any) -> None:
+                io.popen = runs.xdist_worker(self._workers)
+                super(type(io), io).__init__(io.popen.stdin, io.popen.stdout, execmodel)
+
+            gateway_io.Popen2IOMaster.__init__ = start  # type: ignore[assignment,method-assign]
 
 
 def _run_worker(args: list[str]) -> NoReturn:
