@@ -1,7 +1,10 @@
-// CUB's histogram and scan behind C functions, for cub_test.py. Compiled by nvcc, not by the plugin.
+// CUB's histogram, scan and sums of rows behind C functions, for cub_test.py. Compiled by nvcc, not by the plugin.
 
 #include <cub/device/device_histogram.cuh>
 #include <cub/device/device_scan.cuh>
+#include <cub/device/device_segmented_reduce.cuh>
+#include <thrust/iterator/counting_iterator.h>
+#include <thrust/iterator/transform_iterator.h>
 
 // Each returns a cudaError_t; with temporary = nullptr they only set `bytes` to what they need.
 
@@ -13,4 +16,17 @@ extern "C" int histogram(void* temporary, size_t* bytes, const int* x, int* out,
 extern "C" int inclusive_sum(void* temporary, size_t* bytes, const int* x, int* out, int n,
                              cudaStream_t stream) {
   return cub::DeviceScan::InclusiveSum(temporary, *bytes, x, out, n, stream);
+}
+
+// Where row `r` begins, in elements. Row r ends where the next one begins.
+struct Begin {
+  long long n;
+  __host__ __device__ long long operator()(long long r) const { return r * n; }
+};
+
+extern "C" int row_sums(void* temporary, size_t* bytes, const int* x, int* out, int rows, int n,
+                        cudaStream_t stream) {
+  auto begins = thrust::make_transform_iterator(thrust::counting_iterator<long long>(0), Begin{n});
+  return cub::DeviceSegmentedReduce::Sum(temporary, *bytes, x, out, rows, begins, begins + 1,
+                                         stream);
 }

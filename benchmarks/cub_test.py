@@ -1,19 +1,23 @@
-"""Chapter 7's histogram and scan compared with CUB's, which torch does not expose directly.
+"""Histogram, scan and sums of rows compared with CUB's, which torch does not expose directly.
 
     pytest benchmarks/cub_test.py -vv
 
 Needs a GPU and nvcc with CUB's headers (the CUDA toolkit): CUB's device-wide algorithms are host
 code, which NVRTC does not compile. Everywhere else it is skipped.
 
-Problem    2^28 int32: counts of 256 values, even and with every second value the same; prefix sums.
+Problem    2^28 int32: counts of 256 values, even and with every second value the same; prefix sums;
+           sums of rows of 256 and of 1024.
 Baseline   privatized: of suites/ch07/histogram_test.py.
            look_back: of suites/ch07/scan_test.py.
+           warp_per_row: of suites/ch06/shuffle_reduction_test.py.
 Optimized  cub_histogram: `cub::DeviceHistogram::HistogramEven`, a yardstick.
            cub_scan: `cub::DeviceScan::InclusiveSum`, a yardstick.
-Bound      DRAM: 1 GiB read; 1 GiB read and 1 GiB written.
+           cub_rows: `cub::DeviceSegmentedReduce::Sum`, a yardstick.
+Bound      DRAM: 1 GiB read; 1 GiB read and 1 GiB written; 1 GiB read.
 Seen       On an H200 (CUDA 13.0), CUB's histogram takes 2.4 times as long as privatized, for even
            and for skewed values. But CUB tests each value's range and computes its bin, while
            privatized uses the value as the bin. CUB's scan is 1.045 times as fast as look_back.
+           Sums of rows have not been compared on a GPU yet.
 """
 
 import ctypes
@@ -32,13 +36,15 @@ from pytest_aisp.worker.loader import load_page
 HERE = Path(__file__).parent
 
 
-def page(name):
-    """Return the page `name` of chapter 7."""
+def page(chapter, name):
+    """Return the page `name` of `chapter`."""
     root = HERE.parent
-    return load_page(str(root / "suites/ch07" / f"{name}_test.py"), str(root), f"cub.{name}_test")
+    path = root / "suites" / chapter / f"{name}_test.py"
+    return load_page(str(path), str(root), f"cub.{name}_test")
 
 
-histograms, scans = page("histogram"), page("scan")
+histograms, scans = page("ch07", "histogram"), page("ch07", "scan")
+rows = page("ch06", "shuffle_reduction")
 
 
 @functools.cache
@@ -51,26 +57,34 @@ def library():
     return ctypes.CDLL(str(to))
 
 
-def run(function, x, out):
-    """Call CUB on torch's current stream, with temporary memory from torch."""
+def run(function, x, out, *counts):
+    """Call CUB on torch's current stream, with temporary memory from torch.
+
+    `counts` are the numbers of elements that CUB asks for.
+    """
     stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
     pointers = [ctypes.c_void_p(t.data_ptr()) for t in (x, out)]
     needed = ctypes.c_size_t(0)
-    status = function(None, ctypes.byref(needed), *pointers, x.numel(), stream)
+    status = function(None, ctypes.byref(needed), *pointers, *counts, stream)
     temporary = torch.empty(needed.value, dtype=torch.uint8, device=x.device)
     at = ctypes.c_void_p(temporary.data_ptr())
-    status = status or function(at, ctypes.byref(needed), *pointers, x.numel(), stream)
+    status = status or function(at, ctypes.byref(needed), *pointers, *counts, stream)
     if status:
         raise RuntimeError(f"CUB failed with cudaError_t {status}")
     return out
 
 
 def cub_histogram(x):
-    return run(library().histogram, x, torch.empty(256, dtype=torch.int32, device=x.device))
+    counts = torch.empty(256, dtype=torch.int32, device=x.device)
+    return run(library().histogram, x, counts, x.numel())
 
 
 def cub_scan(x):
-    return run(library().inclusive_sum, x, torch.empty_like(x))
+    return run(library().inclusive_sum, x, torch.empty_like(x), x.numel())
+
+
+def cub_rows(x):
+    return run(library().row_sums, x, x.new_empty(len(x)), *x.shape)
 
 
 pytestmark = [
@@ -105,5 +119,20 @@ def test_histogram(pair):
     bound="dram",
 )
 def test_scan(pair):
+    pair.assert_equivalent(exact=True)
+    pair.assert_speedup()
+
+
+@compare(
+    baseline=rows.warp_per_row,
+    optimized=[Variant(cub_rows, at_least="yardstick")],
+    inputs=rows.inputs,
+    reference=rows.reference,
+    sizes=[{"rows": 2**20, "n": 256}, {"rows": 2**18, "n": 1024}],
+    check_sizes=[{"rows": 9, "n": 255}, {"rows": 13, "n": 1025}],
+    work=lambda rows, n: Work(read=4 * rows * n, write=4 * rows),
+    bound="dram",
+)
+def test_row_sums(pair):
     pair.assert_equivalent(exact=True)
     pair.assert_speedup()
