@@ -84,6 +84,7 @@ SPELLINGS = {
     "links topology": "topology",
     "links bandwidth": "bandwidth",
     "links nccl": "nccl",
+    "links diagnose": "diagnose",
     "links nccl-env": "nccl-env",
     "ci gate": "gate",
 }

@@ -199,7 +199,7 @@ def _blocked(ranks: Sequence[Sequence[Operation]], rank: int, since: float, unti
     others = [o for number, each in enumerate(ranks) if number != rank for o in each]
     seconds, last = 0.0, since
     for receive in sorted(ranks[rank], key=lambda o: o.start):
-        if receive.name not in RECEIVED or not since <= receive.start < until:
+        if receive.name not in RECEIVED:
             continue
         sends = [o.start for o in others if o.name in SENT and o.start <= receive.end]
         begin, end = max(receive.start, last), min(max(sends, default=-math.inf), until)
