@@ -3,7 +3,8 @@
 Problem    y = x W^T, x (m, k) and W (n, k) in bf16, y in bf16. W is the page's state.
            The second test is the product alone: x and W are codes with a scale for each row.
 Baseline   bf16: `torch.nn.functional.linear`, which is cuBLASLt.
-           library: in the second test, `torch._scaled_mm`, which is cuBLASLt with FP8.
+           library: in the second test, `torch._scaled_mm` with fast sums, as in by_rows. On Hopper
+           it is cuBLASLt, from CUDA 12.9 on.
 Optimized  All variants multiply in e4m3. Triton kernels quantize x in the call, multiply, and scale
            before they store. W is quantized once, before the timed part.
            by_rows: a scale for each row of x and of W. Tensor cores sum over all of k.
@@ -12,13 +13,15 @@ Optimized  All variants multiply in e4m3. Triton kernels quantize x in the call,
            by_blocks: changes summed. A scale for each 128 elements of a row of x, and for each 128
            x 128 elements of W, as in DeepSeek-V3 (arXiv:2412.19437). It multiplies each sum over
            128 channels.
-           hopper_rows: changes by_rows. The product is a kernel in CUDA C++, with TMA, wgmma, a
-           warp that only loads, and one block per SM.
-           hopper_summed: changes summed in the same way. Its tiles are 128 x 128 instead of 128 x
-           256, and two blocks load each tile of W together.
+           hopper_rows: changes by_rows. The product is a kernel in CUDA C++, with TMA, tiles of
+           128 x 256, a warp that only loads, and one block per SM.
+           hopper_summed: changes summed in the same way. But its tiles are 128 x 128, and two
+           blocks load each tile of W together.
            hopper_blocks: changes by_blocks in the same way, with the tiles of hopper_summed.
            product_by_rows: in the second test, the product of hopper_rows.
            product_summed: in the second test, the product of hopper_summed.
+           library_summed: changes library, by `use_fast_accum=False`. cuBLASLt then promotes its
+           sums to a higher precision at intervals. Compare product_summed with this one.
 Bound      Tensor cores, at twice the rate of bf16. summed and by_blocks add one multiply-add on
            CUDA cores for every 128 on tensor cores. That is little work, but a block's tensor cores
            wait for it. The second set of sums costs more. In the code for sm90, a thread of a
@@ -40,8 +43,8 @@ Use when   by_rows for speed, if rows are alike in size along k: it has no such 
            largest number and the smallest one with all bits. Not for outliers of a few channels,
            because e4m3's steps are relative to each value. The check accepts the error that
            rounding each operand by 2^-4 of its value would cause. On these inputs, which are
-           normal, all variants lose about the same. The product that is timed beside the library may
-           differ as much, although its operands are codes: tensor cores round the sums.
+           normal, all variants lose about the same. The products beside the library may differ as
+           much, although their operands are codes: tensor cores round the sums.
 """
 
 import torch
@@ -306,12 +309,20 @@ def reference_of_codes(x, x_scales, w, w_scales):
     return x.double() @ w.double().t() * x_scales.double().t() * w_scales.double()
 
 
-def library(x, x_scales, w, w_scales):
+def by_library(x, x_scales, w, w_scales, fast):
     if not x.is_cuda:  # its CPU version refuses scales per row before torch 2.13
         return (x.float() @ w.float().t() * x_scales.t() * w_scales).bfloat16()
     return torch._scaled_mm(
-        x, w.t(), x_scales.t(), w_scales, out_dtype=torch.bfloat16, use_fast_accum=True
+        x, w.t(), x_scales.view(-1, 1), w_scales, out_dtype=torch.bfloat16, use_fast_accum=fast
     )
+
+
+def library(x, x_scales, w, w_scales):
+    return by_library(x, x_scales, w, w_scales, fast=True)
+
+
+def library_summed(x, x_scales, w, w_scales):
+    return by_library(x, x_scales, w, w_scales, fast=False)
 
 
 def product_cost(m, n, k, added=0):
@@ -324,15 +335,17 @@ def product_cost(m, n, k, added=0):
     optimized=[
         Variant(product_by_rows, precision="fp8", needs=("tma", "wgmma"), sass="QGMMA"),
         Variant(product_summed, precision="fp8", needs=MULTICAST, sass="QGMMA"),
+        Variant(library_summed, precision="fp8"),
     ],
     inputs=codes,
     reference=reference_of_codes,
     sizes=[{"m": 8192, "n": 8192, "k": 8192}],
     # Less than a tile, parts of tiles in all dimensions, and more tiles than an H200 has SMs.
+    # `_scaled_mm` needs multiples of 16 for k and n.
     check_sizes=[
-        {"m": 35, "n": 200, "k": 384},
-        {"m": 257, "n": 776, "k": 144},
-        {"m": 1500, "n": 3112, "k": 272},
+        {"m": 35, "n": 208, "k": 384},
+        {"m": 257, "n": 784, "k": 144},
+        {"m": 1500, "n": 3120, "k": 272},
     ],
     work=lambda m, n, k: Work(
         read=(m + n) * (k + 4), write=2 * m * n, flops={"fp8": 2 * m * n * k}, terms=k
@@ -343,7 +356,10 @@ def product_cost(m, n, k, added=0):
     costs={
         library: product_cost,
         product_by_rows: product_cost,
-        product_summed: lambda m, n, k: product_cost(m, n, k, added=1),
+        # cuBLASLt does not say at which intervals. Ours is taken for both.
+        **dict.fromkeys(
+            (product_summed, library_summed), lambda m, n, k: product_cost(m, n, k, added=1)
+        ),
     },
     conditions=Conditions(needs="fp8"),
 )

@@ -180,8 +180,10 @@ __device__ void scale_rows(float (&sums)[N / 2], const float* a_scales, const fl
   const float upper = row < m ? a_scales[row] : 0, lower = row + 8 < m ? a_scales[row + 8] : 0;
 #pragma unroll
   for (int j = 0; j < N / 8; ++j) {
-    if (column + 8 * j >= n) break;  // n is a multiple of 8
-    const float left = b_scales[column + 8 * j], right = b_scales[column + 8 * j + 1];
+    // n is a multiple of 8. No branch, so that a column's loads do not wait for those before it.
+    const bool inside = column + 8 * j < n;
+    const float left = inside ? b_scales[column + 8 * j] : 0;
+    const float right = inside ? b_scales[column + 8 * j + 1] : 0;
     sums[4 * j] *= upper * left, sums[4 * j + 1] *= upper * right;
     sums[4 * j + 2] *= lower * left, sums[4 * j + 3] *= lower * right;
   }
