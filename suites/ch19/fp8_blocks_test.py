@@ -55,7 +55,7 @@ from torch.nn import functional as F
 from pytest_aisp import Conditions, Cost, Variant, Work, compare, cuda_module, tensor_map
 from suites.rounding import to_even
 
-hopper = cuda_module("fp8_products.cu")
+hopper = cuda_module("fp8_blocks.cu")
 LARGEST = 448.0  # of e4m3
 SIDE = 128  # of a block that shares a scale
 CONFIGS = [
