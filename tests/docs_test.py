@@ -192,6 +192,7 @@ def commands_of(document):
 
 LINES = sorted({tuple(line) for document in DOCUMENTS for line in commands_of(document)[0]})
 TESTED_ELSEWHERE = {
+    "diagnose",
     "bisect",
     "predictions",
     "show",
