@@ -30,7 +30,7 @@ WORKER_NAME = "aisp-worker"
 """The name of a forked worker process, whose command line is that of its zygote."""
 WORKERS, RUNS = 63, 62
 """File descriptors: a run's sockets to the zygotes of its worker processes and xdist workers."""
-FORKABLE = ("PYTHONPATH", "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG")
+FORKABLE = ("PYTHONPATH", "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "TRITON_INTERPRET")
 """Variables that nothing imported here has read. If another one changes, the process is new."""
 
 
