@@ -443,8 +443,8 @@ def suite_words(suites: Suites, count: int) -> str:
     share = suites.share(count, suites.processes, rng)
     limit = suites.limit(2 * count, 200, rng)
     return (
-        f"{count} suites of {CASES} unchanged cases, resampled: {share:.2%} red;"
-        f" {limit:.2%} or less in 95 of 100 records whose processes are drawn anew."
+        f"{count} resampled suites of {CASES} unchanged cases: {share:.2%} red"
+        f" (95 %: at most {limit:.2%})."
     )
 
 

@@ -98,7 +98,7 @@ def test_an_invalid_run_says_how_to_restore_the_stored_results(page, gpu, pytest
         [
             "stored: *",
             "RUN INVALID (canary): *",
-            "this run is invalid but stored results; restore the old ones",
+            "this run is invalid, but its results were stored. To restore the old ones:",
             "    git checkout -- baselines",
         ]
     )

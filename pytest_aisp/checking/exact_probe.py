@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     import torch
 
 QUANTILES = 0.75, 0.9
-"""Quantiles of the magnitudes between which the exact probe rounds them to 0, 1, and 2."""
+"""Two quantiles of the magnitudes. The exact probe replaces magnitudes below the first one by 0,
+those between the two by 1, and larger ones by 2."""
 PROBE = (
     "This is the exact probe: the values of the inputs were replaced by integers from -2 to 2. The"
     " reference has no rounding error on them, so every side must return exactly its values. Look"

@@ -46,7 +46,7 @@ class _Draw:
 
 
 def input_remarks(pool: InputPool) -> list[str]:
-    """Return a sentence for each tensor of the inputs that a reader should look at."""
+    """Return a sentence for each input tensor with suspicious values."""
     remarks = nan_remarks(pool)
     draw, other = _look(pool.value_set(0)), _look(pool.value_set(1))
     for path, sample in draw.samples.items():

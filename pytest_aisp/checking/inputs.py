@@ -53,7 +53,8 @@ class InputPool:
     Attributes:
         seed: seed of the value sets and the state.
         unseen_seed: seed of the `UNSEEN` set.
-        most_kept: bytes above which a value set, or the outputs for one, are not kept.
+        most_kept: if a value set has more bytes than this, only one is kept. For the
+            outputs for a value set, the limit is twice as large.
         scaled: True if every value set after the first is scaled down.
         values: the value sets that are kept, by index.
         slots: copies of value sets, at addresses that stay the same.

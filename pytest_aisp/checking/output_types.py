@@ -29,7 +29,7 @@ KEYS = (str, int, bool, float, type(None))
 
 
 def check_containers(name: str, outputs: object, size: str) -> None:
-    """Refuse outputs of the side `name` that run code of the page while they are read."""
+    """Raise an error if reading the outputs of the side `name` would run the page's code."""
     if not enabled("plain-outputs"):
         return
     for path, reason in _refused(outputs, "output"):

@@ -268,8 +268,8 @@ def bars_for(cases: int) -> int:
 def thinned(timings: Sequence[Timing], most: int) -> list[Process]:
     """Return the windows of each process, but at most `most` blocks per process.
 
-    If a process has more blocks, the result contains the blocks with each side's shortest and
-    longest window, and other blocks at even distances.
+    If a process has more blocks, the result contains those with the shortest and the longest
+    window of each side, and some that are evenly spaced.
     """
     timed = [t for t in timings[:MAX_PROCESSES] if t.baseline and t.optimized]
     return [_process(timing, most, of=len(timings)) for timing in timed]

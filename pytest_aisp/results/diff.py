@@ -1,7 +1,7 @@
 """Compare two runs, or two states of the stored results, beyond the noise of each case.
 
-The two sides come from different sessions. So their noise is the margin that the gate against
-stored results allows (`verdict.record_margin`). Counted goals, such as launches, have no noise.
+The two sides come from different sessions. So a change within `verdict.record_margin` is noise, as
+in the gate against stored results. Counted goals, such as launches, have no noise.
 """
 
 from __future__ import annotations

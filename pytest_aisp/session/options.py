@@ -149,7 +149,7 @@ class Settings:
         warmup, blocks, window: the timing budget, if the ini file sets it. The window is in
             seconds.
         seed: seed of the input values, or None for a secret one.
-        in_process: the given option with which sides run inside pytest, or empty.
+        in_process: the given option that makes sides run inside pytest, or empty.
         sanitize, profile: the sanitizer and the profiler to use, or empty.
         timeout: the time limit of one request to a worker process, in seconds. It already includes
             `timeout_multiplier`.

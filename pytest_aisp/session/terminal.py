@@ -172,7 +172,7 @@ def _closing(recorder: Recorder, rows: Sequence[Row]) -> list[str]:
         )
         lines.append("    aisp machine doctor")
     if invalid and recorder.changes:
-        lines.append("this run is invalid but stored results; restore the old ones")
+        lines.append("this run is invalid, but its results were stored. To restore the old ones:")
         lines.append(f"    git checkout -- {settings.baselines.name}")
     return lines
 

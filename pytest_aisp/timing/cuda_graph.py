@@ -49,7 +49,7 @@ class Uncounted(RuntimeError):
 class GraphWindow:
     """Time K calls in one CUDA graph. The time includes `extra` calls, but is divided by K only.
 
-    An untimed replay precedes each timed one on the stream, and then `before` runs.
+    Each timed replay follows an untimed one on the stream. `before` runs between the two.
     """
 
     repeats = 2

@@ -35,7 +35,7 @@ GATE_CYCLES = 2_000_000
 """Length of the kernel behind which the chain is queued, in GPU cycles, about 1 ms."""
 ATTEMPTS = 3
 FEW, MANY = 1, 6
-"""The number of chains in a routine look, and in a look for a cause."""
+"""Chains: FEW in a routine look, MANY after an error, uneven windows, or a busy GPU."""
 UNEVEN = 1.25
 """Windows are uneven if the longest takes this many times the median."""
 NAMED, NO_VERDICT = 0.05, 0.20

@@ -337,9 +337,10 @@ def extra_calls(counted: int, planted: float) -> int:
 
 
 def calls_to_plant(calls: int, slots: int, planted: float) -> int:
-    """Return the multiple of `slots` near `calls` for which whole extra calls best match `planted`.
+    """Return the number of calls near `calls` at which whole extra calls come closest to `planted`.
 
-    For 1 %, 100 calls need one extra call, which is exact, but 101 calls would need two.
+    The number is a multiple of `slots`. For 1 %, 100 calls need one extra call, which is exact, but
+    101 calls would need two.
     """
     if not planted:
         return calls

@@ -7,16 +7,16 @@ Baseline   returned: glibc's default. A block of more than 32 MiB always comes f
            goes back there when it is freed. So each call takes a page fault for every page of 4 KiB
            or, where the kernel's setting for huge pages is `always`, of 2 MiB. The kernel fills
            each page with zeros first.
-Optimized  kept: returned with `MALLOC_MMAP_MAX_=0`, so large blocks come from the heap, and
-           `MALLOC_TRIM_THRESHOLD_`, so the heap does not shrink when its last block is freed. The
-           second setting changes nothing without the first.
-           jemalloc: returned with jemalloc preloaded and `dirty_decay_ms:-1`: it never gives pages
-           back. Without this setting, it gives large blocks back when they are freed.
-           jemalloc_advised: jemalloc with the settings that guides for torch advise. They name a
+Optimized  kept: changes returned. `MALLOC_MMAP_MAX_=0` makes large blocks come from the heap.
+           `MALLOC_TRIM_THRESHOLD_` keeps the heap from shrinking when the block at its end is
+           freed. The second setting changes nothing without the first.
+           jemalloc: changes returned. jemalloc is preloaded with `dirty_decay_ms:-1`, so it never
+           gives pages back. Without this setting, it gives large blocks back when they are freed.
+           jemalloc_advised: jemalloc with the settings that guides for torch advise. They set a
            large decay time instead of -1. jemalloc does not apply it to large blocks: it sets their
            decay time to 0 if the time is above 0. So nothing is kept.
-           tcmalloc: returned with tcmalloc preloaded. It keeps freed pages by default, and gives
-           them back little by little.
+           tcmalloc: changes returned. tcmalloc is preloaded. It keeps freed pages by default, and
+           gives them back little by little.
 Bound      DRAM on kept, which only reads and writes both blocks. returned also waits for the
            kernel.
 Use when   A process allocates large host tensors again and again, and its memory may stay as large

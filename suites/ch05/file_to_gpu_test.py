@@ -4,8 +4,8 @@ Problem    Load blocks of a file into one tensor on the GPU. The input says whic
            which order. The file was written just before, so all sides find it in the page cache.
 Baseline   pageable: read the blocks into a new tensor in ordinary memory, and copy that to the GPU.
 Optimized  mapped: pageable with the file mapped, which is not timed. Each block is copied to the
-           GPU straight from the mapping, so there is no tensor in host memory, and one copy per
-           block.
+           GPU straight from the mapping. So there is one copy per block, and no tensor in host
+           memory.
            kept: pageable with the tensor in host memory kept from call to call. Its pages exist
            already, so the kernel need not find and clear new ones.
            pinned: kept with pinned memory, which the copy engine reads directly.

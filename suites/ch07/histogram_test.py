@@ -30,10 +30,10 @@ Seen       global_atomics: the `atomics` rate is that of 2^18 different counters
            only three or four slices. NVIDIA does not document how addresses spread over slices, so
            this is a guess. The rate `atomics` uses all slices, and the 32 counters of a warp lie
            side by side, in 4 sectors.
-           privatized: both values of n take about 10 us more than predicted, which is much at n =
-           2^24 and little at n = 2^28. Every block adds 256 counts to the same 256 numbers at its
-           end. By the same guess, that takes about as long: 1056 blocks update 32 sectors each. We
-           did not measure it alone.
+           privatized: it takes about 10 us longer than predicted at both values of n. That is a
+           large share of its time at n = 2^24, and a small share at n = 2^28. Every block adds 256
+           counts to the same 256 numbers at its end. By the same guess, that takes about as long:
+           1056 blocks update 32 sectors each. We did not measure it alone.
            aggregated: its time is proportional to the number of different values in a warp, 30 at
            skew=0 and 17 at skew=50, and comes to two cycles of an SM for each. A MATCH that handles
            one value after another would explain this. No profile has confirmed it.

@@ -3,10 +3,10 @@
 Problem    The softened potential of m bodies at n points in fp32: for each point, the sum of
            weight / sqrt(distance^2 + 0.01) over the bodies.
 Baseline   accurate: `weight / sqrtf(square)`. Both functions are rounded as IEEE 754 says.
-Optimized  flag: changes accurate. The same kernel, compiled with `--use_fast_math`. Root and
-           division become approximate, and subnormal numbers become zero, in the whole file.
+Optimized  flag: changes accurate. The same kernel, compiled with `--use_fast_math`. In the whole
+           file, square roots and divisions become approximate, and subnormal numbers become zero.
            reciprocal_root: changes accurate. `weight * rsqrtf(square)`, without the flag. One
-           special function replaces a root and a division.
+           special function replaces a square root and a division.
            root_and_flag: changes reciprocal_root. The same kernel, compiled with the flag. rsqrtf
            then becomes one instruction without a test for subnormal numbers. PyTorch would write
            all m * n distances.

@@ -12,11 +12,11 @@ Optimized  longest_first: changes in_order. Warp w has row m - 1 - w. Only the o
            packed triangular matrices. A dense product would read the zeros too.
 Bound      DRAM: every element is read once. A lane has four loads in flight, so a warp has 512
            bytes. An idle DRAM answers in 0.34 us, so its full rate needs about 3000 warps at work,
-           and more under load. In in_order, the last warps to end have rows of very different
-           lengths. As they end one by one, fewer warps are left to read, and the rate drops. In
-           longest_first, the last warps have rows of a few elements, so the rate drops only at the
-           very end. in_pieces has no long warp at all, but a second launch, and a start and a sum
-           for each piece. The costs count bytes, so they show no tail.
+           and more under load. The last warps of in_order have rows of very different lengths. As
+           they end one by one, fewer warps are left to read, and the rate drops. In longest_first,
+           the last warps have rows of a few elements, so the rate drops only at the very end.
+           in_pieces has no long warp at all, but a second launch, and a start and a sum for each
+           piece. The costs count bytes, so they show no tail.
 Use when   The pieces of work have known and different lengths. Start the long ones first: it costs
            one subtraction or a sorted list of indices. If single pieces are too long even then, cut
            them. If the lengths are unknown, use a queue (`../ch12/uneven_work_test.py`). If all

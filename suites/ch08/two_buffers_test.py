@@ -1,4 +1,4 @@
-"""Two buffers: they hide a wait that more blocks per SM hide as well.
+"""Two buffers: overlap loads with work, as more blocks per SM would.
 
 Problem    A filter of 33 taps over fp32 elements, as a valid convolution. Blocks of 256 threads
            walk tiles of 1024 outputs through shared memory. The key of the curve is the number of

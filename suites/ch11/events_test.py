@@ -8,8 +8,8 @@ Baseline   one_stream: copy a chunk, multiply it, copy the next one. It needs no
 Optimized  host_waits: changes one_stream. A second stream copies the next chunk during a product.
            The host waits until a buffer's last product has ended before it copies into the buffer.
            It waits until a copy has ended before it starts the chunk's product.
-           event_waits: changes host_waits. The streams wait for the same two things by events. The
-           host only launches.
+           event_waits: changes host_waits. The same two waits are on the GPU: each stream waits for
+           a CUDA event of the other. The host only launches.
 Bound      event_waits is limited by arithmetic with many rows, and by the host's calls with few.
            host_waits waits for each product. Until the host has then launched the next copy and the
            next product, the GPU multiplies nothing. With few rows, that time is longer than the

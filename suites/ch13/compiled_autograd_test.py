@@ -2,8 +2,8 @@
 
 Problem    Gradients of `layers` pre-norm SwiGLU layers of width 1024 for 16384 tokens in bf16, with
            respect to x and all weights. The gradient of the output is given. The forward is eager
-           on both sides, as where Dynamo cannot trace it: control flow on data, or a library's own
-           operators.
+           on both sides, as in a model that Dynamo cannot trace. Typical reasons are data-dependent
+           control flow and a library's own operators.
 Baseline   eager: autograd runs one node at a time, as PyTorch does by default.
 Optimized  compiled_backward: the baseline with `torch._dynamo.config.compiled_autograd`. The graph
            that the engine would run is traced at the first backward and compiled.

@@ -14,7 +14,7 @@ Seen       The baseline is far slower than predicted in both sizes. A profile sh
            chooses kernels made for Turing (`cutlass_75_tensorop_bf16_s1688gemm`). These do not use
            Hopper's tensor core instructions, which the measured rate of bf16 needs.
 Use when   A dimension of a bf16 product is odd, and the weight can be padded once. Multiples of 8
-           are enough: the next multiple of 64 gains next to nothing.
+           are enough: padding to a multiple of 64 gains almost nothing more.
 """
 
 from types import SimpleNamespace

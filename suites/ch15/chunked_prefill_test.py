@@ -16,9 +16,9 @@ Optimized  chunked: changes whole. The prompt is read in chunks, and the running
 Bound      Tensor cores for the prompt. DRAM for the steps of whole and chunked: a step of a few
            rows reads all weights, and the room of each row in the cache, for little arithmetic.
            mixed adds these rows to products that have hundreds of rows already, so only their
-           attention still costs time. chunked alone does the work of whole in more, smaller calls.
-           Later chunks read the keys of earlier ones again, with a mask, where whole has plain
-           causal attention. All sides also pay for the starts of many small kernels.
+           attention still costs time. chunked saves nothing: it does the work of whole in more and
+           smaller calls. Later chunks read the keys of earlier ones again, with a mask, where whole
+           has plain causal attention. All sides also pay for the starts of many small kernels.
 Seen       All sides take longer than predicted. chunked and mixed exceed their predictions the
            most. A product of 256 rows and 4096 columns has 64 tiles of 128 x 128, and the GPU has
            132 SMs. So the products of a chunk probably reach neither the rate of the tensor cores

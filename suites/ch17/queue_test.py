@@ -1,4 +1,4 @@
-"""Queue disciplines: prompts of equal length in one batch leave little to pad.
+"""Queue disciplines: batch prompts of similar length, so that little padding is needed.
 
 Problem    `requests` prompts wait, of 1 to `longest` tokens. Most of them are short. Compute the
            last token's state of each prompt with a decoder of `layers` blocks in bf16. A batch is

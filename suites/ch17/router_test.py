@@ -12,7 +12,8 @@ Optimized  of_chosen: changes of_all. `topk` first, then a softmax over the 4 ch
            shares are the same, because the sum over all experts cancels.
            fused: changes of_chosen. One Triton kernel reads the scores once. It takes the largest
            score 4 times, and removes it each time. The shares stay in registers in between. In the
-           test of requests, of_chosen is looped with the same two calls for the whole matrix.
+           test of requests, of_chosen changes looped: it makes the same two calls once, for the
+           whole matrix.
 Bound      With few tokens, the host limits all sides: it launches a few kernels, and in looped some
            for each request.
            With many tokens, DRAM limits fused. The other sides call `topk` of torch, which starts a

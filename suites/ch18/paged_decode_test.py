@@ -17,11 +17,11 @@ Optimized  copied: gathered, but a Triton kernel attends to the copy. It has a p
 Bound      paged: DRAM, which has to deliver the pages of the tokens once. The numbers of a token
            and group are 256 bytes side by side. The table adds 4 bytes per page. gathered reads the
            pool, writes the padded copy, and reads the copy again.
-Use when   Always, when the cache has pages. Fused kernels of servers read through the table too.
-           Gather only if a kernel cannot take a table, for example in a prefill, where the copy is
-           small beside the products. `../ch13/kv_cache_test.py` shows how pages are filled. A wrong
-           table entry reads the cache of another user, so check a table on the host, where it is
-           made: on the GPU the check would have to wait.
+Use when   Always, when the cache has pages. The fused attention kernels of inference servers also
+           look up pages in the table. Gather only if a kernel cannot take a table, for example in a
+           prefill, where the copy is small beside the products. `../ch13/kv_cache_test.py` shows
+           how pages are filled. A wrong table entry reads the cache of another user, so check a
+           table on the host, where it is made: on the GPU the check would have to wait.
 """
 
 import pytest

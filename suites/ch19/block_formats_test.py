@@ -29,9 +29,9 @@ Use when   You quantize in the call, as for activations. Then one pass is the di
            line and is as fast as fused. For NVFP4, write the kernel.
            The page accepts no error: codes and scales must be those of the definition, bit for bit.
            The formats themselves lose accuracy. MXFP8 rounds an element by up to 2^-4 of it. Its
-           largest elements lose up to 2^-3, because the scale is a power of two, and values above
-           448 scales are cut off. NVFP4 rounds an element of half a scale or more by up to a third
-           of it. Smaller ones become 0 or half a scale.
+           scale is a power of two, and values above 448 times the scale are clamped to that. So the
+           largest elements of a block lose up to 2^-3. NVFP4 rounds an element of half a scale or
+           more by up to a third of it. Smaller ones become 0 or half a scale.
 """
 
 import functools

@@ -8,8 +8,8 @@ Optimized  All variants are one Triton kernel, which converts weights to bf16 in
            share a scale that is a power of two, as in the OCP's MX formats.
            streamed: bf16 with this kernel. It shows the effect of the kernel alone.
            fp8: of streamed. MXFP8: e4m3, one byte per weight.
-           fp6: of fp8. MXFP6: e2m3. Three bytes hold four weights: each holds a code and two bits
-           of the fourth.
+           fp6: of fp8. MXFP6: e2m3. Three bytes hold four weights: each byte has the code of one
+           weight, and two bits of the fourth weight's code.
            fp4: of fp6. MXFP4: e2m1, two weights in a byte.
 Bound      DRAM for bf16, streamed and fp8. The L2 of an H100 is too small for the weights of any
            side. Instructions for fp6 and fp4. No GPU before Blackwell converts codes of six or four

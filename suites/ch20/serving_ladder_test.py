@@ -29,9 +29,9 @@ Bound      All sides but captured: the number of steps, which are limited by the
            costs, the host launches a step more slowly than the GPU reads all weights. continuous
            makes fewer steps. paged reads only the tokens that exist. It gains nothing by itself,
            because the launches of a step take longer than what it reads. Tensor cores limit whole
-           prompts. prefix_cached computes a small part of their tokens, and then launches limit
-           prompts, too. captured removes the launches of steps. DRAM and the starts of kernels in
-           the graph then limit a step. The GPU waits for the host only between two steps and for
+           prompts. prefix_cached computes only a small part of a prompt's tokens. So launches limit
+           its prompts, too. captured removes the launches of steps. DRAM and the starts of kernels
+           in the graph then limit a step. The GPU waits for the host only between two steps and for
            the launches of prompts.
 Seen       On an H100 machine, static and continuous both take about two and a half times as long as
            predicted, so their ratio is as predicted. The costs count launches at the rate of a bare
