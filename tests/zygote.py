@@ -30,7 +30,7 @@ WORKER_NAME = "aisp-worker"
 """The name of a forked worker process, whose command line is that of its zygote."""
 WORKERS, RUNS = 63, 62
 """File descriptors: a run's sockets to the zygotes of its worker processes and xdist workers."""
-FORKABLE = ("PYTHONPATH", "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "TRITON_INTERPRET")
+FORKABLE = {"PYTHONPATH", "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "TRITON_INTERPRET"}
 """Variables that nothing imported here has read. If another one changes, the process is new."""
 
 
@@ -65,9 +65,14 @@ class Zygote:
     """The connection to a process that has imported torch and pytest."""
 
     def __init__(
-        self, connection: socket.socket, process: subprocess.Popen[bytes] | None = None
+        self,
+        connection: socket.socket,
+        process: subprocess.Popen[bytes] | None = None,
+        modules: Sequence[str] = (),
     ) -> None:
         self._connection, self._process = connection, process
+        reads = {"TRITON_INTERPRET"} if "torch._dynamo" in modules else set()  # it imports triton
+        self._forkable = FORKABLE - reads
 
     @classmethod
     def new(cls, *modules: str) -> Zygote:
@@ -75,7 +80,7 @@ class Zygote:
         ours, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, __file__, str(theirs.fileno()), *modules]
-            return cls(ours, subprocess.Popen(command, pass_fds=[theirs.fileno()]))
+            return cls(ours, subprocess.Popen(command, pass_fds=[theirs.fileno()]), modules)
 
     def run(
         self, args: Sequence[str], stdout: int, stderr: int, workers: Zygote | None = None
@@ -117,7 +122,7 @@ class Zygote:
         names = {*os.environ, *environ}
         changed = {name for name in names if os.environ.get(name) != environ.get(name)}
         arguments = [argument for argument in command[1:] if argument != "-P"]
-        if arguments[:2] != ["-m", "pytest_aisp.worker"] or not changed <= set(FORKABLE):
+        if arguments[:2] != ["-m", "pytest_aisp.worker"] or not changed <= self._forkable:
             return subprocess.Popen(command, **options)
         fds = {1: options["stdout"].fileno(), 2: options["stderr"].fileno()}
         fds |= {fd: fd for fd in options["pass_fds"]}
