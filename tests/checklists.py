@@ -494,8 +494,8 @@ VALIDITY_ISSUES: Mapping[str, tuple[Item, ...]] = {
             exploits="host_callback",
             tests=_GRAPH_NODES,
             why="the nodes of a graph and of its child graphs are counted by type",
-            open="on the queue and host clocks callbacks are not searched for, but the window"
-            " includes their time; the bodies of conditional nodes are not seen",
+            open="on the queue and host clocks, callbacks are not detected, but the window"
+            " includes their time; nodes in the body of a conditional node are not counted",
         ),
         Item(
             "An unfinished copy",

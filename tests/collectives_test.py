@@ -79,7 +79,7 @@ def third(monkeypatch):
 
 @pytest.mark.parametrize("op", OPS)
 def test_each_collective_checks_every_element(third, op):
-    collective = collectives._collective(op, 4 * KIB, "cpu")
+    collective = collectives.known_collective(op, 4 * KIB, "cpu")
     assert collective.nbytes == 4080  # whole 16 bytes for each of three ranks
     collective.check()
     third.at = 0
@@ -94,7 +94,7 @@ def test_each_collective_checks_every_element(third, op):
 
 
 def test_the_smallest_size_is_16_bytes_per_rank(third):
-    assert collectives._collective("all_reduce", 1, "cpu").nbytes == 48
+    assert collectives.known_collective("all_reduce", 1, "cpu").nbytes == 48
 
 
 class Window:
@@ -163,7 +163,7 @@ def symmetric(third, monkeypatch):
 
 def test_one_shot_has_the_size_of_the_all_reduce(symmetric):
     collective = collectives._one_shot(4 * KIB, "cuda")
-    assert collective.nbytes == collectives._collective("all_reduce", 4 * KIB, "cpu").nbytes
+    assert collective.nbytes == collectives.known_collective("all_reduce", 4 * KIB, "cpu").nbytes
     assert symmetric.met == [1020]
     collective.check()  # the fake triples the 2 of this rank; the sum of 1, 2 and 3 is 6 too
 

@@ -40,6 +40,10 @@ GPU_ONLY = {
     "ch18/cuda_attention-cudnn": "No viable backend",
     "ch18/cuda_attention-mma_sync": "inline assembly",
     "ch18/cuda_attention_hopper": "inline assembly",
+    "ch19/fp8_blocks-hopper_blocks": "the accelerator reads GPU memory",
+    "ch19/fp8_blocks-hopper_rows": "the accelerator reads GPU memory",
+    "ch19/fp8_blocks-hopper_summed": "the accelerator reads GPU memory",
+    "ch19/fp8_blocks-test_fp8_product_beside_the_library": "the accelerator reads GPU memory",
 }
 """Pages, tests and cases that cannot be emulated, with their error. A test fails when one works."""
 PAGES = [

@@ -336,7 +336,7 @@ def test_another_process_draws_values_of_all_types(drawn):
     for one, other in ((first[0], second[0]), (first[2][1], second[2][1])):
         assert one.shape == other.shape
         assert not torch.equal(one, other)
-        assert 0.5 < float(one.abs().mean()) < 2
+        assert 0.05 < float(one.abs().mean()) < 4  # the mean of as few as four elements
     again, _ = drawn()
     assert not torch.equal(first[0], again[0])
 

@@ -208,17 +208,18 @@ THREADS = 2 * 128 + 32
 def on_hopper(kernel, x, x_scales, w, w_scales, columns, stages, cluster=1):
     """Multiply codes by `kernel`, with tiles of 128 x `columns` and a ring of `stages` tiles."""
     out = torch.empty(len(x), len(w), device=x.device, dtype=torch.bfloat16)
+    maps = (
+        tensor_map(x, (SIDE, SIDE), swizzle=128),
+        tensor_map(w, (columns // cluster, SIDE), swizzle=128),
+        tensor_map(out, (64, 64), swizzle=128),
+    )
     shared = stages * (SIDE + columns) * SIDE + 2 * 2 * 64 * 64 * 2 + 1024
     if cluster == 1:
         blocks = torch.cuda.get_device_properties(x.device).multi_processor_count
     else:
         blocks = cluster * kernel.clusters_at_once(THREADS, shared, cluster=cluster)
-    kernel[blocks, THREADS, shared](
-        tensor_map(x, (SIDE, SIDE), swizzle=128),
-        tensor_map(w, (columns // cluster, SIDE), swizzle=128),
-        tensor_map(out, (64, 64), swizzle=128),
-        x_scales, w_scales, *out.shape, x.shape[1],
-    )  # fmt: skip
+    launch = kernel[blocks, THREADS, shared]
+    launch(*maps, x_scales, w_scales, *out.shape, x.shape[1])
     return out
 
 
