@@ -196,7 +196,7 @@ def diagnose(
     timeout: Timeout = 120.0,
 ) -> None:
     """Find out why collectives are slow: a late rank, contention, or a chain of ranks."""
-    from ..distributed import diagnose
+    from ..distributed import slow_collectives
     from ..results.messages import DiagnoseTask
     from ..tools import catalog
     from ..util.device import Machine
@@ -217,10 +217,10 @@ def diagnose(
                 size=found.size,
                 gpus=found.gpus,
             )
-        arrivals, title = diagnose.record(
+        arrivals, title = slow_collectives.record(
             Machine.here(), task, ranks=ranks, timeout=timeout, progress=progress
         )
-    finish(diagnose.diagnose_result(arrivals, title, as_json=as_json))
+    finish(slow_collectives.diagnose_result(arrivals, title, as_json=as_json))
 
 
 def nccl_env() -> None:

@@ -31,7 +31,7 @@ from ..timing.schedule import Budget, Samples
 from ..util import device, pytree
 from ..util.cpu_load import CpuLoad
 from ..util.device_state import Stopwatch, no_gc, synchronizer
-from . import arrivals, input_process, sandbox
+from . import input_process, sandbox
 from .changed_sides import changed_sides
 from .client import Progress
 from .held_side import Holder
@@ -95,7 +95,9 @@ class Engine:
             case messages.CollectivesTask():
                 return self.collectives(task)
             case messages.DiagnoseTask():
-                return arrivals.diagnose(task, self.progress)
+                from . import collective_arrivals
+
+                return collective_arrivals.diagnose(task, self.progress)
         raise TypeError(f"no engine answers {task.kind!r}")
 
     def check(self, task: messages.CheckTask) -> task_results.CheckResult:

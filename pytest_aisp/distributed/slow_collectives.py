@@ -23,7 +23,7 @@ from ..results.messages import DiagnoseTask
 from ..results.row import duration
 from ..util.cli_result import CliError, CliResult, columns
 from ..util.device import Machine
-from ..worker.arrivals import CALLS, Call, DiagnoseResult, Meeting, SideArrivals
+from ..worker.collective_arrivals import CALLS, Call, DiagnoseResult, Meeting, SideArrivals
 from .nccl import GLOO, ask_ranks, choose_ranks
 
 CLOCK_FACTOR = 3

@@ -10,11 +10,11 @@ from nccl_test import TWO, Ranks, machine_is
 
 from pytest_aisp.cli import app
 from pytest_aisp.distributed import nccl
-from pytest_aisp.distributed.diagnose import diagnose_result, diagnosis
+from pytest_aisp.distributed.slow_collectives import diagnose_result, diagnosis
 from pytest_aisp.page.pair import PageError
 from pytest_aisp.results.messages import Reply
 from pytest_aisp.util import gpu_lease
-from pytest_aisp.worker.arrivals import (
+from pytest_aisp.worker.collective_arrivals import (
     CALLS,
     DiagnoseResult,
     Meeting,
