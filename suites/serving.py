@@ -4,7 +4,9 @@ Greedy tokens are compared exactly, so rounding must not change them. Random wei
 that: their two best tokens are often equal in bf16. So each token has a planted successor, which a
 table in the weights raises far above all other tokens. The scores of the tokens, which are compared
 too, depend on the whole context through attention. A wrong cache therefore shows in the scores.
-Models need a width of at least 128: at 64, a successor is now and then not the best token.
+The embeddings are doubled, so that the layers hardly change what the last norm sees of a token.
+Models need a width of at least 128. In 1,000 models of that width and two layers, the planted
+logit was ahead by at least 4.5. At a width of 64, it was ahead by only 0.16.
 """
 
 import torch
@@ -14,7 +16,7 @@ from suites.decoder import Config, Decoder, cached_numbers, exact_logits, matrix
 
 HEAD, VOCABULARY = 64, 256
 RAISED = 24.0
-"""What the planted successor's logit gains, before the norm divides it by about 2."""
+"""What the planted successor's logit gains, before the norm: it keeps about 0.8 to 0.9 of it."""
 STEP_KERNELS, LAYER_KERNELS = 11, 28
 """Kernels of a call on a GPU: those of the whole call, and those of each layer.
 
@@ -37,11 +39,17 @@ def config_of(layers, width, length):
     )
 
 
+def plant(model, successors):
+    """Raise the logit of each token's successor far above all others."""
+    model.lm_head.index_add_(0, successors, RAISED / model.config.width * model.embedding)
+    model.embedding *= 2
+
+
 def planted(device, config):
     """Return a decoder in bf16 whose attribute `table` has the successor of each token."""
     model = Decoder(config, device=device)
     model.register_buffer("table", torch.randperm(config.vocabulary, device=device))
-    model.lm_head[model.table] += RAISED / config.width * model.embedding
+    plant(model, model.table)
     return model
 
 

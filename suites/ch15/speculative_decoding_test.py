@@ -43,7 +43,7 @@ import torch
 
 from pytest_aisp import Cost, Sweep, Variant, Work, capture, compare
 from suites.decoder import Cache, Decoder, matrix_weights
-from suites.serving import RAISED, best, config_of, continued, forward_cost, kernels_of
+from suites.serving import best, config_of, continued, forward_cost, kernels_of, plant
 
 PROMPT = 8
 NARROWER = 4
@@ -57,12 +57,6 @@ def size_of(layers, width, steps, drafted, percent):
 
 def draft_size(width, length):
     return config_of(1, max(128, width // NARROWER), length)
-
-
-def plant(model, successors):
-    """Raise the logit of each token's successor far above all others."""
-    raised = RAISED / model.config.width * model.embedding
-    model.lm_head.index_add_(0, successors, raised)
 
 
 def state(device, layers, width, steps, drafted, percent):

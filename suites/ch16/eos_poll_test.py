@@ -35,7 +35,7 @@ import torch
 
 from pytest_aisp import Cost, Work, capture, compare
 from suites.decoder import Cache, Decoder, matrix_weights
-from suites.serving import RAISED, best, config_of, continued, forward_cost, kernels_of
+from suites.serving import best, config_of, continued, forward_cost, kernels_of, plant
 
 PROMPT, RARELY = 8, 8
 NOTHING = -1
@@ -53,7 +53,7 @@ def state(device, layers, width, rows, period, limit):
     model = Decoder(config, device=device)
     order = torch.randperm(config.vocabulary, device=device)
     table = torch.empty_like(order).index_copy_(0, order, order.roll(-1))
-    model.lm_head[table] += RAISED / config.width * model.embedding
+    plant(model, table)
     model.register_buffer("table", table)
     is_end = torch.zeros(config.vocabulary, dtype=torch.bool, device=device)
     model.register_buffer("is_end", is_end.index_fill_(0, order[::period], True))
