@@ -20,6 +20,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from subprocess import Popen
 
 from msgspec.structs import replace
 
@@ -85,7 +86,7 @@ class RankSet:
         self._output = Stream()
         self._ranks: dict[int, Member] = {}
         command = [sys.executable, "-m", "pytest_aisp.distributed.rank", "launch", address]
-        self._process = subprocess.Popen(
+        self._process = Popen(
             [*command, *self._arguments()],
             stdin=subprocess.DEVNULL,
             stdout=self._output.file,
