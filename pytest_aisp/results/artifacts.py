@@ -1,10 +1,10 @@
-"""Write the artifacts of a run to its folder while its cases finish.
+"""Write the artifacts of a run to its folder, case by case.
 
 `results.jsonl` has one complete line for each finished case. The samples of each case are in a
-separate file below `samples`. `canaries.jsonl` has the result of each process's canary.
-`manifest.json` is written at the start, with the options and the machine of the run, and again at
-the end, with its outcome. At its end, the run also writes `results.json`, `.md` and `.csv`, which
-contain all of this for other programs and for people.
+separate file in the subfolder `samples`. `canaries.jsonl` has the result of each process's canary
+(a self-test). `manifest.json` is written twice: at the start, with the options and the machine of
+the run, and at the end, with the outcome of the run added. At the end, the run also writes
+`results.json` for other programs, `results.md` for people, and `results.csv` for spreadsheets.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ REPORT = "report.html"
 
 
 class Unclaimable(Exception):
-    """A run must not write to this folder. The message has the reason and the remedy."""
+    """Raised if a run must not write to a folder. The message says why, and what to do."""
 
 
 class Artifacts:
-    """The folder of a run's artifacts. The first row replaces the artifacts of an earlier run.
+    """The folder for a run's artifacts. Artifacts of an earlier run are removed at the first row.
 
     Attributes:
         folder: the folder.
@@ -86,7 +86,7 @@ class Artifacts:
             pass  # some network file systems have no locks
 
     def _is_foreign(self, path: Path) -> bool:
-        """Return whether `path` is anything but an empty journal."""
+        """Return True unless `path` is an empty journal (`results.jsonl`)."""
         return path != self.path or path.stat().st_size > 0
 
     def release(self) -> None:
@@ -96,17 +96,17 @@ class Artifacts:
             self._claim = None
 
     def start(self, manifest: Manifest) -> None:
-        """Write the manifest. If an earlier run's artifacts are there, wait for the first row.
+        """Write the manifest now, or at the first row if an earlier run's artifacts are there.
 
         Raises:
-            OSError: if it cannot be written.
+            OSError: if the manifest cannot be written.
         """
         self._manifest = manifest
         if not run_reader.is_ours(self.folder):
             self._begin()
 
     def _begin(self) -> None:
-        """Remove the files that an earlier run wrote, and only those. Then write the manifest."""
+        """Remove only the files that an earlier run wrote. Then write the manifest."""
         self.begun = True
         for name in (run_reader.CANARIES, run_reader.MANIFEST, *WRITTEN, REPORT):
             (self.folder / name).unlink(missing_ok=True)
@@ -121,7 +121,7 @@ class Artifacts:
     def add(self, row: Row) -> SampleFile | None:
         """Append a row and return the file of its samples.
 
-        If that fails, the run continues, and `error` has the reason.
+        If a write fails, the run continues, and `error` says why it failed.
         """
         self._ensure_begun()
         number = self._given.get(self.path, 0) + 1
@@ -136,7 +136,7 @@ class Artifacts:
         return samples
 
     def add_canary(self, canary: Canary) -> None:
-        """Append a canary. If that fails, the run continues, and `error` has the reason."""
+        """Append a canary. If the write fails, the run continues, and `error` says why."""
         self._ensure_begun()
         self._append(self.canaries, msgspec.to_builtins(canary))
 
@@ -146,12 +146,12 @@ class Artifacts:
         peaks: Mapping[str, StoredPeaks],
         report: Callable[[Path], object] | None = None,
     ) -> None:
-        """Complete the manifest, and write the results and the report. `error` has what failed.
+        """Complete the manifest, and write the results and the report. `error` lists failed writes.
 
         Args:
             facts: the manifest's fields about the end of the run.
             peaks: the stored peaks of the products that had cases.
-            report: a function that writes the report of a folder. It is called last.
+            report: a function that takes the folder and writes the report. It is called last.
         """
         self._ensure_begun()
         if self._manifest is not None:
@@ -184,7 +184,7 @@ class Artifacts:
 
     @property
     def error(self) -> str | None:
-        """A message with the missing contents of the files, the cause and the remedy; or None."""
+        """A message that says what is missing from the files, why, and what to do; or None."""
         if not self._lost:
             return None
         lacking = [self._lacking(path, why) for path, why in self._lost.items()]
@@ -198,10 +198,10 @@ class Artifacts:
 
 
 def publish(run: run_reader.RecordedRun) -> list[Path]:
-    """Write `results.json`, `.md` and `.csv` of a run; return their paths.
+    """Write `results.json`, `results.md` and `results.csv` of a run; return their paths.
 
     Raises:
-        OSError: if they cannot be written.
+        OSError: if a file cannot be written.
     """
     cases = run.typed_cases()
     results = json.dumps(run.plain(), indent=1) + "\n"
@@ -215,7 +215,7 @@ def stamped(base: Path) -> Path:
     """Make a folder below `base` named after the current time, point `latest` at it, and return it.
 
     Raises:
-        OSError: if it cannot be made, or `latest` is a folder.
+        OSError: if the folder cannot be made, or if `latest` is a folder and not a link.
     """
     now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H%M%SZ")
     latest = base / run_reader.LATEST
@@ -234,7 +234,7 @@ def stamped(base: Path) -> Path:
 
 
 def _point(latest: Path, name: str) -> None:
-    """Replace `latest` with a link to `name`, or without symlinks with a file that contains it."""
+    """Replace `latest` with a link to `name`, or if links are not supported, a file with `name`."""
     temporary = latest.with_name(f".{latest.name}-{os.getpid()}")
     temporary.unlink(missing_ok=True)
     try:
@@ -248,7 +248,7 @@ def _point(latest: Path, name: str) -> None:
 
 
 def _append(path: Path, line: bytes) -> None:
-    """Append the whole line or nothing, because half a line would corrupt the next line."""
+    """Append the whole line or nothing: the next line would be joined to half a line."""
     with open(path, "ab", buffering=0) as file:
         end = file.seek(0, os.SEEK_END)
         try:

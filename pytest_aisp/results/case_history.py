@@ -1,4 +1,4 @@
-"""The history of one case over runs: its level, its changes, and what is known about each."""
+"""The history of one case over runs: its speedup, and each lasting change of the speedup."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ HASH = 12
 
 @dataclass(frozen=True)
 class Change:
-    """A change of a case's level.
+    """A lasting change of a case's level, which is the ln(speedup) around which its runs vary.
 
     Attributes:
-        before, after: the last run at the old level, and the first one at the new level.
-        old, size, low, high: the old level, and by how much it changed, with the 99 % interval.
-            All are in ln(speedup).
-        differences: the facts that differ between both runs.
-        sides: the sides whose source differs.
-        gate: what the code gate found over the commits of both runs, or None.
+        before, after: the last run at the old level, and the first run at the new level.
+        old: the old level, in ln(speedup).
+        size, low, high: new level minus old level, in ln(speedup), with its 99 % interval.
+        differences: the environment facts, such as the driver, that differ between the two runs.
+        sides: the sides (``baseline``, ``optimized``) whose source differs between the two runs.
+        gate: the direct comparison of the code at the two runs' commits, or None.
     """
 
     before: HistoryLine
@@ -44,7 +44,7 @@ class Change:
 
     @property
     def state(self) -> State:
-        """Whether the code gate confirms the change, or what else is known about it."""
+        """The code gate's answer about the change, or without an answer, the likely cause."""
         if self.gate is not None:
             return "confirmed" if self.gate.confirms(self.size) else "refuted"
         if self.sides:
@@ -53,7 +53,7 @@ class Change:
 
     @property
     def command(self) -> str:
-        """The command that confirms the change, or nothing if there is none."""
+        """The command that measures both commits to confirm the change; empty if there is none."""
         commits = (self.before.commit, self.after.commit)
         if not self.sides or not all(commits) or commits[0] == commits[1]:
             return ""
@@ -73,7 +73,7 @@ class CaseHistory:
 
     @property
     def level(self) -> float:
-        """The level of the last runs, in ln(speedup)."""
+        """The level since the last change, in ln(speedup)."""
         if self.changes:
             return self.changes[-1].old + self.changes[-1].size
         return median(line.value for line in self.lines)
@@ -88,8 +88,8 @@ class CaseHistory:
 def of_lines(lines: Sequence[HistoryLine]) -> CaseHistory:
     """Return the history of one case from its lines, the oldest first.
 
-    A run that repeats an earlier commit with ``--aisp-against`` only confirms a change. It is not a
-    run of its own, because it would put old code after newer code.
+    A run with ``--aisp-against`` on a commit that already has a run only serves to confirm a
+    change. It does not become a point of the history, because old code would then follow new code.
     """
     found, commits = list(lines), set[str]()
     lines = []
@@ -129,7 +129,7 @@ def of_lines(lines: Sequence[HistoryLine]) -> CaseHistory:
 
 
 def change_text(change: Change) -> str:
-    """Return a line about a change: when, how much, what else changed, and what is known of it."""
+    """Return a line about a change: its date, its size, what else changed, and its state."""
     size, low, high = (math.expm1(x) for x in (change.size, change.low, change.high))
     after, gate = change.after, change.gate
     commit = f" at {after.commit[:HASH]}" if after.commit else ""

@@ -1,9 +1,9 @@
-"""Change points of a series of ln(speedup): where its level changed between two runs.
+"""Change points of a series of ln(speedup): the runs at which its level changed.
 
-Candidates come from binary segmentation of the values, whose errors are known. Then the weakest
-candidate is removed until all that remain are significant. The noise is estimated anew after each
-removal. So slow waves (autocorrelation) are noise and not a staircase of changes. No value counts
-more than `CLIP` standard deviations, so that single spikes change nothing.
+Binary segmentation proposes candidates. Then the weakest candidate is removed, again and again,
+until all that remain are significant. The noise is estimated anew after each removal. It includes
+autocorrelation, so a slow wave counts as noise and not as a series of changes. No value counts for
+more than `CLIP` standard deviations, so a single spike is not a change.
 docs/explanation/history.md has the error rates.
 """
 
@@ -19,24 +19,28 @@ from typing import NamedTuple
 from .stats import ASSUMED, INTERVAL
 
 FLOOR = 0.01
-"""A change that is certainly smaller than this, 1 %, is not reported."""
+"""A change is not reported if it is smaller than this (1 %) even at the far end of its interval."""
 LEAST, LEAST_BETWEEN = 2, 3
-"""The least number of points on each side of a change: at an end of the series, and between two
-changes. Two spikes in a row are frequent enough in the middle to look like two changes."""
+"""The least number of points between a change and an end of the series, and between two changes.
+The second number is larger because two spikes in a row would otherwise look like two changes.
+"""
 CLIP = 3.6
-"""The maximum number of standard deviations by which one value counts."""
+"""A value farther from the median than this many standard deviations is clipped to that distance.
+"""
 CANDIDATE = 3.5
-"""The distance of two levels, in standard errors of white noise, that makes a candidate."""
+"""Two levels this far apart, in standard errors of white noise, make a candidate."""
 FOUND = 4.8
-"""The distance that makes a change. It is large because every position is tried."""
+"""Two levels this far apart, in standard errors, are a change. It is large because every position
+is tried.
+"""
 KNOWN = 0.001
-"""The total probability of a false change at the positions of known changes."""
+"""The probability of a false change at any of the positions where an environment fact changed."""
 MOVED = 12.0
-"""How much better another position must fit, in chi-square, if something changed at this one."""
+"""A change moves away from a known position only if chi-square falls by more than this."""
 SHORTEST = 8
-"""The shortest part of a stretch that is searched separately."""
+"""The shortest part of a stretch, in values, that is searched separately."""
 SHORT = 1e9
-"""The penalty for a change with too few points on a side. It is removed before all others."""
+"""Subtracted from the strength of a change with too few points on a side, to remove it first."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +66,13 @@ class ChangePoint:
 
 
 class _Stretch(NamedTuple):
-    """The values of a stretch that has one level.
+    """Sums over a stretch, which is the values between two successive changes.
 
     Attributes:
         length, weight: the number of values, and the sum of their weights.
-        level: the mean of the clipped values.
-        squares, products: the sums of the squared distances to the level, and of the products of
-            successive distances. Distances are in scales.
+        level: the weighted mean of the clipped values.
+        squares: the sum of the squared distances to the level, each in standard deviations.
+        products: the sum of the products of successive distances.
     """
 
     length: int
@@ -82,7 +86,7 @@ class _Noise(NamedTuple):
     """The noise around the levels.
 
     Attributes:
-        scale: standard deviation, relative to the scales of the values.
+        scale: standard deviation of the noise, as a multiple of the values' assumed ones.
         phi: correlation of a value with the next one, from 0 to 0.95.
     """
 
@@ -102,15 +106,15 @@ def change_points(
     session: float = 0.0,
     known: Collection[int] = (),
 ) -> list[ChangePoint]:
-    """Return the changes of the level, the oldest first.
+    """Return the changes of the level, in order of time.
 
     Args:
         values: ln(speedup) of each run, the oldest first.
         errors: the standard error of each value, above 0.
-        session: the standard deviation that is expected from session to session. It counts as much
-            as four runs.
-        known: the positions of runs before which something changed, such as the driver. A change
-            there needs less evidence.
+        session: the expected standard deviation between sessions. This prior has the weight of
+            four runs.
+        known: the indices of runs before which something changed, such as the driver. A change at
+            such an index needs less evidence.
     """
     end = len(values)
     if end < 2 * LEAST:
@@ -125,9 +129,9 @@ def change_points(
 
 
 def _scales(values: Sequence[float], errors: Sequence[float], session: float) -> list[float]:
-    """Return the standard deviation of each value: its error, and the scatter between runs.
+    """Return each value's standard deviation, from its error and the scatter between runs.
 
-    The scatter comes from the differences of successive values, which changes of the level and
+        The scatter comes from the differences of successive values, which changes of the level and
     spikes hardly affect.
     """
     steps = [abs(b - a) for a, b in pairwise(values)]
@@ -144,7 +148,7 @@ def _stretches(splits: Sequence[int], end: int) -> Iterator[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class _Series:
-    """The values with their standard deviations. `_seen` holds stretches by start and end."""
+    """The values with their standard deviations. `_seen` caches stretches by start and end."""
 
     values: Sequence[float]
     scales: Sequence[float]
@@ -152,10 +156,10 @@ class _Series:
     _gaps: dict[tuple[int, int, int], float] = field(default_factory=dict)
 
     def candidates(self, start: int, stop: int) -> list[int]:
-        """Return where the level of the stretch may change, by binary segmentation.
+        """Return the indices at which the level of the stretch may change.
 
-        Besides the whole stretch, parts of it are searched too. Otherwise two opposite changes
-        could hide each other (seeded binary segmentation).
+        This is seeded binary segmentation: parts of the stretch are searched too, because two
+        opposite changes can cancel out over the whole stretch.
         """
         clipped = self._clipped(start, stop)
         best, where = CANDIDATE, None
@@ -185,9 +189,9 @@ class _Series:
         return kept
 
     def moved(self, splits: Sequence[int], known: Collection[int]) -> list[int]:
-        """Move each of `splits` to where its two levels fit best.
+        """Return `splits`, each moved to the index at which its two levels fit best.
 
-        A change where something is known to have changed stays, unless it fits much worse.
+        A change at a known index moves only if another index fits much better.
         """
         noise, kept = self._noise(splits), list(splits)
         unit = noise.scale**2 * (1 + noise.phi) / (1 - noise.phi)
@@ -208,17 +212,17 @@ class _Series:
         return ChangePoint(at, left.level, right.level - left.level, error)
 
     def _around(self, splits: Sequence[int]) -> list[tuple[int, int]]:
-        """Return the ends of the two stretches beside each split."""
+        """Return each split's neighbors: start of the stretch before it, end of the next one."""
         return list(zip([0, *splits[:-1]], [*splits[1:], len(self.values)], strict=True))
 
     def _least(self, end: int) -> int:
-        """Return the least number of points of a stretch with this end."""
+        """Return the least number of points between a change and `end`."""
         return LEAST if end in (0, len(self.values)) else LEAST_BETWEEN
 
     def _clipped(self, start: int, stop: int) -> list[tuple[float, float]]:
-        """Return the weight of each value, and the product of the weight and the clipped value.
+        """Return (weight, weight times clipped value) for each value of a stretch.
 
-        The values are relative to the median of the stretch.
+        The clipped values are relative to the median of the stretch.
         """
         values, scales = self.values[start:stop], self.scales[start:stop]
         centre, found = median(values), []
@@ -228,9 +232,10 @@ class _Series:
         return found
 
     def _strength(self, at: int, start: int, stop: int, noise: _Noise) -> float:
-        """Return the distance of the levels at `at`, in standard errors.
+        """Return the distance between the levels before and after `at`, in standard errors.
 
-        It is 0 if the change is too small to be reported, and negative if a side is too short.
+        The result is 0 if the change is too small to be reported, and negative if there are too
+        few values before or after it.
         """
         key = start, at, stop
         if key not in self._gaps:
@@ -249,7 +254,8 @@ class _Series:
         stretches = [self._stretch(*ends) for ends in _stretches(splits, count)]
         squares = math.fsum(each.squares for each in stretches)
         phi = math.fsum(each.products for each in stretches) / squares if squares else 0.0
-        # Levels follow slow waves, so this estimate of phi is too low. Each level adds to that.
+        # Levels follow slow waves, so this estimate of phi is too low. Each level lowers it
+        # further.
         phi = min(max(phi + (1 + 3 * phi) * len(stretches) / count, 0.0), 0.95)
         free = max(count - sum(_inflation(each.length, phi) for each in stretches), 0.0)
         return _Noise(math.sqrt(max(1.0, (ASSUMED + squares) / (ASSUMED + free))), phi)
@@ -271,7 +277,10 @@ class _Series:
 
 
 def _parts(count: int) -> Iterator[tuple[int, int]]:
-    """Yield the whole stretch, and half-overlapping parts of a half, a quarter, ... of it."""
+    """Yield (start, end) of the whole stretch, then of parts of half, a quarter, ... its length.
+
+    Each part overlaps the next one by half.
+    """
     length = count
     while True:
         starts = [*range(0, count - length, max(1, length // 2)), count - length]
@@ -282,10 +291,10 @@ def _parts(count: int) -> Iterator[tuple[int, int]]:
 
 
 def _best_split(clipped: Sequence[tuple[float, float]], first: int, last: int) -> tuple[float, int]:
-    """Return the largest distance of two levels, in standard errors, and where it is.
+    """Return the largest distance between two levels, in standard errors, and its index.
 
     Args:
-        first, last: the least number of values before and after it.
+        first, last: the least number of values before the index, and from the index on.
     """
     total_weight, total = math.fsum(w for w, _ in clipped), math.fsum(v for _, v in clipped)
     weight = moment = best = 0.0
@@ -306,6 +315,6 @@ def _mean(clipped: Sequence[tuple[float, float]]) -> float:
 
 
 def _inflation(count: int, phi: float) -> float:
-    """Return how much the correlation increases the variance of a mean of `count` values."""
-    # This is 1 + 2 * sum((1 - lag / count) * phi**lag for lag in range(1, count)).
+    """Return the factor by which the correlation `phi` raises the variance of a mean."""
+    # The result is 1 + 2 * sum((1 - lag / count) * phi**lag for lag in range(1, count)).
     return (1 + phi) / (1 - phi) - 2 * phi * (1 - phi**count) / (count * (1 - phi) ** 2)

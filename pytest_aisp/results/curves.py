@@ -1,4 +1,4 @@
-"""Curves: the results of a page with ``sweep=``, one point per value of the key.
+"""Curves: the speedups of a page with ``sweep=KEY``, one point for each value of that size key.
 
 A curve belongs to one test function, one variant, and one choice of the other keys of the size.
 """
@@ -17,7 +17,7 @@ KNEE = 0.95
 
 
 class Point(NamedTuple):
-    """A value of the key, with ln(speedup) and its 99 % interval."""
+    """A value of the swept key, with ln(speedup) and its 99 % interval."""
 
     at: object
     value: float
@@ -26,7 +26,7 @@ class Point(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """The points of one variant over one key, in the order of the key's values."""
+    """The points of one variant over the swept key, in the order of the key's values."""
 
     function: str
     variant: str
@@ -48,9 +48,9 @@ class Curve(NamedTuple):
         return text
 
     def crossings(self) -> list[str]:
-        """Return the neighboring values between which one side becomes the slower one.
+        """Return the pairs of values between which the speedup crosses 1, such as ``64 and 128``.
 
-        Points whose interval contains 1 decide nothing.
+        Points whose 99 % interval contains 1 are skipped.
         """
         decided = [point for point in self.points if point.low > 0 or point.high < 0]
         pairs = itertools.pairwise(decided)
@@ -58,7 +58,7 @@ class Curve(NamedTuple):
 
 
 def curves(records: Iterable[CaseRecord]) -> list[Curve]:
-    """Return the curves of at least three points among timed cases, in the order of `records`."""
+    """Return the curves that have at least three timed points, in the order of `records`."""
     points: dict[tuple[str, ...], list[Point]] = {}
     for record in records:
         if not record.sweep or record.value is None or record.low is None or record.high is None:
@@ -76,7 +76,7 @@ def curves(records: Iterable[CaseRecord]) -> list[Curve]:
 
 
 def in_order(points: Sequence[Point]) -> list[Point]:
-    """Return `points` by the key's value if it is a number, or else in the page's order."""
+    """Return `points` sorted by the key's value if all values are numbers, else unsorted."""
     if any(isinstance(p.at, bool) or not isinstance(p.at, (int, float)) for p in points):
         return list(points)
     return sorted(points, key=lambda point: float(str(point.at)))

@@ -1,7 +1,8 @@
-"""Compare two runs, or two states of the stored results, beyond the noise of each case.
+"""Compare two runs, or two states of the stored results, case by case.
 
-The two sides come from different sessions. So a change within `verdict.record_margin` is noise, as
-in the gate against stored results. Counted goals, such as launches, have no noise.
+The two were measured in different sessions. So a change within `verdict.record_margin` counts as
+noise, by the same rule as when a run is compared with stored results. Counted goals, such as
+launches, have no noise.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from .results_json import Case
 from .verdict import DEFAULT_SPREAD, RED, UNKNOWN_SESSION, record_margin
 
 TIME_FLOOR = 0.05
-"""The least noise assumed for a time. The GPU's clocks change both times, but not their ratio.
+"""The smallest noise assumed for a time. A change of the GPU's clock rate changes both sides'
+times, but not their ratio.
 
 Times of the same kernel differ by up to 3.4 % from process to process (docs/explanation/spread.md).
 """
@@ -30,16 +32,16 @@ ORDER: tuple[Outcome, ...] = ("worse", "better", "same")
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One case on one side of the comparison.
+    """One case in one of the two runs that are compared.
 
     Attributes:
         value: ln(speedup).
         seconds: seconds per call of ``baseline`` and ``optimized``, or empty.
         share: the share of the machine's `limit` that the optimized side reaches.
-        goals: the amounts by metric, as in `Result`.
-        spread: the spread of one process's ln(speedup).
-        session: the spread from session to session, if recorded.
-        verdict: empty for a stored result.
+        goals: for each metric, the amounts of both sides, as in `Result.goals`.
+        spread: the standard deviation of one process's ln(speedup).
+        session: the standard deviation of ln(speedup) between sessions, if recorded.
+        verdict: the verdict in a run, or empty for a stored result.
     """
 
     product: str
@@ -57,18 +59,18 @@ class Measured:
 
     @property
     def name(self) -> tuple[str, str, str]:
-        """The product, chapter and key. They identify the same case on both sides."""
+        """The product, chapter and key, by which the same case is found in the other run."""
         return self.product, self.chapter, self.key
 
 
 @dataclass(frozen=True)
 class Change:
-    """One metric of one case on both sides.
+    """One metric of one case, old and new.
 
     Attributes:
         metric: ``speedup``, ``baseline time``, ``share of copy``, ``memory, optimized``, ...
         better: whether a higher or a lower value is better.
-        unit: ``x``, ``s``, ``share``, or the name of the goal whose unit applies.
+        unit: ``x``, ``s``, ``share``, or the name of the goal that has the unit.
         noise: the largest relative change whose outcome is ``same``; None for counted metrics.
     """
 
@@ -83,12 +85,12 @@ class Change:
 
     @property
     def change(self) -> float | None:
-        """Return the relative change, such as 0.1 for 10 % more; None if the old value is 0."""
+        """The relative change, such as 0.1 for 10 % more; None if the old value is 0."""
         return self.new / self.old - 1 if self.old else None
 
     @property
     def size(self) -> float:
-        """Return the change as a multiple of the noise. Changes are sorted by it."""
+        """The change as a multiple of the noise, by which changes are sorted."""
         if self.noise is None or not (self.old and self.new):
             return math.inf
         return abs(math.log(self.new / self.old)) / math.log1p(self.noise)
@@ -96,7 +98,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Turned:
-    """A case that is red on only one of the sides, with its verdict on each side."""
+    """A case that is red in only one of the two runs, with its verdict in each."""
 
     case: Measured
     old: str
@@ -106,12 +108,12 @@ class Turned:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The changes of the cases that both sides have, and the cases that only one side has.
+    """The changes of the cases that both runs have, and the cases that only one run has.
 
     Attributes:
-        changes: regressions first (the worst at the top), then improvements, then the rest.
-        turned: cases that turned red, then those that turned green.
-        apart: cases that both sides have but whose times cannot be compared, with the reason.
+        changes: regressions first (the largest at the top), then improvements, then the rest.
+        turned: cases that turned red, then cases that turned green.
+        apart: cases of both runs whose times cannot be compared, with the reason.
     """
 
     changes: tuple[Change, ...]
@@ -121,13 +123,13 @@ class Comparison:
     apart: tuple[tuple[Measured, str], ...]
 
     def count(self, outcome: Outcome) -> int:
-        """Return how many metrics and verdicts have this outcome."""
+        """Return the number of metrics and verdicts with this outcome."""
         every: tuple[Change | Turned, ...] = (*self.changes, *self.turned)
         return sum(found.outcome == outcome for found in every)
 
 
 def of_run(cases: Iterable[Case]) -> Iterator[Measured]:
-    """Yield the cases of `results.json`."""
+    """Yield the cases of a run's `results.json`."""
     for case in cases:
         speedup, seconds, limit = case.speedup, case.seconds, case.limit
         yield Measured(
@@ -167,7 +169,7 @@ def of_stored(stored: Stored, chapter: str) -> Iterator[Measured]:
 
 
 def compare(old: Iterable[Measured], new: Iterable[Measured]) -> Comparison:
-    """Compare the cases that both sides have."""
+    """Return the comparison of two runs, or of two states of the stored results."""
     before, after = ({case.name: case for case in side} for side in (old, new))
     both = [(before[name], after[name]) for name in before if name in after]
     changes = [change for pair in both for change in _changes(*pair)]
@@ -182,7 +184,7 @@ def compare(old: Iterable[Measured], new: Iterable[Measured]) -> Comparison:
 
 
 def _why_apart(old: Measured, new: Measured) -> str:
-    """Return why the times of a case cannot be compared, or an empty text if they can."""
+    """Return the reason why a case's times cannot be compared; empty if they can."""
     untimed = [side for side, case in (("OLD", old), ("NEW", new)) if case.value is None]
     if len(untimed) == 1:
         verdict = (old if untimed == ["OLD"] else new).verdict
@@ -193,7 +195,7 @@ def _why_apart(old: Measured, new: Measured) -> str:
 
 
 def _turned(old: Measured, new: Measured) -> Turned | None:
-    """Return how a case turned red or green, or None. A stored result counts as green."""
+    """Return the case if it turned red or green, else None. A stored result counts as green."""
     was, is_ = old.verdict in RED, new.verdict in RED
     known = bool(old.verdict and new.verdict)
     if is_ and not was and (known or new.value is None):
@@ -220,7 +222,7 @@ def _changes(old: Measured, new: Measured) -> Iterator[Change]:
 
 
 def margin(old: Measured, new: Measured) -> float:
-    """Return the largest difference in ln(speedup) that the gate against stored results allows."""
+    """Return the difference in ln(speedup) up to which a change counts as noise."""
     spreads = [case.spread for case in (old, new) if case.spread is not None]
     sessions = [case.session for case in (old, new) if case.session is not None]
     spread = max(spreads, default=DEFAULT_SPREAD[new.clock])

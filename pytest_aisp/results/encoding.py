@@ -1,4 +1,4 @@
-"""Messages as lines of JSON: the pipes between the pytest process and its worker processes."""
+"""Encode the messages between the pytest process and its worker processes as lines of JSON."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ AnyTask: TypeAlias = (
     | DiagnoseTask
     | StopTask
 )
-"""Every request that a worker process answers."""
+"""Any request to a worker process."""
 
 
 def encode(message: Task | Answer) -> bytes:
-    """Return the message as one line. Raise TypeError if a value has no plain type."""
+    """Return the message as one line of JSON. Raise TypeError if JSON has no type for a value."""
     return json.dumps(plain(message)).encode() + b"\n"
 
 
@@ -78,7 +78,11 @@ def decode_task(line: bytes) -> AnyTask:
 
 
 def plain(value: Json) -> Json:
-    """Return `value` with infinities as text and tuples as lists. Raise TypeError for others."""
+    """Return `value` in JSON types: infinities as text, tuples as lists, structs as tables.
+
+    Raises:
+        TypeError: if `value` contains any other type.
+    """
     if isinstance(value, float) and type(value) is float:
         return value if value - value == 0 else str(value)
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""Convert a run to formats for other programs: the cases of `results.json`, Markdown and CSV."""
+"""Convert a run to the cases of `results.json`, to Markdown, and to CSV."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .verdict import ORDER, RED
 
 
 def case(line: JournalLine, root: str) -> Case:
-    """Return a line of the journal as a case of `results.json`, with paths relative to `root`."""
+    """Convert a line of the journal to a case of `results.json`, with paths relative to `root`."""
     origins, times = line.origins, list(line.seconds.values())
     predicted = list(line.predicted.values())
     speedup, limit, claim, stored = None, None, None, None
@@ -111,7 +111,7 @@ def _profile(profile: Profile) -> ProfileFiles | None:
 
 
 def path_below(path: str, folder: str) -> str:
-    """Return `path` relative to `folder` if it is below it, or else unchanged."""
+    """Return `path` relative to `folder` if it is inside that folder, else unchanged."""
     inside = folder and PurePath(path).is_relative_to(folder)
     return str(PurePath(path).relative_to(folder)) if inside else path
 
@@ -121,7 +121,7 @@ HEADS += ("limit", "claim", "stored", "why")
 
 
 def markdown(run: Manifest, cases: Sequence[Case]) -> str:
-    """Return the table of a run."""
+    """Return a run's summary and its table of cases as Markdown."""
     lines = [f"**{_counted(cases)}** on {run.machine.name}, {_when(run)}", ""]
     lines += [f"**Invalid**: {_cell(why)}\n" for why in run.invalid]
     if cases:
@@ -132,9 +132,9 @@ def markdown(run: Manifest, cases: Sequence[Case]) -> str:
 
 
 def page_labels(tests: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str]:
-    """Return the label of each test, given by the path of its page and its function.
+    """Return a label for each test. A test is a pair of its page's path and its function's name.
 
-    The label is the name of the page. If a page has several tests, its function is added.
+    The label is the page's name. If the page has several tests, the function's name is added.
     """
     unique = set(tests)
     counts = Counter(page for page, _ in unique)
@@ -147,7 +147,7 @@ def page_labels(tests: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str]:
 
 
 def in_order(cases: Iterable[Case]) -> list[Case]:
-    """Return the cases, red ones first; cases with the same verdict keep their order."""
+    """Return the cases sorted by verdict, red ones first; the sort is stable."""
     places = {verdict: place for place, verdict in enumerate(ORDER)}
     return sorted(cases, key=lambda case: places.get(case.verdict, -1))
 

@@ -1,8 +1,8 @@
 """The history of cases over runs: `HISTORY/<product>/<chapter>.jsonl`, one line per case and run.
 
-Lines are only appended. A half-written last line is moved to a file next to the history when the
-next run is added. Lines that cannot be used stay where they are, and are named whenever the file is
-read.
+Lines are only appended. A crash can leave the last line half written. When the next run is added,
+that half line is moved to a file next to the history. Other lines that cannot be used stay in the
+file, and each reading of the file reports them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .verdict import VOTE
 
 SUFFIX = ".jsonl"
 BROKEN = ".broken"
-"""The suffix of the file that gets half-written lines."""
+"""The suffix of the file to which half-written lines are moved."""
 SCHEMA: Literal[1] = 1
 COMMIT = re.compile(r"[0-9a-f]{7,40}")
 Finite = Annotated[float, Meta(ge=-50, le=50)]
@@ -41,12 +41,13 @@ FileName = Annotated[str, Meta(pattern=r"\A(?!\.)[^/\0]+\Z")]
 
 
 class CodeGate(Struct, frozen=True, kw_only=True):
-    """The comparison of changed sides with their version at another commit, in the same run.
+    """A direct comparison, in one run, of changed sides with their versions at another commit.
 
     Attributes:
-        commit: the other commit, as ``--aisp-against`` named it.
-        values: for each side, ln(old time / new time) of each process: the first one and its votes.
-        spread: the spread of one process's value.
+        commit: the other commit, as given to ``--aisp-against``.
+        values: for each changed side, ln(old time / new time) from each process: first the first
+            measurement, then the repeated ones (votes).
+        spread: the standard deviation of one process's value.
     """
 
     commit: str
@@ -55,12 +56,12 @@ class CodeGate(Struct, frozen=True, kw_only=True):
 
     @property
     def effect(self) -> float:
-        """By how much the changes of both sides change ln(speedup)."""
+        """The change of ln(speedup) that the changes of both sides together cause."""
         sides = {side: fmean(each[1:] or each) for side, each in self.values.items()}
         return sides.get("optimized", 0.0) - sides.get("baseline", 0.0)
 
     def confirms(self, change: float) -> bool:
-        """Return whether the sides changed as `change` says, by more than a vote needs."""
+        """Return whether the effect has the sign of `change` and is larger than noise."""
         return self.effect * change > 0 and abs(self.effect) > VOTE * self.spread
 
 
@@ -70,13 +71,13 @@ class HistoryLine(Struct, frozen=True, kw_only=True):
     Attributes:
         run: 12 hex digits that identify the run, wherever its folder is.
         started: when the run started, in UTC.
-        commit, dirty: the commit of the run, if it is known, and whether tracked files differed.
-        case, id: the key of the case's stored result, and pytest's id.
+        commit, dirty: the run's commit, if known, and whether tracked files differed from it.
+        case, id: the key of the case's stored result, and pytest's id of the case.
         value, error: ln(speedup) and its standard error.
-        session: the spread from session to session, as far as the run knew it.
-        environment: versions and facts that the result depends on.
+        session: the standard deviation between sessions; 0 if the run had no record of it.
+        environment: facts that the result depends on, such as the driver's version.
         sources: digests of the sources of both sides.
-        code_gate: what ``--aisp-against`` found in this run.
+        code_gate: the comparison by ``--aisp-against`` in this run, or None.
     """
 
     schema: Literal[1] = SCHEMA
@@ -98,9 +99,9 @@ class HistoryLine(Struct, frozen=True, kw_only=True):
     code_gate: CodeGate | None = None
 
     def differences(self, before: HistoryLine) -> list[str]:
-        """Return a text for each fact that differs from an earlier line and may explain a change.
+        """Return a text for each fact of the environment that differs from an earlier line.
 
-        The sources of the sides are not among them (`changed_sides`).
+        Changed sources are listed by `changed_sides` instead.
         """
         several = base_of(self.product) != self.product
         then, now = before.environment, self.environment
@@ -116,10 +117,10 @@ class HistoryLine(Struct, frozen=True, kw_only=True):
 
 @dataclass
 class HistoryFile:
-    """The lines of one file that can be used, and a message about each kind of line that cannot.
+    """The usable lines of one file, and messages about the lines that cannot be used.
 
     Attributes:
-        torn: the half-written last line, or nothing. `problems` does not have it.
+        torn: the half-written last line, or empty. It is not listed in `problems`.
         length: the number of lines in the file.
     """
 
@@ -131,7 +132,7 @@ class HistoryFile:
 
     @property
     def all_problems(self) -> list[str]:
-        """The messages of `problems`, and one about a half-written last line."""
+        """The messages of `problems`, and a message about a half-written last line."""
         half = f"{self.path}:{self.length}: the last line{_of(self.torn)} is half written"
         return [*self.problems, half] if self.torn else self.problems
 
@@ -145,7 +146,7 @@ class HistoryFile:
 
 @dataclass
 class Added:
-    """What `add` did: how many lines it wrote, how many were there, and what it repaired."""
+    """Lines that `add` wrote, lines already present, and messages on repairs and problems."""
 
     new: int = 0
     known: int = 0
@@ -157,8 +158,8 @@ def lines_of(run: RecordedRun) -> Iterator[HistoryLine]:
     """Yield a line for each timed case of a run.
 
     Raises:
-        RunError: if a case was compared with a commit, and these samples cannot be read, or if a
-            case has a value that no run writes.
+        RunError: if samples of a comparison with a commit cannot be read, or if a case has a value
+            that no run writes.
     """
     manifest, git = run.manifest, run.manifest.git
     machine = manifest.machine
@@ -210,7 +211,7 @@ def add(folder: Path, lines: Iterable[HistoryLine]) -> Added:
     Several processes may add at the same time. A file gets all its new lines in one write.
 
     Raises:
-        OSError: if a file cannot be read or written. Then its last line may be half written.
+        OSError: if a file cannot be read or written. A failed write may leave half a line.
     """
     by_file: dict[Path, list[HistoryLine]] = {}
     for line in lines:
@@ -224,7 +225,7 @@ def add(folder: Path, lines: Iterable[HistoryLine]) -> Added:
             present = parse(path, data)
             if present.torn:
                 done.repaired.append(_move_torn(path, file, len(data) - len(present.torn), present))
-            elif data and not data.endswith(b"\n"):  # a whole line that lacks its end
+            elif data and not data.endswith(b"\n"):  # complete, except for the newline
                 file.write(b"\n")
             known = {(line.run, line.case) for line in present.lines}
             missing = [line for line in new if (line.run, line.case) not in known]
@@ -246,7 +247,7 @@ def _locked(path: Path) -> Iterator[BufferedRandom]:
 
 
 def _move_torn(path: Path, file: BufferedRandom, end: int, present: HistoryFile) -> str:
-    """Move a half-written last line to the file next to the history. Return a message."""
+    """Move a half-written last line to a file next to the history. Return a message about it."""
     aside = path.with_name(path.name + BROKEN)
     with open(aside, "ab") as other:
         other.write(present.torn + b"\n")
@@ -275,12 +276,12 @@ def read(folder: Path) -> list[HistoryFile]:
 
 
 def is_history(folder: Path) -> bool:
-    """Return whether the folder has a history and no run."""
+    """Return whether `folder` has history files and no run."""
     return not (folder / MANIFEST).exists() and any(folder.glob(f"*/*{SUFFIX}"))
 
 
 def parse(path: Path, data: bytes) -> HistoryFile:
-    """Return the lines in `data`, the contents of `path`."""
+    """Return the lines in `data`, which are the contents of the file `path`."""
     *whole, last = data.split(b"\n")
     found, seen = HistoryFile(path, length=len(whole) + bool(last)), set[tuple[str, str]]()
     repeated: list[int] = []
@@ -330,7 +331,7 @@ def _listed(numbers: Sequence[int]) -> str:
 def code_gate_between(
     lines: Iterable[HistoryLine], old: HistoryLine, new: HistoryLine
 ) -> CodeGate | None:
-    """Return what the code gate found over the commits of two lines, if a run compared them."""
+    """Return the direct comparison of the commits of two lines, or None if no run compared them."""
     for line in lines:
         gate = line.code_gate
         if gate is None or line.commit != new.commit or line.dirty:
