@@ -47,7 +47,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> object:
-    # Lazy, so that pytest can load the plugin without loading the modules that pages need.
+    # Imported on first use, so pytest can load the plugin without the modules that pages need.
     from importlib import import_module
 
     if name in _HOME:

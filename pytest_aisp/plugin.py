@@ -1,6 +1,6 @@
-"""The plugin's hooks and fixtures. Each one calls the module that does the work.
+"""The plugin's hooks and fixtures. Each of them calls the module that does the work.
 
-This module imports only pytest, the standard library and the options. Hooks import other modules
+Only pytest, the standard library and the options are imported here. Hooks import all other modules
 when a page needs them.
 """
 
@@ -29,10 +29,10 @@ MARKERS = {
     "sm100": "runs on Blackwell B200, GB200",
     "sm103": "runs on Blackwell B300, GB300",
     "sm121": "runs on GB10",
-    "aisp_cpu": "a size that a CPU times",
-    "aisp_product(name)": "the product that a fleet runs it on",
+    "aisp_cpu": "a size that is timed on the CPU",
+    "aisp_product(name)": "the GPU product that a fleet runs the case on",
     "aisp_gpus(n)": "needs n GPUs, as in -m 'aisp_gpus(n=2)'",
-    "aisp_timer": "pytest-benchmark's `benchmark` is timed by our GPU timer",
+    "aisp_timer": "pytest-benchmark's `benchmark` fixture uses the plugin's GPU timer",
     "aisp_timeout(seconds)": "time limit of one request to a worker process",
 }
 
@@ -42,23 +42,27 @@ class Hooks:
 
     @pytest.hookspec(firstresult=True)
     def pytest_aisp_timer(self, config: pytest.Config) -> Mapping[str, object] | None:
-        """Return another timer, or None.
+        """Return a timer that replaces the plugin's own, or None.
 
         A timer is ``{"target": "module:function", "arch": ..., "product": ..., "options": {...}}``.
-        Its product begins with ``simulated-``.
+        The ``product`` must begin with ``simulated-``.
         """
 
     @pytest.hookspec(firstresult=True)
     def pytest_aisp_cuda_emulator(self, config: pytest.Config) -> str | None:
         """Return the name of a module that emulates CUDA C++ on the CPU, or None.
 
-        The module's ``unsupported(cuda_module)`` returns a description of the features that need a
-        GPU, or an empty text. Its ``install()`` makes this process emulate every launch.
+        The module has two functions. ``unsupported(cuda_module)`` returns a description of the
+        features that it cannot emulate, or an empty string. ``install()`` makes this process
+        emulate every launch.
         """
 
     @pytest.hookspec
     def pytest_aisp_result(self, config: pytest.Config, row: Mapping[str, object]) -> None:
-        """Receive a case's row when the case finishes. Only the controller calls this hook."""
+        """Receive a case's result row when the case finishes.
+
+        With xdist, only the controller process calls this hook.
+        """
 
 
 def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
@@ -74,7 +78,7 @@ def pytest_load_initial_conftests(
 ) -> None:
     given = list(args)
     options.fill_in_values(args)
-    if args != given:  # pytest already parsed the old ones and loads conftests from that
+    if args != given:  # pytest has parsed the old arguments, and loads conftest files from them
         known = parser.parse_known_args(args, namespace=copy.copy(early_config.option))
         known.confcutdir = early_config.known_args_namespace.confcutdir
         early_config.known_args_namespace = known
@@ -135,7 +139,7 @@ def pytest_make_collect_report(
 
 @pytest.fixture
 def pair(request: pytest.FixtureRequest) -> PairUnderTest:
-    """The case under test: `assert_equivalent()`, then `assert_speedup()`."""
+    """The case under test. Call `assert_equivalent()`, then `assert_speedup()`."""
     from .session.pair_fixture import pair_under_test
 
     return pair_under_test(request)
@@ -143,7 +147,7 @@ def pair(request: pytest.FixtureRequest) -> PairUnderTest:
 
 @pytest.fixture
 def aisp_device() -> str:
-    """The device of this machine: ``cuda`` if there is a GPU, else ``cpu``."""
+    """The device to use on this machine: ``cuda`` if there is a GPU, else ``cpu``."""
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -151,7 +155,7 @@ def aisp_device() -> str:
 
 @pytest.fixture
 def warmup() -> Callable[[Callable[[], object]], int]:
-    """Run a callable until its time is steady: ``warmup(f)`` returns the number of calls."""
+    """A function that calls `f` until its time is steady: ``warmup(f)`` returns the call count."""
     from .timing.schedule import warm
 
     return warm
@@ -159,7 +163,7 @@ def warmup() -> Callable[[Callable[[], object]], int]:
 
 @pytest.fixture
 def cuda_graph() -> Callable[[Callable[[], object]], Callable[[], object]]:
-    """Capture a callable in a CUDA graph: ``cuda_graph(f)`` returns a callable that replays it."""
+    """A function that captures `f` in a CUDA graph: ``cuda_graph(f)`` returns the replay function."""
     from .timing.cuda_graph import capture
 
     return capture
@@ -167,9 +171,9 @@ def cuda_graph() -> Callable[[Callable[[], object]], Callable[[], object]]:
 
 @pytest.fixture
 def aisp_timer() -> Callable[..., float]:
-    """Time one callable: ``aisp_timer(f)`` returns the median seconds of a call.
+    """A function that times `f`: ``aisp_timer(f)`` returns the median seconds per call.
 
-    ``window`` is the length of a timing window in seconds, ``windows`` their number.
+    ``window`` is the length of a timing window in seconds. ``windows`` is the number of windows.
     """
     from statistics import median
 
@@ -185,7 +189,7 @@ def aisp_timer() -> Callable[..., float]:
 
 @pytest.fixture
 def aisp_peaks(pytestconfig: pytest.Config) -> Mapping[str, float]:
-    """The measured peaks of this machine's product: a mapping of rates, empty if never measured."""
+    """The measured peak rates of this machine's product, by name. Empty if never measured."""
     from .timing.peaks import PeaksError, load
     from .util.device import Machine
 
@@ -216,7 +220,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     if item.get_closest_marker("aisp_pair") is None:
         return (yield)
     if item.config.pluginmanager.hasplugin("rerunfailures"):
-        # A rerun could turn a red verdict green. Only the first mark has an effect.
+        # A rerun could turn a red verdict green. Of several marks, only the first has an effect.
         item.add_marker(pytest.mark.flaky(reruns=0), append=False)
     try:
         if item.config.stash.get(RUN, None) is None:
@@ -254,7 +258,7 @@ def pytest_report_teststatus(report: pytest.TestReport) -> Status | None:
 
 def pytest_report_header(config: pytest.Config) -> list[str] | None:
     run = config.stash.get(RUN, None)
-    if run is None or config.getoption("aisp_fleet"):  # the fleet names its nodes
+    if run is None or config.getoption("aisp_fleet"):  # a fleet has its own header, with its nodes
         return None
     from .session.terminal import header
 
@@ -264,7 +268,7 @@ def pytest_report_header(config: pytest.Config) -> list[str] | None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     recorder = session.config.stash.get(RECORDER, None)
-    # An interrupted suite is incomplete, so it needs no canary.
+    # An interrupted run is incomplete anyway, so the canary is skipped.
     if session.exitstatus != pytest.ExitCode.INTERRUPTED:
         if session.config.stash.get(RUN, None) is not None:
             from .session.canary import run_at_end
@@ -279,7 +283,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def _exit_code(session: pytest.Session, recorder: Recorder | None) -> int:
-    """Return pytest's exit code, except if the rows or the recorder require a worse one."""
+    """Return the exit code of the run: pytest's, or a worse one because of rows or the recorder."""
     code = session.exitstatus
     if recorder is None or code == pytest.ExitCode.INTERRUPTED:
         return code

@@ -1,1 +1,1 @@
-"""The declaration on a page: a pair of sides, its cases and needs, and digests of its sources."""
+"""What a page declares: its sides, cases and required features. Also digests of its sources."""

@@ -22,45 +22,45 @@ from .pair import (
 )
 
 UNITS = ("l2", "shared", "atomics", "sfu", "blocks")
-"""The attributes of `Cost` that are amounts of a unit of the GPU. Its rate has the same name."""
+"""The attributes of `Cost` that use a unit of the GPU. The unit's rate has the same name."""
 HOST = {"launches": "launch", "host_steps": "host_step"}
-"""The attributes of `Cost` that take time of the host, and the time of each."""
+"""The attributes of `Cost` that take time on the host, with the name of each one's rate."""
 AMOUNTS = (
     *("read", "write", *UNITS, "h2d", "d2h", "sent", "nccl"),
     *(*HOST, "graph_nodes", "syncs", "collectives"),
 )
-"""The attributes of `Cost` that are plain numbers."""
+"""All attributes of `Cost` that are plain numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What one call of a side uses. The resources of one `Cost` work at the same time.
+    """What one call of a side uses. All resources of one `Cost` are used at the same time.
 
     ``a + b`` means that `b` starts after `a` has ended, so their times add up. ``8 * a`` means that
     `a` runs eight times, one after another.
 
     Attributes:
-        read, write: bytes that it reads from and writes to DRAM.
-        l2: bytes that it reads from the L2 and writes there, in whole sectors of 32 bytes. DRAM
-            traffic also passes the L2, but needs to be counted only if the L2 is the limit.
-        shared: bytes that it reads from and writes to shared memory. If `k` threads of a warp
-            access different words of one bank, each of their bytes counts `k` times.
+        read, write: bytes read from and written to DRAM.
+        l2: bytes read from and written to the L2, in whole sectors of 32 bytes. DRAM traffic also
+            goes through the L2, but count it here only if the L2 is the limit.
+        shared: bytes read from and written to shared memory. If `k` threads of a warp access
+            different words of one bank, each of their bytes counts `k` times.
         atomics: atomic additions to global memory.
         sfu: exponentials, logarithms, sines, roots and reciprocals of fp32.
-        blocks: blocks of kernels that it starts. Count them if each block does little.
-        h2d, d2h: bytes that it copies to and from the GPU.
-        sent: bytes that each rank sends to other GPUs in copies.
-        nccl: bytes that each rank sends in collectives of NCCL.
+        blocks: thread blocks started. Count them if each block does little work.
+        h2d, d2h: bytes copied to and from the GPU.
+        sent: bytes that each rank copies to other GPUs.
+        nccl: bytes that each rank sends in NCCL collectives.
         ops: arithmetic operations by type, as in ``{"bf16": 2 * n**3}``.
-        launches: kernels that it launches. The replay of a graph is one launch.
-        graph_nodes: kernels in a graph that the side itself replays.
+        launches: kernels launched. The replay of a graph is one launch.
+        graph_nodes: kernels in the CUDA graphs that the side itself replays.
         host_steps: calls of torch that launch nothing, such as views.
         syncs: how often the host waits for the GPU, as in `.item()`.
-        collectives: barriers and collectives that it waits for, besides the bytes that they send.
-        then: what follows.
+        collectives: number of barriers and collectives to wait for. Count their bytes in `nccl`.
+        then: the costs that follow, one after another. ``+`` and ``*`` set it.
 
     Raises:
-        PairError: if an amount is negative, or a type unknown.
+        PairError: if an amount is negative, or a type is unknown.
     """
 
     read: float = 0
@@ -90,11 +90,11 @@ class Cost:
                 raise PairError(f"Cost({name}={value!r}) must be a number >= 0")
 
     def phases(self) -> tuple[Cost, ...]:
-        """Return the parts that follow one another."""
+        """Return the parts that run one after another, each as a `Cost` without `then`."""
         return (replace(self, then=()), *self.then)
 
     def amounts(self) -> list[dict[str, object]]:
-        """Return the arguments of each phase, without those that are zero."""
+        """Return the nonzero attributes of each phase, by name."""
         names = (*AMOUNTS, "ops")
         phases = [{name: getattr(phase, name) for name in names} for phase in self.phases()]
         return [{name: value for name, value in phase.items() if value} for phase in phases]
@@ -118,13 +118,16 @@ class Cost:
 
 
 def memory_rates(read: float, write: float) -> dict[str, float]:
-    """Return the bytes at each rate of memory: equal bytes read and written are a copy."""
+    """Split `read` and `write` bytes into ``copy``, ``read`` and ``write``. Return the bytes of each.
+
+    A copy reads and writes equally many bytes. The rest is only read or only written.
+    """
     both = min(read, write)
     return {"copy": 2 * both, "read": read - both, "write": write - both}
 
 
 Costs: TypeAlias = Mapping[Side, Callable[..., Cost]]
-"""For each side, a function that takes a size's keys and returns what a call costs."""
+"""For each side, a function that takes a size's keys and returns the cost of a call."""
 
 
 def validate_costs(costs: Costs, sides: list[Side]) -> None:
@@ -147,7 +150,7 @@ def cost_at(pair: Pair, side: Side, size: Size, world: int) -> Cost | None:
     """Return the cost of a call of `side` at `size`, or None if the page declares none.
 
     Raises:
-        PairError: if the function returns no `Cost`, or a cost of nothing, or one below the
+        PairError: if the function does not return a `Cost`, or if the cost is empty or below the
             declared work. The message begins with the file and line of the function.
     """
     function = pair.costs.get(side)
@@ -176,12 +179,12 @@ def cost_at(pair: Pair, side: Side, size: Size, world: int) -> Cost | None:
 
 
 def has_seen_section(doc: str | None) -> bool:
-    """Return whether the page's docstring `doc` has a section `Seen`, which explains its times."""
+    """Return whether the page's docstring `doc` has a section `Seen`, which explains the times."""
     return re.search("^Seen {2,}", inspect.cleandoc(doc or ""), re.MULTILINE) is not None
 
 
 def _declared(work: Work, cost: Cost) -> tuple[tuple[str, float, float], ...]:
-    """Return each resource of `work`, with the amounts in `work` and in `cost`."""
+    """Return the name of each resource with its amounts: as declared by `work`, and in `cost`."""
     ops = sum(sum(phase.ops.values()) for phase in cost.phases())
     wire = cost.total("h2d") + cost.total("d2h") + cost.total("sent") + cost.total("nccl")
     return (

@@ -1,4 +1,4 @@
-"""`compare`, with which a page declares its pair."""
+"""`compare`, the decorator with which a page declares its baseline and optimized versions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from .sources import kernel_files
 TestFunction = TypeVar("TestFunction", bound=Callable[..., object])
 MULTICAST_SWITCHES = {"NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST"}
 MULTICAST_SWITCHES |= {"NVSHMEM_DISABLE_NVLS"}
-"""Variables that only a machine's owner should set, because NVLink multicast can hang its GPUs."""
+"""Variables that only the machine's owner may set, because NVLink multicast can hang the GPUs."""
 
 __tracebackhide__ = True  # an error in a page's `when=` shows only the page's lines
 
@@ -69,38 +69,38 @@ def compare(
     Every optimized side becomes a case at every size. Nothing runs when the page is imported.
 
     Args:
-        baseline: the first version that a competent engineer would write. `f(*inputs)` returns new
-            outputs. A generator function is *prepared*: it gets the inputs once and yields the
-            callable to time. Before it yields, it may compute only values that depend on nothing
-            but `state`. If it computes in a lower precision, write
+        baseline: a function, the first version that a competent engineer would write. It takes the
+            inputs and returns new outputs. If it is a generator function, it is called once, and
+            only the callable that it yields is timed. Before the yield, it may compute only values
+            that depend on `state` alone. If the function computes in a lower precision, write
             ``Variant(f, precision="tf32")``.
-        optimized: the sides to compare with the baseline. Name each one after its idea.
+        optimized: the sides to compare with the baseline. Name each side after its idea.
         inputs: `inputs(device, **size)` returns the arguments of every side as a tuple. The plugin
-            sets the random seed. With `gpus` above 1 it may also take `rank` and `world`.
+            sets the random seed. If `gpus` is above 1, `inputs` may also take `rank` and `world`.
         reference: a function that takes the arguments of a side and computes the result in float64,
-            independently of the sides.
-        sizes: the sizes to time on a GPU. Each is a mapping of keywords.
+            without calling the sides.
+        sizes: the sizes to time on a GPU. Each size is a mapping of keyword arguments.
         work: `work(**size)` returns the `Work` that any implementation must do.
-        bound: the resource that limits the faster side. With ``launch`` and ``host``, the verdict
+        bound: the resource that limits the faster side. With ``launch`` or ``host``, the verdict
             is about the time of ordinary calls, and the harness never captures sides in a graph.
-            With all others, the verdict is about GPU time alone.
+            With any other bound, the verdict is about GPU time alone.
         check_sizes: small, odd sizes to check on every machine. Their values may be Hypothesis
             strategies.
         cpu_sizes: the sizes to time on a CPU.
         state: `state(device, **size)` builds the objects that sides may change (model, optimizer,
-            cache). It is the first argument of the sides and the reference. It is compared after
-            one step and after N steps.
+            cache). The sides and the reference get the state as their first argument. A side's
+            state is compared with the reference's after one step and after three steps.
         at_least: the claim: a speedup, ``"neutral"``, or ``"yardstick"`` for a library that may
             be slower. Give one claim for all archs, or a mapping keyed by arch (``sm90``, ``cpu``).
         versus: ``"library"`` if the baseline is a library. A claim may then be below 1, as in
             ``at_least=0.8`` for a kernel that reaches 0.8 of the library's speed.
         costs: for each side, a function that takes a size's keys and returns the `Cost` of a call.
-            The time of a side is predicted from it.
-        sweep: the key of `sizes` over which this page is a curve, as in ``Sweep("block")``.
+            The plugin predicts the side's time from the `Cost`.
+        sweep: the key of `sizes` that varies along a curve, as in ``Sweep("block")``.
         conditions: the features, GPUs, L2 state and settings that the sides need.
 
     Raises:
-        PairError: if the declaration makes no sense. The traceback shows the page's own line.
+        PairError: if the declaration is invalid. The traceback shows the page's own line.
     """
     __tracebackhide__ = True
     try:
@@ -158,7 +158,7 @@ _BELONGS = {
     "gpu_only": "on each variant",
     "marks": "on the test function, as in @pytest.mark.skipif(...)",
 }
-"""Where to write the arguments of `Variant` that a baseline cannot have."""
+"""Where to write each argument of `Variant` that a baseline does not accept."""
 
 
 def _baseline(baseline: Side | Variant) -> Variant:
@@ -181,7 +181,7 @@ def _variants(optimized: Sequence[Side | Variant]) -> tuple[Variant, ...]:
 
 
 def _set_kernel_file_needs(pair: Pair) -> None:
-    """Pass each side's needs to its kernel files, because some features need a special target."""
+    """Add each side's features to its kernel files. Some features need a special compile target."""
     needs = [(pair.baseline, pair.needs), *((v.side, pair.features(v)) for v in pair.variants)]
     for side, features in needs:
         if any(any(FEATURES[feature].values()) for feature in features):
@@ -190,7 +190,7 @@ def _set_kernel_file_needs(pair: Pair) -> None:
 
 
 def validate(pair: Pair) -> None:
-    """Raise `PairError` if the declaration of `pair` makes no sense."""
+    """Raise `PairError` if the declaration of `pair` is invalid."""
     _validate_words(pair)
     _validate_sides(pair)
     _validate_ranks(pair)

@@ -1,7 +1,8 @@
 """Data about GPUs: the features and limits of each arch, and the names of products.
 
-Code is compiled for an arch, and markers are named after archs. A stored result belongs to a
-product. A GPU's arch is determined by its compute capability, never by its product name.
+Code is compiled for an arch, such as ``sm90``, and pytest markers are named after archs. A stored
+result belongs to a product. The compute capability of a GPU determines its arch. The product name
+does not matter.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ GPUS = {
     "sm103": "B300, GB300",
     "sm121": "GB10",
 }
-"""The products of each arch, in words."""
+"""The names of each arch's products, as text for messages."""
 
 _ASSEMBLED = """
                      sm90  sm100 sm103 sm121
@@ -55,12 +56,12 @@ tcgen05_block_scale  -     f     f     -
 two_cta              -     f     f     -
 """
 # For each feature of `features.cu`, the least specific target that compiles it. The signs mean:
-# + the plain ``sm_100``, f the family's ``sm_100f``, a the arch's own ``sm_100a``, - no target. A
-# test compares this table with `python benchmarks/feature_probe.py`.
+# + the plain target ``sm_100``, f the family target ``sm_100f``, a the arch-specific target
+# ``sm_100a``, - no target. A test compares this table with `python benchmarks/feature_probe.py`.
 
 
 def _parse(table: str) -> dict[str, dict[str, str]]:
-    """Return the archs that have each feature, with the suffix of the target that it requires."""
+    """Return each feature's archs as a mapping from arch to the suffix of the required target."""
     archs, *rows = (line.split() for line in table.split("\n") if line)
     parsed = {}
     for feature, *cells in rows:
@@ -70,7 +71,7 @@ def _parse(table: str) -> dict[str, dict[str, str]]:
 
 
 ASSEMBLED = _parse(_ASSEMBLED)
-"""Features that are instructions."""
+"""Features that are machine instructions."""
 
 OTHERS: dict[str, dict[str, str]] = {
     "te": dict.fromkeys(GPU_ARCHS, ""),
@@ -81,14 +82,14 @@ OTHERS: dict[str, dict[str, str]] = {
 """Features that are not instructions: libraries, and links between GPUs."""
 
 FEATURES = ASSEMBLED | OTHERS
-"""The archs that have each feature, with the suffix of the required target."""
+"""For each feature, a mapping from the archs that have it to the suffix of the required target."""
 # On sm121 the assembler replaces multicast with a function call (`sass_test`).
 FEATURES["multicast"] = {a: s for a, s in ASSEMBLED["multicast"].items() if a != "sm121"}
 
 # Code that uses a feature contains at least one of these instructions, with these modifiers. They
-# were found by disassembling probes of NVRTC 13.5 and Triton 3.9 (tests/sass_test.py). A feature
-# that is not listed has no special instruction: clusters are a launch attribute, and an ordinary
-# load reads remote shared memory.
+# were found by disassembling test kernels that NVRTC 13.5 and Triton 3.9 compiled
+# (tests/sass_test.py). Features without a special instruction are not listed: clusters are a launch
+# attribute, and ordinary loads read distributed shared memory.
 INSTRUCTIONS: dict[str, tuple[str, ...]] = {
     "tma": ("UTMALDG", "UTMASTG", "UTMAREDG"),
     "bulk_copy": ("UBLKCP", "UBLKRED"),
@@ -104,7 +105,7 @@ INSTRUCTIONS: dict[str, tuple[str, ...]] = {
 RESERVED_SHARED = 1024
 """Bytes of shared memory that CUDA reserves in each block."""
 REGISTER_UNIT = 8
-"""Registers are allocated in units of 8 per thread."""
+"""Registers per thread are allocated in multiples of this number."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ def capability_of(arch: str) -> tuple[int, int]:
 
 
 def arch_of(major: int, minor: int) -> str:
-    """Return the arch of a compute capability, even if it is not in the table."""
+    """Return the arch of a compute capability: ``sm90`` for (9, 0). It may be an unknown arch."""
     return f"sm{major}{minor}"
 
 
@@ -165,5 +166,5 @@ def missing_feature(features: tuple[str, ...], arch: str) -> str | None:
 def target_of(arch: str, features: Iterable[str] = ()) -> str:
     """Return the target to compile for: ``sm_90``, or ``sm_90a`` if one of `features` needs it."""
     suffixes = [FEATURES[feature].get(arch) for feature in features]
-    # The arch's own target accepts everything that the family's target accepts.
+    # The arch-specific target (a) accepts everything that the family target (f) accepts.
     return arch.replace("sm", "sm_") + "a" * any(suffixes)

@@ -1,8 +1,8 @@
 """The files that a page may use: what it imports, and the data files that its code names.
 
-The digest of a side (`sources`) follows names only. A side also reaches code through a method, a
-default argument, a table, or a module that imports another one. So a change of any of these files
-counts as a change of both sides.
+The digest of a side (see `sources`) includes only what the code refers to by name. A side can also
+call code through a method, a default argument, a table, or a module that imports another module. So
+a change of any of these files counts as a change of both sides.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from .sources import libraries, reach
 
 CUDA_SUFFIXES = (".cu", ".cuh", ".h", ".hpp")
 PLUGIN = __name__.partition(".")[0]
-"""The plugin's own package, which is not part of a page: old sides run with today's plugin too."""
+"""The plugin's own package. It is not part of a page: old sides also run with today's plugin."""
 DYNAMIC_IMPORTS = ("import_module", "__import__")
 _INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', re.MULTILINE)
 LONGEST_NAME = 200
-"""Longer text constants are not taken for names of files."""
+"""String constants that are longer than this are not treated as file names."""
 
 
 def import_folders(root: str) -> tuple[str, ...]:
-    """Return the folders under `root` from which Python imports, relative to it. It is one too."""
+    """Return `root` and the folders under it that are in `sys.path`, as paths relative to `root`."""
     under = Path(root).resolve()
     entries = [Path(entry).resolve() for entry in sys.path if entry]
     below = [str(entry.relative_to(under)) for entry in entries if entry.is_relative_to(under)]
@@ -37,14 +37,14 @@ def import_folders(root: str) -> tuple[str, ...]:
 
 
 def used_files(page: Path, root: str, folders: Iterable[str]) -> dict[str, Path]:
-    """Return the page and the files under `root` that it may use, keyed by their relative path.
+    """Return the page and the files under `root` that it may use, keyed by path relative to `root`.
+
+    There are three kinds of files: modules that the page imports, directly or indirectly, even
+    inside functions; files that are named by a string constant in one of these modules; and headers
+    that CUDA files among them include. File names that are built at run time are not found.
 
     Args:
         folders: the folders from which Python imports, relative to `root`.
-
-    These are three kinds of files: all modules that the page imports, directly or indirectly, even
-    inside functions; all files that a text constant in one of these modules names; and the headers
-    that its CUDA files include. Names that the code builds at run time are not found.
     """
     under = Path(root).resolve()
     bases = [under / folder for folder in folders]
@@ -68,7 +68,7 @@ def used_files(page: Path, root: str, folders: Iterable[str]) -> dict[str, Path]
 
 
 def named_files(text: str, page: Path, root: str, folders: Iterable[str]) -> set[str]:
-    """Return the files, relative to `root`, that a part of a page with this `text` may use."""
+    """Return the files that `text`, a part of a page, may use, as paths relative to `root`."""
     under = Path(root).resolve()
     paths = _named(text, page.resolve(), under, [under / folder for folder in folders])
     files = (used_files(path, root, folders) for path in paths if path.is_file())
@@ -76,10 +76,10 @@ def named_files(text: str, page: Path, root: str, folders: Iterable[str]) -> set
 
 
 def imported_late(side: object, root: str) -> list[str]:
-    """Return the modules that a side imports only when it is called.
+    """Return the names of modules that a side imports only when it is called.
 
-    This includes imports in all code under `root` that the side uses, except for relative imports.
-    The digest does not include such modules.
+    All code under `root` that the side uses is searched. Relative imports are left out. A side's
+    digest does not include the modules found here.
     """
     things = [source.thing for source in reach([side], root).sources.values()]
     codes = [getattr(thing, "__code__", None) for thing in things]
@@ -105,10 +105,12 @@ def contents(
     folders: Iterable[str],
     kernels: Mapping[str, Collection[str]] = NO_KERNELS,
 ) -> dict[str, str]:
-    """Return the normalized files that a page may use, except for the page, by relative path.
+    """Return the normalized contents of the files that a page may use, without the page itself.
+
+    The keys are paths relative to `root`.
 
     Args:
-        kernels: the kernels to leave out, as `sources.kernel_sources` returns them.
+        kernels: the kernels to leave out, in the form that `sources.kernel_sources` returns.
     """
     files = used_files(page, root, folders)
     others = {name: file for name, file in files.items() if file != page.resolve()}
@@ -122,7 +124,7 @@ def normalized_file(path: Path, without: Collection[str] = ()) -> str:
     """Return the content of a file without comments, docstrings and formatting.
 
     Args:
-        without: functions of a Python module to leave out.
+        without: names of functions of a Python module to leave out.
     """
     text = path.read_bytes().decode(errors="surrogateescape")
     if path.suffix in CUDA_SUFFIXES:
@@ -133,7 +135,7 @@ def normalized_file(path: Path, without: Collection[str] = ()) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _names_in(text: str) -> tuple[list[tuple[int, str]], list[str]]:
-    """Return the imports in `text`, as level and dotted name, and its short text constants."""
+    """Return the imports in `text` as (level, dotted name), and its short string constants."""
     imports: list[tuple[int, str]] = []
     constants: list[str] = []
     try:
@@ -161,7 +163,7 @@ def _may_be_a_file(text: str) -> bool:
 
 
 def _named(text: str, file: Path, root: Path, bases: Collection[Path]) -> Iterator[Path]:
-    """Yield the paths to which the imports and text constants in a module's `text` may refer."""
+    """Yield paths that imports and string constants in a module's `text` may refer to."""
     imports, constants = _names_in(text)
     for level, name in imports:
         if not level and name.split(".")[0] == PLUGIN:
@@ -173,14 +175,14 @@ def _named(text: str, file: Path, root: Path, bases: Collection[Path]) -> Iterat
 
 
 def _included(file: Path, folders: Iterable[Path]) -> Iterator[Path]:
-    """Yield the headers next to a CUDA file or in `folders` that it includes."""
+    """Yield the headers that a CUDA file includes, if they are beside it or in `folders`."""
     for name in _INCLUDE.findall(file.read_text(encoding="utf-8", errors="replace")):
         paths = ((folder / name).resolve() for folder in (file.parent, *folders))
         yield from (path for path in paths if path.is_file())
 
 
 def _modules(base: Path, name: str) -> Iterator[Path]:
-    """Yield the files that ``import name`` may run. The last part may be a name in a module."""
+    """Yield the files that ``import name`` may run. The last part of `name` may be a function."""
     for part in name.split("."):
         yield base / "__init__.py"
         yield base / f"{part}.py"

@@ -1,7 +1,7 @@
-"""Normalize sources, so that comments and formatting do not change their digests.
+"""Normalize source code: comments and formatting do not change the digest of normalized code.
 
-Python code becomes its syntax tree, and CUDA C++ becomes its tokens. Equal code has the same
-normalized text in every supported version of Python.
+Python code becomes its syntax tree, and CUDA C++ becomes its tokens. The
+normalized text is the same in every supported version of Python.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from types import CodeType
 
 IGNORED = ("kind", "type_comment")
-"""Fields of the syntax tree without an effect, such as the `u` of ``u"text"``."""
+"""Fields of the syntax tree that have no effect, such as the `u` of ``u"text"``."""
 Definition = tuple[int, str]
 """The first line and the name of a function. A class has line 0 and its qualified name."""
 
@@ -22,32 +22,34 @@ Definition = tuple[int, str]
 def function(
     text: str, code: CodeType, *, docstrings: bool = False, body: bool = True
 ) -> str | None:
-    """Return the normalized function with this `code` in `text`, the content of its file.
+    """Return the normalized source of the function whose code object is `code`.
 
-    Several lambdas that begin on one line are all included. If the file does not contain the
-    function, because it was edited after the import or is not Python, return None.
+    If several lambdas begin on the same line, all of them are included. Return None if `text` does
+    not contain the function, because the file was edited after the import or is not Python.
 
     Args:
-        body: False for decorators, parameters and annotations alone.
+        text: the content of the function's file.
+        docstrings: whether to include docstrings.
+        body: False to include only decorators, parameters and annotations.
     """
     return _definition(text, (code.co_firstlineno, code.co_name), docstrings, body)
 
 
 def class_(text: str, name: str, *, docstrings: bool = False) -> str | None:
-    """Return the normalized class with the qualified `name` in `text`, the content of its file."""
+    """Return the normalized source of the class `name` (its qualified name) in the file `text`."""
     return _definition(text, (0, name), docstrings)
 
 
 def module(text: str, *, docstrings: bool = False) -> str | None:
-    """Return a normalized module, or None if `text` is not Python."""
+    """Return the normalized source of a module, or None if `text` is not Python."""
     tree = _parsed(text)
     return None if tree is None else _python(tree, docstrings)
 
 
 def rest(text: str, names: Collection[str], *, tests: bool = False) -> str | None:
-    """Return a normalized page without its tests and without the top-level functions in `names`.
+    """Return the normalized source of a page, without tests and the top-level functions in `names`.
 
-    If `text` is not Python, return None.
+    Return None if `text` is not Python.
 
     Args:
         tests: True to include tests.
@@ -90,7 +92,7 @@ def _parsed(text: str) -> ast.Module | None:
 
 @functools.lru_cache(maxsize=8)
 def _definitions(text: str) -> dict[Definition, list[ast.AST]]:
-    """Return the functions and classes in `text`."""
+    """Return the syntax trees of the functions and classes in `text`, keyed by definition."""
     table: dict[Definition, list[ast.AST]] = {}
     todo: list[tuple[str, ast.AST | None]] = [("", _parsed(text))]
     while todo:
@@ -111,9 +113,10 @@ def _definitions(text: str) -> dict[Definition, list[ast.AST]]:
 
 
 def _python(tree: ast.AST, docstrings: bool) -> str:
-    """Return a syntax tree as text, with neither positions nor empty fields.
+    """Return a syntax tree as text, without line numbers and empty fields.
 
-    `ast.dump` differs between versions of Python. A loop, because recursion limits the depth.
+    `ast.dump` is not used, because its output differs between versions of Python. This is a loop,
+    because Python's recursion limit would limit the tree's depth.
     """
     parts: list[str] = []
     todo: list[object] = [tree]
@@ -127,7 +130,7 @@ def _python(tree: ast.AST, docstrings: bool) -> str:
 
 
 def _children(item: object, docstrings: bool) -> Iterator[object]:
-    """Yield the parts of a node or a list: final texts, nodes and lists."""
+    """Yield the parts of a node or a list: strings, and nodes and lists still to be split."""
     if isinstance(item, list):
         yield "["
         for each in item:
@@ -159,7 +162,7 @@ def _is_empty(name: str, value: object) -> bool:
 
 
 def _is_string_statement(node: object) -> bool:
-    """Return whether a statement is only a string: a docstring, or a text about a variable."""
+    """Return whether a statement is only a string: a docstring of a function or of a variable."""
     value = node.value if isinstance(node, ast.Expr) else None
     return isinstance(value, ast.Constant) and isinstance(value.value, str)
 
@@ -201,15 +204,15 @@ TOKEN = re.compile(
 )
 HASH = ("#", "%:")
 GAP = ""
-"""White space between two tokens, which has an effect only if a macro makes a string of them."""
+"""White space between two tokens. It matters only if a macro turns the tokens into a string."""
 
 
 def cuda(texts: Sequence[str]) -> list[list[str]]:
-    """Return the tokens of a CUDA C++ file and of the headers that it includes.
+    """Return the tokens of each of `texts`: a CUDA C++ file and the headers that it includes.
 
-    String literals are unchanged. In a preprocessor directive, white space separates tokens, and
-    the end of the line is a token. If a macro makes a string of its argument, as ``#x`` does, then
-    it matters in all code whether there is white space between two tokens.
+    String literals are unchanged. In a preprocessor directive, white space and the end of the line
+    are tokens too. Elsewhere, white space is kept only if one of the texts has a macro that turns
+    its argument into a string, as ``#x`` does.
     """
     found = [list(_tokens(text)) for text in texts]
     if any(map(_makes_strings, found)):
@@ -241,6 +244,6 @@ def _tokens(text: str) -> Iterator[str]:
 
 
 def _makes_strings(tokens: Sequence[str]) -> bool:
-    """Return whether a macro has the operator ``#``, which is not the first token of its line."""
+    """Return whether a macro uses the operator ``#``: a ``#`` that does not begin its line."""
     pairs = itertools.pairwise(tokens)
     return any(token in HASH and before != "\n" for before, token in pairs)

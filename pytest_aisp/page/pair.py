@@ -1,6 +1,6 @@
 """A pair: one baseline, its optimized variants, and everything a page declares about them.
 
-The classes only store data. `declare` rejects declarations that make no sense.
+The classes only store data. The module `declare` rejects invalid declarations.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __tracebackhide__ = True  # an error in a page's `when=` shows only the page's lines
 MARK = "aisp_pair"
-"""Name of the mark with which `compare` attaches a pair to its test function."""
+"""Name of the pytest mark that attaches a pair to its test function."""
 
 Side: TypeAlias = Callable[..., Any]
 Size: TypeAlias = Mapping[str, "int | float | bool | str"]
@@ -39,10 +39,10 @@ ROLES = ("baseline", "optimized")
 BOUNDS: tuple[str, ...] = get_args(Bound)
 PRECISIONS: tuple[str, ...] = get_args(Precision)
 ARITHMETIC = ("fp64", "fp32", *PRECISIONS)
-"""Legal keys of ``Work(flops=)``. A type without a measured peak has no roofline limit."""
+"""Legal keys of ``Work(flops=)``. A type whose peak was not measured has no roofline limit."""
 OWNED: tuple[str, ...] = get_args(Owned)
 HOST_BOUNDS = ("launch", "host")
-"""With these bounds, the verdict is about the time of ordinary calls, else about GPU time alone."""
+"""Bounds with a verdict about the time of ordinary calls. With others, it is about GPU time."""
 VERSUS: tuple[str, ...] = get_args(Versus)
 UNJUDGED = "none, because sweep= of the page does not judge this point"
 CLAIM_WORDS = ("neutral", "yardstick")
@@ -50,7 +50,7 @@ CLAIM_WORDS = ("neutral", "yardstick")
 
 
 class PairError(ValueError):
-    """A declaration that makes no sense."""
+    """An invalid declaration."""
 
 
 class PageError(Exception):
@@ -69,9 +69,10 @@ class Work:
         read, write: bytes that must be read from and written to memory (on a GPU, DRAM).
         flops: operations by arithmetic type, as in ``{"bf16": 2 * n**3}``.
         wire: bytes that each rank must send, or bytes that must cross PCIe.
-        terms: the number of terms in the longest sum, if a side sums more than the reference.
-        roundings: how many times in a row a side rounds a value to the storage type, if it rounds
-            more often than the reference.
+        terms: the number of terms in the longest sum. Give it if a side adds up more terms than
+            the reference.
+        roundings: how many times in a row a side rounds a value to the storage type. Give it if a
+            side rounds more often than the reference.
     """
 
     read: float = 0
@@ -91,7 +92,7 @@ class Work:
             raise PairError("Work(terms=, roundings=) must be at least 1")
 
     def declared(self) -> dict[str, float | dict[str, float]]:
-        """Return the attributes by name, without those that the page leaves out."""
+        """Return the attributes that the page gives, by name."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
@@ -99,20 +100,21 @@ class Work:
 class Variant:
     """One side, and how it differs from the page's other sides.
 
-    The baseline may be a `Variant` with a `precision`. The other arguments are about optimized
-    sides alone.
+    A baseline may be a `Variant` too, but then takes only `precision`.
 
     Attributes:
         side: the callable to compare with the baseline, or the baseline itself.
         needs: features this variant needs in addition to the page's, as in ``needs="tma"``.
-        when: a function that takes a size's keys and returns whether the variant exists there.
+        when: a function that takes a size's keys and returns whether the variant has a case at
+            that size.
         at_least: the variant's claim, if it differs from the page's.
-        precision: the lower precision that it uses on purpose. It makes the tolerance larger.
-        sass: instructions that its machine code must contain in addition to those of `needs`, as in
-            ``sass="LDG.128"``. They are checked when its kernels are assembled.
-        gpu_only: the reason why it cannot be checked on a CPU, as in
-            ``gpu_only="symmetric memory"``. Without enough GPUs, its cases are skipped.
-        marks: pytest marks for its cases, as in ``pytest.param(marks=...)``.
+        precision: the lower precision that the side uses on purpose. A lower precision gets a
+            larger tolerance.
+        sass: instructions that the machine code must contain in addition to those of `needs`, as in
+            ``sass="LDG.128"``. They are checked when the kernels are assembled.
+        gpu_only: the reason why the side cannot be checked on a CPU, as in
+            ``gpu_only="symmetric memory"``. Its cases are skipped if there are not enough GPUs.
+        marks: pytest marks for the variant's cases, as in ``pytest.param(marks=...)``.
     """
 
     side: Side
@@ -132,16 +134,17 @@ class Variant:
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """The conditions that a page's sides run under. Most pages need none of them.
+    """The conditions that a page's sides run under. Most pages do not need to set any.
 
     Attributes:
         needs: features that every side needs, as in ``"tma"``.
-        gpus: number of ranks that the sides run on. With several counts, each count gets its own
-            cases.
-        l2: ``cold`` (the working set rotates through five L2 caches) or ``warm``.
-        owns: settings that the page changes on purpose, so that the harness allows it.
-        environment: variables that the page's ranks start with, if `gpus` is above 1. Pages with
-            the same variables share ranks.
+        gpus: number of GPUs that the sides run on, one rank on each. If several counts are given,
+            each count gets its own cases.
+        l2: ``cold`` (calls take turns on copies of the inputs, together five times the L2's size)
+            or ``warm``.
+        owns: settings that the page changes on purpose. The harness allows these changes.
+        environment: environment variables that the page's ranks start with. Legal only if `gpus` is
+            above 1. Pages with the same variables share their rank processes.
     """
 
     needs: str | Sequence[str] = ()
@@ -153,14 +156,14 @@ class Conditions:
 
 @dataclass(frozen=True)
 class Sweep:
-    """One key of the sizes over which a page is a curve, as in ``Sweep("block", judged=[256])``.
+    """A key of the sizes that varies along a curve, as in ``Sweep("block", judged=[256])``.
 
-    Each point is a case. A run prints each curve's best point and knee, and the report draws it.
+    Each point is a case. A run prints each curve's best point and knee. The report draws the curve.
 
     Attributes:
         key: the key, such as ``block``.
-        judged: the values at which claims and stored results are judged; None for all. The other
-            points are timed and stored, but have no gate.
+        judged: the values at which claims and stored results are judged, or None for all values.
+            The other points are timed and stored, but cannot fail.
     """
 
     key: str
@@ -170,7 +173,7 @@ class Sweep:
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """Everything that a page declares. `pytest_aisp.compare` explains the fields."""
+    """Everything that a page declares. The docstring of `pytest_aisp.compare` explains the fields."""
 
     baseline: Side
     baseline_precision: Precision | None = None
@@ -195,12 +198,12 @@ class Pair:
 
     @property
     def multi_rank(self) -> bool:
-        """Whether the sides run on several ranks. The reference then gets every rank's inputs."""
+        """Whether the sides run on several ranks. If so, the reference gets every rank's inputs."""
         return max(self.gpus) > 1
 
     @property
     def as_called(self) -> bool:
-        """Whether the verdict is about ordinary calls. The harness then captures no side."""
+        """Whether ordinary calls are timed. If so, the harness captures no side in a CUDA graph."""
         return self.bound in HOST_BOUNDS
 
     def variant(self, name: str) -> Variant:
@@ -214,7 +217,7 @@ class Pair:
         return self.work(**size)
 
     def features(self, variant: Variant) -> tuple[str, ...]:
-        """Return the features that `variant` needs, the page's first."""
+        """Return the features that `variant` needs. The features of the page come first."""
         return tuple(dict.fromkeys((*self.needs, *as_tuple(variant.needs))))
 
     def archs(self, variant: Variant) -> tuple[str, ...]:
@@ -225,10 +228,10 @@ class Pair:
     def claim(self, variant: Variant, arch: str, gpus: int | None = None) -> Claim:
         """Return the claim of `variant` on `arch`. The default is 1.0.
 
-        A claim without a number of GPUs applies only to the page's first count. Other counts need
-        their own claims, as in ``{"sm90": 1.5, "sm90-x4": 1.2}``, because a measurement on two GPUs
-        says nothing about four. Without such a claim, they get ``"yardstick"``. So do archs without
-        a claim if the baseline is a library.
+        A claim without a number of GPUs applies only to the page's first GPU count. Other counts
+        need their own claims, as in ``{"sm90": 1.5, "sm90-x4": 1.2}``, because a measurement on two
+        GPUs says nothing about four. A count without its own claim gets ``"yardstick"``. If the
+        baseline is a library, an arch without a claim gets ``"yardstick"`` too.
         """
         claims, first = self._claims(variant), self._is_first_count(gpus)
         if not isinstance(claims, Mapping):
@@ -239,7 +242,7 @@ class Pair:
         return 1.0 if first_count and self.versus is None else "yardstick"
 
     def origin(self, variant: Variant, arch: str, gpus: int | None = None) -> str:
-        """Return a text that describes where the page declares `claim`."""
+        """Return a text that says where the page declares the claim of `variant` on `arch`."""
         claims, first = self._claims(variant), self._is_first_count(gpus)
         place = "on the page" if variant.at_least is None else f"of {variant.name} on the page"
         if first and not isinstance(claims, Mapping):
@@ -257,7 +260,7 @@ class Pair:
         return gpus in (None, self.gpus[0])
 
     def cases(self) -> Iterator[Case]:
-        """Yield the cases size by size, so that neighbors share a baseline and a reference."""
+        """Yield the cases size by size. Successive cases can then share baseline and reference results."""
         for kind, sizes in (("gpu", self.sizes), ("cpu", self.cpu_sizes)):
             for size in sizes:
                 for gpus in self.gpus:
@@ -268,7 +271,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Case:
-    """One pytest item: a variant at a size for a GPU or a CPU."""
+    """One pytest item: one variant at one size, on a GPU or a CPU."""
 
     pair: Pair
     variant_name: str
@@ -282,7 +285,7 @@ class Case:
 
     @property
     def judged(self) -> bool:
-        """Whether claims and stored results are judged: False at some points of a sweep."""
+        """Whether claims and stored results are judged. False only at some points of a sweep."""
         sweep = self.pair.sweep
         return sweep is None or sweep.judged is None or self.size[sweep.key] in sweep.judged
 
@@ -291,12 +294,12 @@ class Case:
         return self.pair.claim(self.variant, arch, self.gpus) if self.judged else "yardstick"
 
     def claim_origin(self, arch: str) -> str:
-        """Return a text that describes where the page declares the claim."""
+        """Return a text that says where the page declares the claim."""
         return self.pair.origin(self.variant, arch, self.gpus) if self.judged else UNJUDGED
 
     @property
     def id(self) -> str:
-        """The id in the brackets of a test, the same on all machines: ``tiled-cpu-n256``."""
+        """The id in the brackets of the test's name: ``tiled-cpu-n256``. It is equal on all machines."""
         parts = [self.variant_name]
         if self.kind == "cpu":
             parts.append("cpu")
@@ -316,17 +319,17 @@ def side_name(side: Side) -> str:
 
 
 def size_words(size: CheckSize) -> str:
-    """Return the text of a size for messages: ``n=4096, m=33``."""
+    """Return a size as text for messages: ``n=4096, m=33``."""
     return ", ".join(f"{k}={v}" for k, v in size.items()) or "its only size"
 
 
 def is_plain(size: CheckSize) -> TypeGuard[Size]:
-    """Return whether `size` has only plain values and no Hypothesis strategy."""
+    """Return whether all values of `size` are numbers or strings. Hypothesis strategies are not."""
     return all(isinstance(value, (int, float, bool, str)) for value in size.values())
 
 
 def as_tuple(words: str | Sequence[str]) -> tuple[str, ...]:
-    """Return one word or several as a tuple."""
+    """Return `words` as a tuple, even if it is only one string."""
     return (words,) if isinstance(words, str) else tuple(words)
 
 
@@ -338,7 +341,7 @@ def require_known(kind: str, words: Sequence[str], legal: Sequence[str]) -> None
 
 
 def validate_sweep(sweep: object, sizes: Sequence[Size]) -> None:
-    """Raise `PairError` if `sweep` is not a curve over `sizes`."""
+    """Raise `PairError` if `sweep` is invalid for `sizes`, such as for fewer than three values."""
     if not isinstance(sweep, Sweep):
         raise PairError(f"sweep={sweep!r} is not a Sweep, such as sweep=Sweep('block')")
     require_known("key in sweep", [sweep.key], list(sizes[0]))

@@ -1,7 +1,8 @@
 """Digests of a side's sources: the side's own code, and all code under the root that it uses.
 
-A digest is of normalized sources, so that comments, docstrings and formatting do not change it.
-Earlier versions stored digests of text. Such a stored digest is compared with today's text.
+A digest is computed from normalized sources, so comments, docstrings and formatting do not change
+it. Earlier versions of the plugin stored digests of the plain text. Those are compared with digests
+of the plain text today.
 """
 
 from __future__ import annotations
@@ -29,19 +30,22 @@ PACKAGE = str(Path(__file__).parents[1])
 TRITON_OPTIONS = ("num_warps", "num_ctas", "num_stages", "maxnreg")
 """The fields of a `triton.Config` that are not arguments of the kernel."""
 READS_DOCSTRINGS = ("__doc__", "getdoc")
-"""Texts by which code shows that it reads docstrings. Then docstrings are part of the digest."""
+"""If code contains one of these texts, it reads docstrings, so the digest includes docstrings."""
 
 
 def digest(side: object, root: str, *, constants: bool = False, kernels: bool = True) -> str:
     """Return a digest of the source of `side` and of the code under `root` that it uses.
 
-    The digest includes the functions, Triton kernels, kernel files with their headers, and modules
-    whose names the code uses. Libraries are not included.
+    The digest includes everything that the code refers to by name: functions, Triton kernels, .cu
+    files with their headers, and modules. Libraries are not included.
 
     Args:
-        constants: whether to include plain constants whose names the code uses, and the options of
-            kernel files. It is True for comparing two commits, and False for stored results.
-        kernels: False to leave out code of kernels, but not the parameters of Triton kernels.
+        root: the root folder of the pages.
+        constants: whether to include plain constants whose names the code uses, and the compile
+            options of .cu files. It is True for comparing two commits, and False for stored
+            results.
+        kernels: False to leave out the code of kernels. The parameters of Triton kernels are
+            included anyway.
     """
     used = reach([side], root)
     docstrings = any(word in one.text for word in READS_DOCSTRINGS for one in used.sources.values())
@@ -56,7 +60,7 @@ def digest(side: object, root: str, *, constants: bool = False, kernels: bool = 
 
 
 def text_digest(side: object, root: str) -> str:
-    """Return the digest that earlier versions stored, which is of text."""
+    """Return the digest of the plain text, which earlier versions of the plugin stored."""
     texts: dict[str, str] = {}
     for (name, *_), one in reach([side], root).sources.items():
         texts.setdefault(name, one.text + one.tuning)
@@ -69,9 +73,9 @@ def _hash(text: str) -> str:
 
 @functools.cache
 def libraries() -> tuple[str, ...]:
-    """Return the folders of Python, of installed packages, and of this package.
+    """Return the folders of Python, of installed packages, and of this package, each with a slash.
 
-    They may be inside the pages' root, as a virtual environment often is.
+    These folders may be inside the pages' root, as a virtual environment often is.
     """
     folders = {sysconfig.get_paths()[k] for k in ("stdlib", "platstdlib", "purelib", "platlib")}
     torch = importlib.util.find_spec("torch")  # some distributions install it elsewhere
@@ -81,10 +85,10 @@ def libraries() -> tuple[str, ...]:
 
 
 def source_files(sides: Iterable[object], page: Path, root: str) -> dict[str, str]:
-    """Return the git blobs of the page and of every file under `root` that `sides` use.
+    """Return the git blob hashes of the page and of every file under `root` that `sides` use.
 
-    The keys are paths relative to `root`. Blobs survive rebases and squash merges, so a result that
-    names them can be measured again with the code of that time.
+    The keys are paths relative to `root`. Blob hashes survive rebases and squash merges, so a
+    result that names them can be measured again later with the same code.
     """
     under = Path(root).resolve()
     names = {page.resolve()}
@@ -96,13 +100,13 @@ def source_files(sides: Iterable[object], page: Path, root: str) -> dict[str, st
 
 
 def git_blob(path: Path) -> str:
-    """Return the name that git gives to the content of a file."""
+    """Return the git blob hash of a file's content."""
     content = path.read_bytes()
     return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
 
 
 def is_blob(path: Path, blob: str) -> bool:
-    """Return whether there is a file with this content."""
+    """Return whether `path` is a file whose content has the git hash `blob`."""
     return path.is_file() and git_blob(path) == blob
 
 
@@ -117,9 +121,9 @@ def kernel_files(sides: Iterable[object], root: str) -> list[CudaModule]:
 
 
 def kernel_sources(sides: Iterable[object], root: str) -> dict[str, set[str]]:
-    """Return the files with kernels that `sides` use, each with the names of its Triton functions.
+    """Return the files with kernels that `sides` use, and the names of the Triton functions in each.
 
-    A file of CUDA C++ and its headers have none. The keys are paths relative to `root`.
+    CUDA C++ files and headers have an empty set. The keys are paths relative to `root`.
     """
     under, found = Path(root).resolve(), dict[str, set[str]]()
     for (name, *_), one in reach(sides, root).sources.items():
@@ -145,10 +149,11 @@ class _Source:
     """The source of one object.
 
     Attributes:
-        text: the text of its definition, or of its file.
+        text: the text of the object's definition, or of its file.
         tuning: the configurations of an autotuned kernel.
-        constants: the plain constants whose names a function uses, or the options of a kernel file.
-        is_triton: whether it is a function that Triton compiles.
+        constants: the plain constants whose names a function uses, or the compile options of a .cu
+            file.
+        is_triton: whether the object is a function that Triton compiles.
     """
 
     thing: Any
@@ -169,7 +174,7 @@ class _Source:
         return f"text {self.text}" if found is None else found
 
     def head(self, docstrings: bool) -> str:
-        """Return the decorators and parameters of a Triton kernel, and nothing of a kernel file."""
+        """Return a Triton kernel's decorators and parameters, or an empty string for a .cu file."""
         if _is_cuda_module(self.thing):
             return ""
         head = self._definition(docstrings, body=False)
@@ -187,7 +192,7 @@ class _Source:
 
 
 def _normalized_cuda(kernels: CudaModule, root: str) -> str:
-    """Return the tokens of a kernel file, and of the headers under `root` that it includes."""
+    """Return the tokens of a .cu file and of the headers under `root` that it includes, as text."""
     under = Path(root).resolve()
     texts = {
         str(path.relative_to(under)): text
@@ -202,9 +207,9 @@ class Reach:
     """The objects under a root that sides use, directly or indirectly.
 
     Attributes:
-        sources: each object's source, keyed by path and qualified name, first line, and tuning:
-            two lambdas have the same name.
-        kernels: the kernel files, and the Triton kernels that are launched from the host.
+        sources: each object's source. The key is the object's path and qualified name, its first
+            line, and its tuning. The name alone is not enough, because lambdas have no names.
+        kernels: the .cu files, and the Triton kernels that are launched from the host, by name.
     """
 
     root: Path
@@ -233,7 +238,7 @@ class Reach:
 
 
 def reach(sides: Iterable[object], root: str) -> Reach:
-    """Return what `sides` use."""
+    """Return the sources and kernels under `root` that `sides` use."""
     reach = Reach(Path(root).resolve())
     for side in sides:
         reach.visit(side)
@@ -245,13 +250,13 @@ def _sorted_kernels(sides: Iterable[object], root: str) -> list[object]:
 
 
 def _constants(thing: object) -> str:
-    """Return the plain constants whose names a function uses, or the options of a kernel file."""
+    """Return the plain constants that a function names, or the options of a .cu file, as text."""
     if _kernel_path(thing):
         settings = (getattr(thing, name, None) for name in ("options", "targets"))
         return repr([sorted(table.items()) for table in settings if isinstance(table, Mapping)])
     code, scope = getattr(thing, "__code__", None), getattr(thing, "__globals__", {})
     named = sorted(_names(code)) if code is not None else []
-    names = [n for n in named if not n.startswith("__")]  # `__file__` differs between two trees
+    names = [n for n in named if not n.startswith("__")]  # `__file__` depends on the checkout
     return "".join(f"\n{n}={scope[n]!r}" for n in names if n in scope and _is_plain(scope[n]))
 
 
@@ -274,7 +279,7 @@ def _is_triton(thing: object) -> bool:
 
 
 def _tuning(thing: object) -> str:
-    """Return an autotuned kernel's configurations, which may not be part of the kernel's source."""
+    """Return an autotuned kernel's configurations as text. They may be defined outside the kernel."""
     if not _is_triton(thing):
         return ""
     configs = "".join(map(_config_text, getattr(thing, "configs", ())))
@@ -282,7 +287,7 @@ def _tuning(thing: object) -> str:
 
 
 def _config_text(config: Any) -> str:
-    """Return a configuration in the format of Triton 3.6. Later versions print more."""
+    """Return a configuration as text, as Triton 3.6 prints it. Later versions print more fields."""
     known = {**config.kwargs, **{name: getattr(config, name, None) for name in TRITON_OPTIONS}}
     if (override := getattr(config, "ir_override", None)) is not None:
         known["ir_override"] = override
@@ -299,7 +304,7 @@ def _unwrapped(thing: object) -> object:
 
 
 def _kernel_path(thing: object) -> Path | None:
-    path = getattr(thing, "path", None)  # modules such as `os` have a `path` too
+    path = getattr(thing, "path", None)  # modules such as `os` have a `path` of another type
     return path if isinstance(path, Path) else None
 
 
@@ -338,7 +343,7 @@ def _used(thing: object) -> Iterator[object]:
 
 
 def _is_launched(value: object) -> bool:
-    """Return whether `value` is launched with ``[grid]``, like kernels and autotuned kernels."""
+    """Return whether `value` is a .cu file or a Triton kernel, which need not be callable."""
     return _kernel_path(value) is not None or _is_triton(value)
 
 
