@@ -1,7 +1,7 @@
 """The decoder that the serving pages of chapters 15, 16, 17 and 20 share.
 
-It has RMS norm, rotary positions, attention with grouped queries and a KV cache, and SwiGLU, as
-Llama has. Weights come from a seed. Pages import it by its absolute name, `suites.decoder`:
+It has RMS norm, rotary positions, attention with grouped queries and a KV cache, and SwiGLU, like
+Llama. Weights come from a seed. Pages import it by its absolute name, `suites.decoder`:
 
     from suites.decoder import Cache, Config, Decoder
 
@@ -11,12 +11,12 @@ Llama has. Weights come from a seed. Pages import it by its absolute name, `suit
     logits = model.prefill(tokens, cache)  # tokens: (rows, n); logits of the last one: (rows, v)
     logits = model.step(tokens, positions, cache)  # one token a row, at its own position
 
-A row is a sequence. A token at position p attends to positions 0 to p of its row, and what the
-cache holds behind p does not matter. So a new request may reuse the row of an old one. `step` has
-no shape that depends on the positions and never waits for the GPU, so it can be captured.
+A row is a sequence. A token at position p attends to positions 0 to p of its row and ignores later
+cache entries. So a new request may reuse the row of an old one. No shape in `step` depends on the
+positions, and `step` never waits for the GPU. So a CUDA graph can capture it.
 
-The cache stores and attends. A page about another cache, such as one in pages, writes a class with
-`plan`, `append` and `attend`, and the decoder stays the same.
+The cache object stores keys and values and computes attention. A page about another kind of cache,
+such as a paged one, writes a class with `plan`, `append` and `attend`. The decoder does not change.
 """
 
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class Config:
 
     @property
     def head(self):
-        """Return the numbers in a head."""
+        """Return the dimension of a head."""
         return self.width // self.heads
 
 
@@ -54,24 +54,24 @@ class Cache:
 
     def __init__(self, config, rows, length, device="cpu", dtype=torch.bfloat16):
         shape = config.layers, rows, config.kv_heads, length, config.head
-        # Zeros, since a key that is masked must still be a number.
+        # Zeros, because even a masked key must not be NaN.
         self.keys = torch.zeros(shape, device=device, dtype=dtype)
         self.values = torch.zeros(shape, device=device, dtype=dtype)
 
     def rows(self, begin, end):
-        """Return a cache that shares the memory of the rows `begin` to `end`."""
+        """Return a cache of the rows `begin` to `end - 1`, in the same memory."""
         part = object.__new__(type(self))
         part.keys, part.values = self.keys[:, begin:end], self.values[:, begin:end]
         return part
 
     def plan(self, positions, n, device):
-        """Return what `append` and `attend` of all layers need, computed once for a call.
+        """Return the indices, the end and the mask that `append` and `attend` need in every layer.
 
         Args:
             positions: the position of the first token if all rows have the same, as an integer, or
                 the position of each token, of shape (rows, n).
             n: the number of tokens of each row.
-            device: where they are.
+            device: the device of the tokens.
         """
         length = self.keys.shape[3]
         if not isinstance(positions, int):
@@ -85,7 +85,7 @@ class Cache:
         return (slice(None), slice(positions, end)), end, self.mask(at, end) if positions else None
 
     def mask(self, positions, length):
-        """Return what is added to scores: 0 for keys that a position sees, otherwise -inf."""
+        """Return a mask to add to scores: 0 for keys up to a position, -inf for later ones."""
         hidden = visible(positions, length).logical_not_()
         return torch.zeros_like(hidden, dtype=self.keys.dtype).masked_fill_(hidden, -torch.inf)
 
@@ -96,7 +96,7 @@ class Cache:
         self.values[layer].transpose(1, 2)[where] = v.transpose(1, 2)
 
     def attend(self, layer, q, plan):
-        """Return what queries of shape (rows, heads, n, head) find at their position and before."""
+        """Return causal attention of queries of shape (rows, heads, n, head) over the cache."""
         _, end, mask = plan
         keys, values = self.keys[layer][:, :, :end], self.values[layer][:, :, :end]
         if mask is None:
@@ -105,19 +105,19 @@ class Cache:
 
 
 def visible(positions, length):
-    """Return which of `length` keys each position sees, of shape (rows, 1, n, length)."""
+    """Return a boolean mask of the keys up to each position, of shape (rows, 1, n, length)."""
     return (torch.arange(length, device=positions.device) <= positions[..., None])[:, None]
 
 
 def grouped_attention(q, keys, values, mask):
-    """Return masked attention. The queries that share a key are rows of one product.
+    """Return masked attention. Query heads that share a key head become rows of one product.
 
-    PyTorch's fused kernels take either a mask or grouped queries, so groups become rows.
+    The reason: PyTorch's fused kernels accept a mask or grouped query heads, but not both.
 
     Args:
         q: queries of shape (rows, heads, n, head).
         keys, values: of shape (rows, kv_heads, length, head).
-        mask: which keys count, or what is added to scores, of shape (rows, 1, n, length).
+        mask: a boolean mask, or values to add to the scores, of shape (rows, 1, n, length).
     """
     groups = q.shape[1] // keys.shape[1]
     rows = q.unflatten(1, (-1, groups)).flatten(2, 3)
@@ -127,7 +127,7 @@ def grouped_attention(q, keys, values, mask):
 
 
 class Block(torch.nn.Module):
-    """One layer. All products take row vectors and have no bias."""
+    """One transformer layer. No linear layer has a bias."""
 
     def __init__(self, config):
         super().__init__()
@@ -152,7 +152,7 @@ class Block(torch.nn.Module):
 
 
 class Decoder(torch.nn.Module):
-    """A decoder whose weights come from `seed`, or from torch's generator if it is None."""
+    """A decoder with random weights, from `seed`, or from torch's generator if it is None."""
 
     def __init__(self, config, seed=None, device="cpu", dtype=torch.bfloat16):
         super().__init__()
@@ -169,7 +169,7 @@ class Decoder(torch.nn.Module):
         generator = None
         if seed is not None:
             generator = torch.Generator(device).manual_seed(seed)
-        for p in self.parameters():  # norms begin with ones
+        for p in self.parameters():  # weights of norms stay ones
             if p.dim() == 2:
                 p.normal_(std=p.shape[1] ** -0.5, generator=generator)
         self.embedding.mul_(config.width**0.5)
@@ -201,11 +201,11 @@ class Decoder(torch.nn.Module):
         return F.linear(normalized(states, self.norm), self.lm_head)
 
     def prefill(self, tokens, cache, start=0):
-        """Store tokens of shape (rows, n) from position `start` on. Return logits of the last."""
+        """Compute tokens of shape (rows, n) from `start` on. Return the last one's logits."""
         return self.logits(self.states(tokens, start, cache)[:, -1])
 
     def step(self, tokens, positions, cache):
-        """Store a token per row at its position, both of shape (rows,). Return its logits."""
+        """Compute one token per row at its position, both of shape (rows,). Return logits."""
         return self.logits(self.states(tokens[:, None], positions[:, None], cache)[:, 0])
 
 
@@ -225,8 +225,8 @@ def rotated(x, cos, sin):
 def exact_logits(model, tokens):
     """Return the logits of all tokens, of shape (rows, n, vocabulary), in float64.
 
-    It uses no cache and no code of the decoder, only its weights and its tables of cosines and
-    sines. It leaves the model as it is.
+    It uses the decoder's weights and tables of cosines and sines, but no cache and none of its
+    code. It does not change the model.
     """
     config = model.config
     groups, n = config.heads // config.kv_heads, tokens.shape[1]
@@ -253,13 +253,13 @@ def exact_norm(x, scale):
 
 
 def turned(x, turns):
-    """Return `x` with each pair of numbers, as a complex number, multiplied by a turn."""
+    """Return `x` rotated: each pair of numbers is a complex number, multiplied by a turn."""
     numbers = torch.complex(*x.chunk(2, -1)) * turns
     return torch.cat((numbers.real, numbers.imag), -1)
 
 
 def matrix_weights(config):
-    """Return the weights that each token is multiplied with, those of the head included."""
+    """Return the number of weights in all matrix products, including the LM head."""
     kv = config.kv_heads * config.head
     layer = (2 * config.width + 2 * kv + 3 * config.hidden) * config.width
     return config.layers * layer + config.vocabulary * config.width

@@ -1,13 +1,14 @@
 """A server around the shared decoder: requests wait for a row of a batch, and tokens are streamed.
 
-It decides what a real server decides, with real calls of the decoder (`suites/decoder.py`), whose
-time is the host's. After each call, it copies the new tokens to the host, as a server does that
-sends them to users. Pages that serve requests in time import it:
+It schedules requests as a real server does, and runs the real decoder (`suites/decoder.py`). The
+host's clock decides whether a request has arrived. After each call, the server copies the new
+tokens to the host, because a real server sends them to users. Pages whose requests arrive over time
+import this module:
 
     server = Server(model, slots=8)
     tokens, scores = serve(server, prompts, lengths, due=[0.0] * len(lengths))
 
-The lengths of the answers are given, so that no page depends on when a model ends its answer.
+The caller gives the length of each answer, so no page depends on when a model ends its answer.
 """
 
 import copy
@@ -24,24 +25,25 @@ from suites.serving import best
 
 
 def lengths_of(requests, mean):
-    """Return the tokens of each answer: quantiles of an exponential distribution, mixed."""
+    """Return each answer's number of tokens: exponential quantiles in a mixed order."""
     golden = (math.sqrt(5) - 1) / 2  # its multiples spread the quantiles evenly
     quantiles = [(k * golden) % 1 for k in range(1, requests + 1)]
     return [1 + round(-(mean - 1) * math.log(1 - q)) for q in quantiles]
 
 
 class Pages(PagedCache):
-    """A cache in pages for the rows of a server.
+    """A paged KV cache for the rows of a server.
 
-    A row without a request has a page that nobody reads. Requests may begin with the same pages.
+    A row without a request uses a page that is never read. Requests may share their first pages.
 
     Attributes:
-        shared: the pages of the prefix that all requests begin with, once one has computed it.
-        row: the row whose prompt is read.
+        shared: the page numbers of the common prefix. Empty until a request has computed it.
+        row: the row whose prompt is being computed.
     """
 
-    # The plugin does not follow the body of a class, so pages that serve do not assemble the
-    # kernel: hundreds of steps on a fake GPU take minutes. `paged_cache_test.py` assembles it.
+    # The plugin does not look for kernels in a class body. So `--aisp-compile` does not assemble
+    # this kernel for the pages that import the server. That would take minutes, because hundreds of
+    # steps would run on a fake GPU. `paged_cache_test.py` assembles the kernel.
     attention = staticmethod(row_attention)
 
     def __init__(self, config, slots, prefix, device):
@@ -52,7 +54,7 @@ class Pages(PagedCache):
         self.table = torch.full(shape, self.nobody, device=device, dtype=torch.int32)
 
     def rows(self, begin, end):
-        """Return the cache as one row sees it."""
+        """Return a view of the cache for the single row `begin`."""
         if end != begin + 1:
             raise ValueError(f"{end - begin} prompts in one call: pages take one at a time")
         part = copy.copy(self)
@@ -60,7 +62,7 @@ class Pages(PagedCache):
         return part
 
     def begin(self, row, tokens):
-        """Give a row pages for so many tokens. Return how many of them are there already."""
+        """Give a row pages for `tokens` tokens. Return how many of these are already cached."""
         present = len(self.shared) * PAGE
         if not self.reserve(row, tokens - present):
             raise ValueError(f"no pages for {tokens} tokens")
@@ -70,7 +72,7 @@ class Pages(PagedCache):
         return present
 
     def share(self, row):
-        """Keep the first pages of a row for all requests that follow."""
+        """Share a row's prefix pages with all later requests, if none are shared yet."""
         if self.prefix and not self.shared:
             own = self.taken[row]
             self.shared, self.taken[row] = own[: self.prefix], own[self.prefix :]
@@ -80,7 +82,7 @@ class Pages(PagedCache):
         self.table[row] = self.nobody
 
     def forget(self):
-        """Take back the pages of the prefix."""
+        """Return the shared pages to the free list."""
         self.free += self.shared
         self.shared = []
 
@@ -108,12 +110,12 @@ class Pages(PagedCache):
 
 
 class Server:
-    """A batch of rows that are decoded together, and the tokens that it has made.
+    """A batch of rows that are decoded together, and all tokens decoded so far.
 
     Attributes:
         graph: whether a step is a CUDA graph.
-        found: tokens and scores of all rows after each call.
-        times: for each request, when each of its tokens reached the host.
+        found: a list with one entry per call: the tokens and scores of all rows.
+        times: for each request, the times at which its tokens reached the host, in seconds.
     """
 
     def __init__(self, model, slots, cache=None, *, graph=False):
@@ -127,14 +129,14 @@ class Server:
         self.advance = capture(self.all_rows) if graph else self.all_rows
 
     def all_rows(self):
-        """Decode a token in all rows. A row without a request writes where nobody reads."""
+        """Decode a token in all rows. What a row without a request writes is never read."""
         token, score = best(self.model.step(self.tokens, self.positions, self.cache))
         self.tokens.copy_(token)
         self.scores.copy_(score)
         self.positions.add_(1).clamp_(max=self.model.config.length - 1)
 
     def read(self, prompts, row, start=0, *, last=True):
-        """Compute prompts, or a part of one, in rows from `row` on. The last part gives a token."""
+        """Prefill prompts, or a chunk of one, from row `row` on. The last chunk gives a token."""
         rows = slice(row, row + len(prompts))
         states = self.model.states(prompts, start, self.cache.rows(rows.start, rows.stop))
         if last:
@@ -142,7 +144,7 @@ class Server:
             self.positions[rows] = start + prompts.shape[1]
 
     def stream(self, requests):
-        """Copy the tokens to the host, and note which request each of them belongs to."""
+        """Copy the new tokens to the host. Note the request and the time of each."""
         self.found.append((self.tokens.clone(), self.scores.clone()))
         self.found[-1][0].tolist()
         now = time.perf_counter()
@@ -151,20 +153,20 @@ class Server:
             self.times[request].append(now)
 
     def answers(self):
-        """Return the tokens of all requests in their order, and their scores."""
+        """Return the tokens and scores of all answers, in the order of the requests."""
         places = [place for one in self.places for place in one]
         call, row = torch.tensor(places, device=self.tokens.device).T
         return tuple(torch.stack(each)[call, row] for each in zip(*self.found, strict=True))
 
 
 def serve(server, prompts, lengths, due, *, together=False, chunk=None):
-    """Serve all requests, each of which arrives when it is due.
+    """Serve all requests. Each one arrives at its time in `due`.
 
     Args:
-        lengths: the tokens of each answer. The first comes from the prompt.
-        due: for each request, the seconds after the begin at which it arrives, in rising order.
+        lengths: the number of tokens in each answer. The prompt's logits give the first token.
+        due: the arrival time of each request, in seconds after the start, in rising order.
         together: whether requests start only when all rows are free.
-        chunk: how many tokens of a prompt are read between two steps; None for all.
+        chunk: how many tokens of a prompt are computed between two steps; None for all.
     """
     waiting, free = list(reversed(range(len(lengths)))), list(reversed(range(server.slots)))
     running, reading = {}, None
@@ -175,7 +177,7 @@ def serve(server, prompts, lengths, due, *, together=False, chunk=None):
         server.cache.forget()
 
     def arrived():
-        """Return whether a request waits, and has arrived."""
+        """Return whether the next request in line has arrived."""
         return bool(waiting) and due[waiting[-1]] <= time.perf_counter() - server.begun
 
     def streamed(requests):
@@ -199,7 +201,7 @@ def serve(server, prompts, lengths, due, *, together=False, chunk=None):
         elif chunk:
             if not reading and free and arrived():
                 reading = free.pop(), waiting.pop(), 0
-                # Steps write to the last position of this row, which no chunk reads.
+                # Until the prompt is done, steps write to the row's last position, which is unread.
                 server.positions[reading[0]] = server.model.config.length - 1
             if reading:
                 row, request, start = reading
@@ -229,10 +231,12 @@ def serve(server, prompts, lengths, due, *, together=False, chunk=None):
 
 
 def counted(lengths, slots, *, together=False, parts=None):
-    """Return the number of steps, and of the prompts in each call, if all requests wait at once.
+    """Return the number of steps, and a list of the number of prompts in each prefill call.
+
+    All requests are waiting at the start.
 
     Args:
-        parts: into how many chunks each prompt is divided; None if it is read at once.
+        parts: the number of chunks per prompt; None if a prompt is computed at once.
     """
     waiting, left, reading, steps, calls = list(reversed(lengths)), [], 0, 0, []
     while waiting or left:

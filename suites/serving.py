@@ -1,12 +1,13 @@
-"""What pages about serving share: a decoder with a planted language, and its costs.
+"""A decoder for the serving pages whose greedy tokens are known in advance, and its costs.
 
-Greedy tokens are compared exactly, so rounding must not change them. Random weights do not allow
-that: their two best tokens are often equal in bf16. So each token has a planted successor, which a
-table in the weights raises far above all other tokens. The scores of the tokens, which are compared
-too, depend on the whole context through attention. A wrong cache therefore shows in the scores.
-The embeddings are doubled, so that the layers hardly change what the last norm sees of a token.
-Models need a width of at least 128. In 1,000 models of that width and two layers, the planted
-logit was ahead by at least 4.5. At a width of 64, it was ahead by only 0.16.
+Greedy tokens are compared exactly, so rounding must not change them. With random weights, rounding
+changes them often: the two best tokens are often equal in bf16. So each token has one successor,
+chosen at random. The weights of the LM head raise the successor's logit far above all other logits.
+The scores of the tokens are compared too. They depend on the whole context through attention, so
+they reveal a wrong cache. The embeddings are doubled, so the layers change the input of the last
+norm only a little. Models need a width of at least 128. In 1,000 models with that width and two
+layers, the successor's logit led by at least 4.5. At a width of 64, the smallest lead was only
+0.16.
 """
 
 import torch
@@ -16,13 +17,14 @@ from suites.decoder import Config, Decoder, cached_numbers, exact_logits, matrix
 
 HEAD, VOCABULARY = 64, 256
 RAISED = 24.0
-"""What the planted successor's logit gains, before the norm: it keeps about 0.8 to 0.9 of it."""
+"""How much the successor's logit is raised. After the norm, 0.8 to 0.9 of it is left."""
 STEP_KERNELS, LAYER_KERNELS = 11, 28
-"""Kernels of a call on a GPU: those of the whole call, and those of each layer.
+"""How many kernels a call of the decoder launches on a GPU: once per call, and per layer.
 
-A layer has 2 norms, 4 products, 14 kernels of the rotation, 2 that fill the cache, attention, a
-copy of its output, 2 sums and 2 of SwiGLU. The call has 3 embeddings, a norm, a product, and at
-most 6 for positions and a mask. A product that cuBLAS splits takes one more.
+A layer has 2 norms, 4 products, 14 kernels for the rotary positions, 2 that fill the cache,
+attention, a copy of its output, 2 sums and 2 of SwiGLU. The call has 3 embeddings, a norm, a
+product, and at most 6 for positions and a mask. If cuBLAS splits a product along k, it launches one
+more.
 """
 
 
@@ -46,7 +48,7 @@ def plant(model, successors):
 
 
 def planted(device, config):
-    """Return a decoder in bf16 whose attribute `table` has the successor of each token."""
+    """Return a bf16 decoder. Its attribute `table` holds the successor of each token."""
     model = Decoder(config, device=device)
     model.register_buffer("table", torch.randperm(config.vocabulary, device=device))
     plant(model, model.table)
@@ -81,9 +83,9 @@ def forward_cost(config, tokens, keys, scores, **starts):
     Args:
         config: its sizes.
         tokens: how many tokens it computes.
-        keys: tokens whose keys and values are read from the cache.
-        scores: products of a query and a key, summed over all queries of a head.
-        starts: launches, or nodes of a graph.
+        keys: the number of tokens whose keys and values are read from the cache.
+        scores: the number of query-key products of one head, over all queries.
+        starts: `launches` or `graph_nodes` of the call.
     """
     entry = 2 * cached_numbers(config)
     products = Cost(
@@ -101,7 +103,7 @@ def forward_cost(config, tokens, keys, scores, **starts):
 
 
 def pointwise_numbers(config):
-    """Return the numbers of a token that norms, rotations, sums and SwiGLU read and write."""
+    """Return how many numbers per token norms, rotations, sums and SwiGLU read and write."""
     width, kv, hidden = config.width, config.kv_heads * config.head, config.hidden
     read, write = 12 * width + 7 * kv + 3 * hidden, 9 * width + 4 * kv + 2 * hidden
     return config.layers * read, config.layers * write

@@ -1,35 +1,37 @@
-"""Chunked prefill: read a long prompt in pieces, and let running requests decode along with them.
+"""Chunked prefill: compute a long prompt in chunks, and let other requests decode in between.
 
-Problem    `running` requests are decoding when a prompt of `chunks` x `chunk` tokens arrives. Read
-           the prompt, and decode `chunks` tokens of each running request, all with a decoder in
+Problem    `running` requests are decoding when a prompt of `chunks` x `chunk` tokens arrives.
+           Compute the prompt, and decode `chunks` tokens of each running request, with a decoder in
            bf16 (`suites/decoder.py`). `context` tokens of each running request are already in the
            cache. The logits after the prompt, and all decoded tokens with their scores, are
            compared.
 Baseline   whole: the whole prompt is one call of the decoder. Then the running requests make
            `chunks` steps. Their first token waits for the whole prompt.
-Optimized  chunked: changes whole. The prompt is read in chunks, and the running requests make a
-           step after each one. Their tokens come at even times: each waits for one chunk. The
-           prompt's own first token comes later, by the time of those steps.
+Optimized  chunked: changes whole. The prompt is computed in chunks, and the running requests make a
+           step after each chunk. So each of their tokens waits for only one chunk. The steps delay
+           the first token of the new request.
            mixed: changes chunked. The tokens of a chunk and those of the step are one call of the
-           decoder (Sarathi-Serve, OSDI 2024). All products take them as rows of one matrix, so
-           weights are read once for both. Only attention treats them apart.
-Bound      Tensor cores for the prompt. DRAM for the steps of whole and chunked: a step of a few
-           rows reads all weights, and the room of each row in the cache, for little arithmetic.
-           mixed adds these rows to products that have hundreds of rows already, so only their
-           attention still costs time. chunked saves nothing: it does the work of whole in more and
-           smaller calls. Later chunks read the keys of earlier ones again, with a mask, where whole
-           has plain causal attention. All sides also pay for the starts of many small kernels.
+           decoder (Sarathi-Serve, OSDI 2024). Each linear layer multiplies all of them as rows of
+           one matrix, so the weights are read once for both. Only attention handles them
+           separately.
+Bound      Tensor cores limit the prompt. DRAM limits the steps of whole and chunked: a step reads
+           all weights and the whole cache of each row, and does little arithmetic. mixed adds the
+           rows of a step to products that already have hundreds of rows. So a step's rows cost
+           extra time only in attention. chunked saves nothing: it does the same work as whole in
+           more and smaller calls. Later chunks read the keys of earlier chunks again, and their
+           attention needs a mask. whole has plain causal attention. On all sides, the starts of
+           many small kernels add time.
 Seen       All sides take longer than predicted. chunked and mixed exceed their predictions the
            most. A product of 256 rows and 4096 columns has 64 tiles of 128 x 128, and the GPU has
            132 SMs. So the products of a chunk probably reach neither the rate of the tensor cores
            nor that of DRAM. The costs also assume that small kernels take no longer than their
-           starts, and that attention with a mask reads the cache at the DRAM rate. We timed none of
-           this alone.
-Use when   Long prompts arrive while others decode, and the time between tokens is promised to
-           users. The longest wait is the time of one call with a chunk, so a smaller chunk shortens
-           it. Keep the chunk long enough to fill the tensor cores, a few hundred tokens on a large
-           GPU. This page judges the total time of all calls. It does not judge the longest wait,
-           because whole has produced less at that moment than mixed.
+           starts, and that attention with a mask reads the cache at the DRAM rate. We did not time
+           any of these separately.
+Use when   Long prompts arrive while other requests decode, and users are promised a maximum time
+           between tokens. The longest wait is one call with a chunk, so smaller chunks shorten the
+           wait. Keep the chunk long enough to fill the tensor cores, a few hundred tokens on a
+           large GPU. This page judges the total time of all calls. It does not judge the longest
+           wait: when that wait ends, whole and mixed have done different work.
 """
 
 import pytest
@@ -41,7 +43,7 @@ from suites.serving import best, config_of, continued, forward_cost, kernels_of,
 
 
 def size_of(layers, width, running, context, chunk, chunks):
-    # Whole multiples of 8 keys, as the fused attention kernels want their masks.
+    # Rounded up to 8 keys, because the fused attention kernels require it of their masks.
     return config_of(layers, width, -(-max(context + chunks + 1, chunk * chunks) // 8) * 8)
 
 
@@ -66,7 +68,7 @@ def reference(model, prompt, last, chunk):
 
 
 class Rows:
-    """The running requests, in all rows but the last one, and the prompt, in the last one."""
+    """A cache: the prompt is in its last row, and running requests are in all other rows."""
 
     def __init__(self, model):
         config, (running, length) = model.config, model.before.shape
@@ -95,7 +97,7 @@ class Rows:
 
 
 class Mixture:
-    """A cache for calls in which the tokens of a chunk come first, then one for each running row.
+    """A cache for mixed calls: the tokens of a chunk come first, then one per running request.
 
     Attributes:
         start: the position of the chunk's first token.
@@ -112,7 +114,7 @@ class Mixture:
         )
 
     def split(self, x):
-        """Return the chunk of shape (1, heads, chunk, head), and rows of one token each."""
+        """Return the chunk, of shape (1, heads, chunk, head), and the rows with one token each."""
         return x[:, :, : self.chunk], x[:, :, self.chunk :].permute(2, 1, 0, 3)
 
     def append(self, layer, k, v, plan):
@@ -195,7 +197,7 @@ def chunked_cost(layers, width, running, context, chunk, chunks):
     config = size_of(layers, width, running, context, chunk, chunks)
     total = steps_cost(config, running, chunks)
     for k in range(chunks):
-        # In each layer, the mask is copied for the queries that share a key.
+        # Each layer copies the mask for all query heads that share a key head.
         keys, kernels = (k + 1) * chunk, kernels_of(config) + (config.layers if k else 0)
         scores = chunk * (k + 0.5) * chunk
         total += forward_cost(config, chunk, keys, scores, launches=kernels)
@@ -204,8 +206,9 @@ def chunked_cost(layers, width, running, context, chunk, chunks):
 
 def mixed_cost(layers, width, running, context, chunk, chunks):
     config = size_of(layers, width, running, context, chunk, chunks)
-    # A layer has one attention and 2 writes of the cache more, and a copy that joins the outputs. A
-    # call has positions and a mask once more, joins tokens and positions, and finds the best token.
+    # Beyond a plain call, a layer has one more attention, 2 more writes to the cache, and a copy
+    # that joins the outputs. A call computes positions and a mask twice, joins tokens and
+    # positions, and finds the best token.
     kernels, rows = kernels_of(config) + 4 * config.layers + 10, running * config.length
     calls = []
     for k in range(chunks):
@@ -245,7 +248,7 @@ def test_chunked_prefill(pair):
 
 
 class TestBadInput:
-    """A prompt that does not fit."""
+    """A prompt that does not fit in the cache is refused."""
 
     def test_a_chunk_behind_the_end_of_the_cache_is_refused_before_anything_is_written(self):
         model = planted("cpu", config_of(1, 64, 8))

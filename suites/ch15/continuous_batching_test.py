@@ -3,28 +3,28 @@
 Problem    Serve `requests` requests with a decoder in bf16 (`suites/decoder.py`) that has `slots`
            rows in its batch. All prompts are equally long. The lengths of the answers are quantiles
            of an exponential distribution with the mean `mean`, in a fixed order: most are short and
-           a few are long. They are given, so that no side has to look for the end of an answer on
-           the host. A request is still started only when a row is free. All tokens are greedy.
-           Every token of every answer and its score are compared.
+           a few are long. The lengths are given, so no side checks on the host whether an answer
+           has ended. A request starts only when a row is free. Decoding is greedy. All tokens and
+           their scores are compared.
 Baseline   static: `slots` requests start together, and their prompts are one call of the decoder.
            The next group starts when the longest answer of the group has ended.
-Optimized  continuous: changes static. The next request starts in a row as soon as this row's answer
-           has ended. The loop is the same function, with one condition less (Orca, OSDI 2022).
+Optimized  continuous: changes static. A row starts the next request as soon as the row's answer has
+           ended (Orca, OSDI 2022). Both sides run the same loop. Only the schedule differs.
            captured: changes continuous. The step is a CUDA graph. A step always computes all rows,
            so one graph is enough. Prompts still run eagerly.
-Bound      Launches, which the host makes, for static and continuous. Both take the same time for a
-           step. continuous makes fewer steps and more calls for prompts, since most requests start
+Bound      The host's launches limit static and continuous. A step takes the same time in both.
+           continuous makes fewer steps and more calls for prompts, because most requests start
            alone. captured is limited by DRAM: each step reads all weights and all rows of the
            cache, whether they hold a request or not. The prompts are limited by launches as before.
 Seen       On an H100 machine, static and continuous take almost three times as long as predicted.
            The costs count bare launches, and the eager decoder's Python takes longer than that.
            continuous gains somewhat more than predicted. captured is not recorded yet.
-Use when   Answers differ in length and nobody knows how long they will be. Continuous batching
-           gains as much as the longest answer of a group exceeds the average one. It gains nothing
-           if all answers are equally long. A graph of the step would help static as well. A new
-           request's prompt delays the next token of all other rows (`chunked_prefill_test.py`). A
-           server that looks for the end of answers also waits for the GPU in each step, with
-           either schedule.
+Use when   Answers differ in length and nobody knows how long they will be. The gain is about the
+           ratio of a group's longest answer to the average answer. There is no gain if all answers
+           are equally long. A graph of the step would help static as well. A new request's prompt
+           delays the next token of all other rows (`chunked_prefill_test.py`). A server that checks
+           in each step whether answers have ended also waits for the GPU in each step, with either
+           schedule.
 """
 
 import itertools
@@ -39,22 +39,23 @@ from suites.serving import best, config_of, continued, forward_cost, kernels_of,
 
 
 def lengths_of(requests, mean):
-    """Return the tokens of each answer: quantiles of an exponential distribution."""
+    """Return each answer's number of tokens: quantiles of an exponential distribution."""
     golden = (math.sqrt(5) - 1) / 2  # its multiples spread the quantiles evenly, in a mixed order
     quantiles = [(k * golden) % 1 for k in range(1, requests + 1)]
     return [1 + round(-(mean - 1) * math.log(1 - q)) for q in quantiles]
 
 
 def schedule(lengths, slots, *, in_groups):
-    """Return when and where each request starts.
+    """Return the step and the row in which each request starts, and the number of steps.
 
     Args:
-        lengths: tokens of each answer. The first one comes from the prompt.
-        slots: rows of the batch.
+        lengths: the number of tokens in each answer. The prompt's logits give the first token.
+        slots: the number of rows in the batch.
         in_groups: whether requests start only when all rows are free.
 
     Returns:
-        For each request the step before which it starts and its row, and the number of steps.
+        A list of (step, row) for all requests, and the number of steps. A request starts before
+        its step.
     """
     free_at, starts = [0] * slots, []
     for request, length in enumerate(lengths):
@@ -68,7 +69,7 @@ def schedule(lengths, slots, *, in_groups):
 
 def size_of(layers, width, prompt, requests, mean):
     lengths = lengths_of(requests, mean)
-    # Whole multiples of 8 keys, as the fused attention kernels want their masks.
+    # Rounded up to 8 keys, because the fused attention kernels require it of their masks.
     return config_of(layers, width, -(-(prompt + max(lengths)) // 8) * 8), lengths
 
 
@@ -89,7 +90,7 @@ def reference(model, prompts, lengths, slots):
 
 
 class Batch:
-    """A batch of rows that are decoded together, and what it has produced so far."""
+    """A batch of rows that are decoded together, and all tokens decoded so far."""
 
     def __init__(self, model, slots):
         device = model.embedding.device
@@ -117,9 +118,9 @@ class Batch:
 
 
 def admissions(starts):
-    """Return for each step the calls for prompts before it: their first request, number and row.
+    """Return the prefill calls before each step, as lists of first request, count and row.
 
-    Requests that start together in neighboring rows are one call.
+    Requests that start together in neighboring rows share a call.
     """
     due = {}
     for request, (begin, row) in enumerate(starts):
@@ -132,7 +133,7 @@ def admissions(starts):
 
 
 def served(batch, prompts, lengths, advance, *, in_groups):
-    """Serve all requests. Return the tokens of each and their scores."""
+    """Serve all requests. Return their tokens and scores, in the order of the requests."""
     starts, steps = schedule(lengths, len(batch.tokens), in_groups=in_groups)
     due, first = admissions(starts), []
     batch.found.clear()
@@ -182,12 +183,12 @@ def work(layers, width, slots, prompt, requests, mean):
 
 
 def serving(in_groups, graph):
-    """Return a function of the size: the cost of serving all requests."""
+    """Return a function from the page's sizes to the cost of serving all requests."""
 
     def cost(layers, width, slots, prompt, requests, mean):
         config, lengths = size_of(layers, width, prompt, requests, mean)
         starts, steps = schedule(lengths, slots, in_groups=in_groups)
-        # The best token, and what keeps it and moves on: 5 kernels in the step and 2 behind it.
+        # Kernels that find the best token, store it and advance: 5 in the step, 2 after it.
         kernels, rows = kernels_of(config) + 5, slots * config.length
         kept = {"launches": 3, "graph_nodes": kernels} if graph else {"launches": kernels + 2}
         total = steps * forward_cost(config, slots, rows, rows, **kept)
@@ -226,7 +227,7 @@ def test_continuous_batching(pair):
 
 
 class TestBadInput:
-    """What happens to requests that do not fit."""
+    """Requests that do not fit, must wait or are cancelled."""
 
     def test_requests_wait_while_all_rows_are_taken_and_none_is_lost(self):
         starts, steps = schedule([5] * 7, 2, in_groups=False)

@@ -1,35 +1,39 @@
 """MoE dispatch: sort the tokens by expert, and compute all experts in one product.
 
 Problem    A layer of experts in inference, in bf16. Each of `tokens` tokens goes to 2 of `experts`
-           experts, which are SwiGLU MLPs. The choice and the shares of both are given: a router has
-           drawn them. Some experts are popular: the chance of an expert falls with its number, and
-           the first is 4 times as likely as the last. Return the weighted sum for each token.
-Baseline   masked: for each expert, find its tokens, gather them, compute, and add to the result, as
-           early models in public libraries did.
+           experts, which are SwiGLU MLPs. The two experts and their shares are inputs, as if a
+           router had chosen them. Some experts are more popular: the probability of an expert falls
+           with its number, and the first is 4 times as likely as the last. Return the weighted sum
+           for each token.
+Baseline   masked: for each expert, find its tokens, gather them, compute the MLP, and add to the
+           result. Early models in public libraries did the same.
            grouped: the baseline of fused, and a variant of masked. It is described below.
 Optimized  sorted_slices: changes masked. Pairs of token and expert are sorted by expert once. Each
-           expert computes a slice. The host reads the ends of all slices at once.
+           expert then computes one slice of the pairs. The host reads the ends of all slices at
+           once.
            grouped: changes sorted_slices. `grouped_mm` computes all experts in two products and
            reads the ends of the slices on the GPU.
            fused: changes grouped. A Triton kernel gathers the tokens of an expert as it loads them,
-           multiplies with both weights of SwiGLU and applies it. A second kernel multiplies back
-           and weights the result. The sorted tokens and the two halves of the first product are
-           never written. The weighted results are kept in fp32 until both of a token are added.
-Bound      Launches for masked and sorted_slices, which the host makes, and its waits for the GPU.
-           grouped reads each expert's weights for little arithmetic, so DRAM limits it in a graph,
-           and fused too. Without a graph, as in the first test, the host still takes longer to
-           launch grouped than the GPU takes to run it.
-Seen       First test, on an H100: masked takes twice as long in one row as in the other, so times
-           of the host are rough. grouped takes more than its launches at the rate `launch`, which
-           is that of an addition. A sort and a grouped product probably take the host longer.
-           Second test, in a graph: grouped and fused take half as long again as predicted. The
-           costs count the kernels that sort and gather only as starts, and they assume that the
-           products read weights at the DRAM rate. We did not measure which of the two is wrong.
-Use when   A mixture of experts serves requests. grouped needs no kernel of your own. fused is what
-           serving engines use: what it saves, the traffic of sorted tokens and some launches,
-           matters while there are few tokens per expert. The same layer in training, with its
-           backward pass: `moe_step_test.py` in chapter 13. Experts on several GPUs:
-           `expert_exchange_test.py` there.
+           multiplies them by the gate and up weights, and applies SwiGLU. A second kernel
+           multiplies by the down weights and by the shares. The sorted tokens and the gate and up
+           products are never written to memory. The results stay in fp32 until a token's two
+           results are added.
+Bound      The host's launches and its waits for the GPU limit masked and sorted_slices. grouped and
+           fused read each expert's weights for little arithmetic, so DRAM limits them in a graph.
+           The first test uses no graph. There, the host takes longer to launch grouped than the GPU
+           takes to run it.
+Seen       First test, on an H100: masked takes twice as long in one row of the results as in the
+           other, so host times are rough. grouped takes longer than its launches predict. The rate
+           `launch` was measured with an addition. The host probably takes longer to launch a sort
+           and a grouped product. Second test, in a graph: grouped and fused take about one and a
+           half times the predicted time. For the kernels that sort and gather, the costs count only
+           the start. They also assume that the products read weights at the DRAM rate. We did not
+           measure which assumption is wrong.
+Use when   A mixture of experts serves requests. grouped needs no kernel of your own. Serving
+           engines use kernels like fused. It saves the traffic of sorted tokens and some launches,
+           which matters when there are few tokens per expert. Two pages of chapter 13 are related:
+           `moe_step_test.py` trains the layer, and `expert_exchange_test.py` has experts on several
+           GPUs.
 """
 
 import functools
@@ -45,7 +49,7 @@ from suites.rounding import to_even
 CHOSEN = 2
 POPULAR = 4.0
 """How much more likely the first expert is than the last one."""
-BLOCK = 16  # tokens of one expert that a program computes, as many as tensor cores take
+BLOCK = 16  # tokens of one expert per program: the rows of one tensor-core product
 
 
 @triton.jit
@@ -79,7 +83,7 @@ def up_kernel(
     K: tl.constexpr,
     PRODUCT: tl.constexpr,
 ):
-    """Gather tokens of one expert, multiply them with gate and up weights, and apply SwiGLU."""
+    """Gather tokens of one expert, multiply them by gate and up weights, and apply SwiGLU."""
     expert, first, end = tile_of(tl.program_id(1), ends, EXPERTS, PADDED, BLOCK)
     if expert >= EXPERTS:
         return
@@ -120,7 +124,7 @@ def down_kernel(
     K: tl.constexpr,
     PRODUCT: tl.constexpr,
 ):
-    """Multiply with the down weights of one expert, weight by the share, and put it back."""
+    """Multiply by one expert's down weights and the shares. Store in the order of the pairs."""
     expert, first, end = tile_of(tl.program_id(1), ends, EXPERTS, PADDED, BLOCK)
     if expert >= EXPERTS:
         return
@@ -189,7 +193,7 @@ def ends_of(chosen, experts):
 
 
 def mixed(results, order, shares):
-    """Put the results of sorted pairs back in their places, and sum both of each token."""
+    """Undo the sort, and return the weighted sum of the two results of each token."""
     back = torch.empty_like(results)
     back[order] = results
     return (back.unflatten(0, shares.shape) * shares[..., None]).sum(1)
@@ -220,7 +224,7 @@ def fused(weights, x, chosen, shares):
     ends = ends_of(chosen, experts)
     gated = x.new_empty(pairs, hidden)
     parts = torch.empty(pairs, width, device=x.device)
-    # The most tiles that there can be: the host does not know how many each expert fills.
+    # An upper bound on the tiles, because the host does not know how many each expert fills.
     tiles = triton.cdiv(pairs, BLOCK) + min(experts, pairs)
     # Triton 3.9's interpreter multiplies the bits of bf16. With fp32 the products are the same.
     kind = {"PRODUCT": tl.bfloat16 if x.is_cuda else tl.float32, "N": 64, "K": 64}
@@ -255,10 +259,11 @@ def layer_cost(tokens, width, hidden, experts, **starts):
 
 
 def masked_cost(tokens, width, hidden, experts):
-    """Return its cost.
+    """Return the cost of masked.
 
-    For each expert, `nonzero` is five kernels and copies, and waits for the GPU. Others compare,
-    gather tokens and shares, multiply twice, apply SwiGLU in two, weight and add.
+    For each expert, `nonzero` takes five kernels and copies, and waits for the GPU. Nine more
+    kernels compare, gather tokens and shares, multiply twice, apply SwiGLU (two kernels), scale by
+    the shares, and add.
     """
     each = Cost(launches=5 + 9, host_steps=6, syncs=1)
     return layer_cost(tokens, width, hidden, experts, launches=1) + experts * each
@@ -267,7 +272,7 @@ def masked_cost(tokens, width, hidden, experts):
 SORTING = 3 + 6
 """The launches of the sort and of the ends of the slices."""
 GATHERING = 2 + 3
-"""The launches that gather sorted tokens, and that put results back, weight and add them."""
+"""The launches that gather sorted tokens, and that undo the sort, scale and add the results."""
 
 
 def sorted_cost(tokens, width, hidden, experts):
@@ -276,7 +281,7 @@ def sorted_cost(tokens, width, hidden, experts):
 
 
 def grouped_cost(tokens, width, hidden, experts):
-    """Return its cost. A grouped product has a second kernel, which prepares its pointers."""
+    """Return the cost of grouped. Each grouped product has a second kernel for its pointers."""
     launches = SORTING + GATHERING + 2 * 2 + 2
     return layer_cost(tokens, width, hidden, experts, launches=launches)
 

@@ -1,19 +1,22 @@
-"""Paged cache: keep only the tokens that each request has, in pages behind a table.
+"""Paged cache: store only the tokens that each request has, in pages listed in a table.
 
 Problem    Decode `steps` given tokens of `requests` requests with a decoder in bf16
-           (`suites/decoder.py`) and return all logits. The requests are of different lengths,
-           spread evenly from `shortest` to `longest` tokens, in a mixed order. Their keys and
-           values are in the cache when a call begins.
+           (`suites/decoder.py`) and return all logits. The requests have different lengths, spread
+           evenly from `shortest` to `longest` tokens, in a mixed order. Their keys and values are
+           in the cache when a call begins.
 Baseline   masked: every request has a row with room for the longest one. PyTorch's attention reads
-           all rows to their ends, and a mask removes what is behind the last token.
-Optimized  triton_rows: changes masked. A Triton kernel attends to one request and group of heads.
-           It still reads all rows to their ends, so it shows the effect of the kernel alone.
+           all rows to their ends, and a mask hides all positions after a request's last token.
+Optimized  triton_rows: changes masked. Each program of a Triton kernel computes the attention of
+           one request and one group of heads. It still reads all rows to their ends, so it shows
+           the effect of the kernel alone.
            bounded: changes triton_rows. The kernel stops at the request's last token.
            paged: changes bounded. Keys and values are in pages of 64 tokens that all requests share
-           (PagedAttention, arXiv:2309.06180). The same kernel finds a page's number in a table.
-Bound      DRAM. masked and triton_rows read the room of all rows. bounded and paged read the tokens
-           that exist. The table adds one number to load for each page, which holds thousands. All
-           sides also read the weights and start many small kernels, so attention alone gains more.
+           (PagedAttention, arXiv:2309.06180). The same kernel looks up each page's number in a
+           table.
+Bound      DRAM. masked and triton_rows read all rows to their ends. bounded and paged read only the
+           tokens that exist. For a page of thousands of numbers, paged loads only one more number
+           from the table. All sides also read the weights and start many small kernels, so the
+           total gains less than attention alone.
 Use when   Requests have different lengths. Stopping at the last token saves time, and a kernel
            over contiguous rows can do that as well. Pages save memory: a request takes what it
            needs, 64 tokens at a time, so more requests fit on the GPU. Many requests can share the
@@ -34,7 +37,7 @@ from suites.rounding import to_even
 from suites.serving import config_of, forward_cost, kernels_of
 
 PAGE = 64  # tokens
-ROWS = 16  # of the smallest product of tensor cores: the queries of a group, and rows of zeros
+ROWS = 16  # fewest rows of a tensor-core product: a group's queries, padded with zeros
 
 
 @triton.jit
@@ -57,10 +60,10 @@ def row_attention_kernel(
     ROWS: tl.constexpr,
     PRODUCT: tl.constexpr,
 ):
-    """Attend from the queries of one request that share a head of keys.
+    """Compute attention for the query heads of one request that share a key head.
 
-    It reads up to a request's end, and counts the keys before its length. Without a table, the page
-    `k` of a request is `PAGE * HEAD` numbers behind page `k - 1`.
+    It reads the keys before the request's end, and masks those after its length. Without a table,
+    page `k` of a request begins `PAGE * HEAD` numbers after page `k - 1`.
     """
     kv_head, request, kv_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     rows, lanes, tokens = tl.arange(0, ROWS), tl.arange(0, HEAD), tl.arange(0, PAGE)
@@ -100,7 +103,7 @@ def row_attention(q, keys, values, lengths, ends, table=None):
         keys, values: of shape (requests, kv_heads, length, head), or (pages, kv_heads, PAGE, head)
             with a table.
         lengths: how many tokens each request has.
-        ends: how many tokens of each request are read, at least its length.
+        ends: how many tokens of each request are read. At least its length.
         table: the pages of each request, of shape (requests, pages).
     """
     q, out = q.contiguous(), torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -135,7 +138,7 @@ class KernelCache(Cache):
 
     Attributes:
         bounded: whether to stop at the last token.
-        attention: what reads the rows, as `row_attention` does.
+        attention: a function with the arguments of `row_attention`.
     """
 
     def plan(self, positions, n, device):
@@ -153,9 +156,9 @@ class PagedCache:
 
     Attributes:
         keys, values: tensors of shape (layers, pages, kv_heads, PAGE, head).
-        table: the numbers of the pages of each request.
-        free: the numbers of the pages that belong to nobody.
-        attention: what reads them, as `row_attention` does.
+        table: a tensor with the page numbers of each request, from `upload`.
+        free: a list of the page numbers that no request has.
+        attention: a function with the arguments of `row_attention`.
     """
 
     def __init__(self, config, pages, requests, device):
@@ -166,7 +169,7 @@ class PagedCache:
         self.taken = [[] for _ in range(requests)]
 
     def reserve(self, request, tokens):
-        """Give a request pages for so many tokens. Return False if there are too few: it waits."""
+        """Give a request pages for `tokens` tokens in all. Return False if too few are free."""
         own = self.taken[request]
         missing = triton.cdiv(tokens, PAGE) - len(own)
         if missing > len(self.free):
@@ -175,13 +178,13 @@ class PagedCache:
         return True
 
     def upload(self):
-        """Make the table, padded with zeros, as a server does after it has reserved pages."""
+        """Copy the page table to the device, padded with zeros. Call it after `reserve`."""
         most = max(len(own) for own in self.taken)
         table = [own + [0] * (most - len(own)) for own in self.taken]
         self.table = torch.tensor(table, dtype=torch.int32, device=self.keys.device)
 
     def release(self, request):
-        """Take back the pages of a request that has ended or was cancelled."""
+        """Free the pages of a request that has ended or was cancelled."""
         self.free += self.taken[request]
         self.taken[request] = []
 
@@ -198,7 +201,7 @@ class PagedCache:
 
 
 def lengths_of(requests, shortest, longest):
-    """Return the tokens of each request, spread evenly. Neighbors in the batch differ."""
+    """Return each request's number of tokens, spread evenly and in a mixed order."""
     step = (longest - shortest) / max(1, requests - 1)
     stride = next(s for s in range(requests // 2 + 1, 2 * requests + 2) if coprime(s, requests))
     return [round(shortest + step * (k * stride % requests)) for k in range(requests)]
@@ -215,13 +218,13 @@ def size_of(layers, width, requests, shortest, longest, steps):
 
 
 def state(device, layers, width, requests, shortest, longest, steps):
-    """Return a decoder, prompts, which are equally long at first, and a cache with all of them."""
+    """Return a decoder that also holds prompts of `longest` tokens and a cache with all of them."""
     config = size_of(layers, width, requests, shortest, longest, steps)
     model = Decoder(config, device=device)
     shape = requests, longest
     model.register_buffer("prompts", torch.randint(config.vocabulary, shape, device=device))
     cache = Cache(config, requests, config.length, device)
-    for row in range(0, requests, 16):  # all at once need much memory
+    for row in range(0, requests, 16):  # all rows at once would need much memory
         model.states(model.prompts[row : row + 16], 0, cache.rows(row, row + 16))
     model.register_buffer("keys", cache.keys)
     model.register_buffer("values", cache.values)
@@ -235,7 +238,7 @@ def inputs(device, layers, width, requests, shortest, longest, steps):
 
 
 def reference(model, tokens, lengths):
-    """Return the logits of each request's tokens behind the part of its prompt that counts."""
+    """Return the logits of each request's new tokens, after its first `length` prompt tokens."""
     found = []
     for row, length in enumerate(lengths):
         whole = torch.cat([model.prompts[row, :length], tokens[:, row]])
@@ -282,7 +285,7 @@ def pages_of(lengths, steps):
 def paged(model, tokens, lengths):
     cache = PagedCache(model.config, pages_of(lengths, len(tokens)), len(lengths), tokens.device)
     cache.attention = row_attention
-    # All requests grow at once, so the pages of one are far from each other.
+    # All requests grow in turn, so the pages of one request are scattered in memory.
     for end in range(PAGE, max(lengths) + len(tokens) + PAGE, PAGE):
         for request, length in enumerate(lengths):
             cache.reserve(request, min(end, length + len(tokens)))
@@ -305,7 +308,7 @@ def work(layers, width, requests, shortest, longest, steps):
 
 
 def steps_cost(keys, layers, width, requests, shortest, longest, steps):
-    """Return the cost of all steps, each of which reads so many keys of the cache."""
+    """Return the cost of all steps. Each step reads `keys` keys of the cache."""
     config = size_of(layers, width, requests, shortest, longest, steps)
     each = forward_cost(config, requests, keys, keys, launches=kernels_of(config) + 1)
     logits = steps * requests * config.vocabulary

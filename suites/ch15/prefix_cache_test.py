@@ -1,26 +1,26 @@
 """Prefix cache: compute the keys and values of a shared system prompt once.
 
-Problem    Read `requests` prompts with a decoder in bf16 (`suites/decoder.py`) and return the
-           logits of each one's next token. All prompts begin with the same `prefix` tokens, and
-           each ends with `suffix` tokens of its own. The length of the shared part is given: a
-           server finds it by comparing hashes of blocks of tokens. An earlier request had the same
+Problem    Compute `requests` prompts with a decoder in bf16 (`suites/decoder.py`) and return the
+           logits of each prompt's next token. All prompts begin with the same `prefix` tokens, and
+           each ends with `suffix` tokens of its own. The length of the common prefix is given. A
+           real server finds it by comparing hashes of token blocks. An earlier request had the same
            prefix, and its keys and values are part of the state of all sides. After a call, the
-           cache has a row for each prompt. The logits of one more token in each row, which reads
-           the whole row, are compared too.
-Baseline   recomputed: one batch with all prompts as they are.
+           cache has a row for each prompt. Each row then computes one more token, which reads the
+           whole row. Its logits are compared too.
+Baseline   recomputed: all prompts are computed in full, as one batch.
 Optimized  copied: changes recomputed. The prefix is computed in one row, and its keys and values
-           are copied to the other rows. Then the suffixes are computed as one batch that attends to
-           them. Nothing comes from an earlier request.
+           are copied to the other rows. Then the suffixes are computed as one batch. Nothing comes
+           from an earlier request.
            cached: changes copied. The prefix is not computed. The keys and values of the earlier
            request are copied to all rows.
-Bound      Tensor cores for recomputed. The other sides compute few tokens. For them, the starts of
-           many small kernels and two passes over the weights take a large part of the time.
+Bound      Tensor cores limit recomputed. The other sides compute few tokens. The starts of many
+           small kernels and two passes over the weights take a large part of their time.
 Use when   Many requests begin with the same instructions, documents or turns of a conversation. The
-           gain is in the time to the first token. It is smaller than the ratio of the tokens that
-           are computed, because small batches use the GPU less well. A later token takes as long as
-           without the cache. The copies make each row as large as without sharing. A cache in pages
-           shares the memory too, since the tables of all rows can name the same page
-           (`paged_cache_test.py`).
+           time to the first token improves. Later tokens take as long as before. The time improves
+           by less than the number of computed tokens falls, because small batches use the GPU less
+           efficiently. These copies save no memory, because each row holds its own copy of the
+           prefix. A paged cache also saves memory: the page tables of all rows can name the same
+           pages (`paged_cache_test.py`).
 """
 
 import torch
@@ -35,7 +35,7 @@ def size_of(layers, width, requests, prefix, suffix):
 
 
 def state(device, layers, width, requests, prefix, suffix):
-    """Return a decoder, a prefix, and what an earlier request with this prefix has cached."""
+    """Return a decoder that also holds a prefix and the prefix's cached keys and values."""
     config = size_of(layers, width, requests, prefix, suffix)
     model = Decoder(config, device=device)
     model.register_buffer("prefix", torch.randint(config.vocabulary, (prefix,), device=device))
@@ -62,7 +62,7 @@ def reference(model, suffixes, following):
 
 
 def with_next(model, cache, logits, following, length):
-    """Return the logits of the prompts, and those of one more token of each."""
+    """Return the logits after each prompt, and the logits after one more token of each."""
     at = torch.full((len(following),), length, device=following.device)
     return torch.stack([logits, model.step(following, at, cache)], 1)
 
@@ -120,9 +120,9 @@ def work(layers, width, requests, prefix, suffix):
 
 
 def prompts_cost(config, rows, prompt, start=0):
-    """Return the cost of `prompt` tokens in each row, behind `start` tokens in the cache."""
+    """Return the cost of computing `prompt` tokens in each row, after `start` cached tokens."""
     keys, scores = rows * (start + prompt), rows * prompt * (start + prompt / 2)
-    # In each layer, the mask is copied for the queries that share a key.
+    # Each layer copies the mask for all query heads that share a key head.
     kernels = kernels_of(config) + (config.layers if start else 0)
     return forward_cost(config, rows * prompt, keys, scores, launches=kernels)
 
@@ -138,7 +138,7 @@ def recomputed_cost(layers, width, requests, prefix, suffix):
 
 
 def with_copies(copies, layers, width, requests, prefix, suffix):
-    """Return the cost of copying a prefix to so many rows, and of all that follows."""
+    """Return the cost of copying a prefix to `copies` rows, and of all later work."""
     config = size_of(layers, width, requests, prefix, suffix)
     entry = 2 * cached_numbers(config) * prefix
     spread = Cost(read=entry, write=copies * entry, launches=2)

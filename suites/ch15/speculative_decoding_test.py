@@ -2,38 +2,39 @@
 
 Problem    Generate `steps` greedy tokens for one sequence after a prompt of 8 tokens, with a
            decoder in bf16 (`suites/decoder.py`). The tokens and their scores are compared. The
-           draft is a model of a real one: it knows the successor of `percent` % of all tokens,
-           which are drawn at random. A plain test measures how many tokens a verification gives.
+           draft stands in for a real one: it guesses the right successor of `percent` % of all
+           tokens, chosen at random. An ordinary test measures how many tokens a verification gives.
            All sides compute the prompt and their steps in CUDA graphs. A second test is a curve
-           over `percent`, from a draft that is never right to one that always is. Chance decides
-           which guesses are right, so the number of verifications may differ by several percent
-           between two prompts.
-Baseline   greedy: one token a step. The host launches all steps without a wait.
-Optimized  speculative: changes greedy. A table of successors guesses `drafted` tokens. One call of
-           the decoder computes the last token and all guesses. It accepts the guesses up to the
-           first wrong one, and gives the token behind them (arXiv:2211.17192). The draft, the call
-           and the acceptance are one graph of fixed shape. The host waits after each one, because
-           it must know how many tokens there are.
-           fewer_waits: changes speculative. The host launches as many verifications as the rest
-           needs if all guesses are right. Only then it waits. So it waits a few times in all, and
-           never makes a verification too many.
+           over `percent`, from a draft that is never right to one that is always right. Chance
+           decides which guesses are right, so the number of verifications may differ by several
+           percent between two prompts.
+Baseline   greedy: one token per step. The host launches all steps without waiting for the GPU.
+Optimized  speculative: changes greedy. The draft, a table of successors, guesses `drafted` tokens.
+           One call of the decoder computes the last token and all guesses. All guesses before the
+           first wrong one are accepted, and the call gives one more token after them
+           (arXiv:2211.17192). The draft, the call and the acceptance are one graph of fixed shape.
+           The host waits after each graph to learn how many tokens there are.
+           fewer_waits: changes speculative. The host launches as many verifications as the
+           remaining tokens need if all guesses are right. Only then does it wait. So it waits only
+           a few times, and never launches more verifications than needed.
            draft_model: changes fewer_waits. The guesses come from a decoder of one layer and a
            quarter of the width, which knows the same successors. Its steps are in the graph too.
-Bound      DRAM, and the starts of kernels in the graphs. A verification reads the same weights as a
-           step, for a few tokens instead of one. It gives one token more than the guesses that it
-           accepts. If a draft is never right, the tokens are the same, and each verification gives
-           one token. draft_model adds the small kernels of its steps, one after another.
+Bound      DRAM, and the time to start each kernel of the graphs. A verification reads the same
+           weights as a step, for a few tokens instead of one. It gives all accepted guesses and one
+           more token. If a draft is never right, each verification gives only one token, but the
+           tokens are still correct. draft_model adds the small kernels of its steps, one after
+           another.
 Seen       On an H100, all recorded sides take longer than predicted by about the same factor, so
-           their ratios are as predicted. The costs count each small kernel as its start, and
-           assume that products of a few rows read weights at the DRAM rate. We timed neither of
-           them alone. speculative and fewer_waits differ by less than the interval. draft_model and
-           the curve over `percent` are not recorded yet.
+           their ratios are as predicted. The costs count each small kernel as its start, and assume
+           that products of a few rows read weights at the DRAM rate. We timed neither of them
+           alone. speculative and fewer_waits differ by less than the confidence interval.
+           draft_model and the curve over `percent` are not recorded yet.
 Use when   Few sequences are decoded at a time, and guesses are often right: code, quotes from the
-           prompt, answers of a fixed form. A table of successors stands for drafts that cost nearly
-           nothing, such as n-grams of the prompt. With a large batch, tensor cores are busy and
-           rejected guesses cost as much as tokens. Measure the acceptance on your own text. The
-           curve shows below which share of right guesses speculation does not pay. A server that
-           sends each token at once waits as often as speculative does.
+           prompt, answers of a fixed form. The table of successors represents drafts that cost
+           almost nothing, such as n-grams of the prompt. With a large batch, tensor cores are busy,
+           so a rejected guess costs as much as an accepted one. Measure the acceptance rate on your
+           own text. The curve shows the share of right guesses from which speculation pays. A
+           server that sends each token immediately waits as often as speculative does.
 """
 
 import functools
@@ -51,7 +52,7 @@ NARROWER = 4
 
 
 def size_of(layers, width, steps, drafted, percent):
-    # Whole multiples of 8 keys, as the fused attention kernels want their masks.
+    # Rounded up to 8 keys, because the fused attention kernels require it of their masks.
     return config_of(layers, width, -(-(PROMPT + steps + drafted) // 8) * 8)
 
 
@@ -60,9 +61,10 @@ def draft_size(width, length):
 
 
 def state(device, layers, width, steps, drafted, percent):
-    """Return a decoder with a planted successor of each token, and what its drafts believe.
+    """Return a decoder with a known successor of each token, and its drafts' guesses.
 
-    All tokens are on one cycle, so no sequence repeats a few tokens that a draft happens to know.
+    Following the successors visits all tokens. So no sequence repeats a few tokens that a draft
+    happens to know.
     """
     config = size_of(layers, width, steps, drafted, percent)
     model, tokens = Decoder(config, device=device), config.vocabulary
@@ -92,7 +94,7 @@ class Sequence:
 
     Attributes:
         count: how many tokens there are, on the GPU. The last one is not in the cache yet.
-        token: the last one.
+        token: the last token.
     """
 
     def __init__(self, model, prompts, steps, drafted):
@@ -105,7 +107,7 @@ class Sequence:
         self.model, self.prompts, self.steps, self.drafted = model, prompts, steps, drafted
         self.cache = Cache(model.config, 1, length, device)
         self.count, self.token = torch.zeros(2, 1, dtype=torch.int64, device=device)
-        # Wrong guesses behind the last token need room too.
+        # Wrong guesses after the last token need room too.
         self.tokens = torch.zeros(steps + drafted + 1, dtype=torch.int64, device=device)
         self.scores = torch.zeros(steps + drafted + 1, dtype=torch.bfloat16, device=device)
         self.offsets = torch.arange(drafted + 1, device=device)
@@ -121,7 +123,7 @@ class Sequence:
         self.keep(*best(self.model.step(self.token, self.position(), self.cache)), 1)
 
     def verify(self, guesses):
-        """Compute the last token and the guesses. Keep what a step at a time would have given."""
+        """Compute the last token and the guesses. Keep the tokens that single steps would give."""
         tokens = torch.cat([self.token, guesses])
         positions = self.position() + self.offsets
         found, scores = best(self.model(tokens[None], positions[None], self.cache)[0])
@@ -129,7 +131,7 @@ class Sequence:
         self.keep(found, scores, accepted + 1)
 
     def keep(self, tokens, scores, new):
-        """Store tokens, of which the first `new` count. Later ones will be overwritten."""
+        """Store `tokens`. Only the first `new` are valid. The next call overwrites the others."""
         places = self.count + self.offsets[: len(tokens)]
         self.tokens.index_copy_(0, places, tokens)
         self.scores.index_copy_(0, places, scores)
@@ -141,13 +143,13 @@ class Sequence:
 
 
 class Table:
-    """A draft that knows a successor of each token."""
+    """A draft that looks up the successor of each token in a table."""
 
     def __init__(self, sequence, successors):
         self.sequence, self.successors = sequence, successors
 
     def read(self):
-        """A table does not depend on the prompt."""
+        """Do nothing, because a table does not depend on the prompt."""
 
     def guesses(self):
         tokens = [self.sequence.token]
@@ -173,7 +175,7 @@ class Model:
             token = self.small.step(token, position, self.cache).argmax(-1)
             tokens.append(token)
             position = position + 1
-        # If all guesses are accepted, the next call needs the key of the last one.
+        # If all guesses are accepted, the next call needs the last guess in the cache.
         self.small.states(token[:, None], position[:, None], self.cache)
         return torch.cat(tokens)
 
@@ -192,7 +194,7 @@ def greedy(model, prompts, steps, drafted):
 
 
 def graphs_of(sequence, draft):
-    """Return a function that computes the prompt, and one that drafts and verifies once."""
+    """Return two graphs: one computes the prompt, and one drafts and verifies once."""
 
     def read():
         sequence.read()
@@ -202,7 +204,7 @@ def graphs_of(sequence, draft):
 
 
 def one_by_one(sequence, draft):
-    """Return a function that waits after each verification."""
+    """Return a function that decodes all tokens and waits after each verification."""
     read, verify = graphs_of(sequence, draft)
 
     def run():
@@ -217,7 +219,10 @@ def one_by_one(sequence, draft):
 
 
 def in_bursts(sequence, draft):
-    """Return a function that waits only after as many verifications as are certainly needed."""
+    """Return a function that decodes all tokens and waits only a few times.
+
+    Before each wait, it launches the verifications that are needed even if all guesses are right.
+    """
     read, verify = graphs_of(sequence, draft)
 
     def run():
@@ -269,7 +274,7 @@ def per_verification(drafted, share):
 
 
 def verifications(tokens, drafted, share):
-    """Return how many verifications give `tokens` tokens on average, to the nearest integer."""
+    """Return the mean number of verifications for `tokens` tokens, rounded to an integer."""
     chances = [share**k * (1 - share) for k in range(drafted)] + [share**drafted]
     needed = [0.0]
     for left in range(1, tokens + 1):
@@ -293,7 +298,7 @@ def prompt_cost(config):
 
 
 def step_cost(config, more, *, launches=0):
-    """Return the cost of a step, and of so many kernels that find its token and what follows."""
+    """Return the cost of a step and of `more` small kernels that choose and store its token."""
     nodes = kernels_of(config) + more
     return forward_cost(
         config, 1, config.length, config.length, launches=launches, graph_nodes=nodes
@@ -307,14 +312,14 @@ def greedy_cost(layers, width, steps, drafted, percent):
 
 
 def speculation(*, waits_always, small):
-    """Return a function of the size: the cost of the prompt and of all verifications."""
+    """Return a function from the page's sizes to the cost of the prompt and all verifications."""
 
     def cost(layers, width, steps, drafted, percent):
         config = size_of(layers, width, steps, drafted, percent)
         own, share = draft_size(width, config.length), percent / 100
         count = verifications(steps - 1, drafted, share)
-        # In each layer, the mask is copied for the queries that share a key. There are 17 kernels
-        # that join tokens, count the accepted ones and keep them.
+        # Each layer copies the mask for all query heads that share a key head. Another 17 kernels
+        # join tokens, count the accepted ones and store them.
         nodes = kernels_of(config) + layers + 17
         total, draft = prompt_cost(config), Cost(graph_nodes=drafted + 1)
         if small:
@@ -390,7 +395,7 @@ SIZE = {"layers": 1, "width": 256, "steps": 128, "drafted": 3}
 
 
 class Counting(Table):
-    """A table that counts how often it is asked."""
+    """A table draft that counts how often it makes guesses."""
 
     calls = 0
 
@@ -417,7 +422,7 @@ def decoded(percent, *loops):
 
 
 class TestAcceptance:
-    """How many guesses are accepted, and what that changes."""
+    """How many guesses are accepted, and how many verifications that takes."""
 
     def test_a_verification_gives_as_many_tokens_as_the_share_says(self):
         right, (calls,) = decoded(80, one_by_one)
@@ -452,7 +457,7 @@ class TestAcceptance:
 
 
 class TestBadInput:
-    """What does not fit."""
+    """Sizes that do not fit are refused."""
 
     def test_a_sequence_longer_than_the_cache_is_refused(self):
         model = state("cpu", 1, 128, 4, 4, 80)
