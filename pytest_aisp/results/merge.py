@@ -1,4 +1,4 @@
-"""Merge new results into stored results: no entry is dropped, and sessions are added."""
+"""Merge new results into stored results. No entry is dropped, and an entry can gain sessions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from .models import Environments, Result, Results, Stored, base_of, differences
 from .row import Recording
 
 HOURS_APART = 6
-"""Runs that start fewer hours apart count as one session: clocks and temperature change slowly."""
+"""Runs that start fewer hours apart count as one session, because temperature changes slowly.
+"""
 MOST_SESSIONS = 5
 """A sixth session would narrow the margin by at most 6 % (spread.md)."""
 
@@ -25,7 +26,7 @@ NO_TEXTS: Mapping[str, Mapping[str, str]] = {}
 
 @dataclass(frozen=True)
 class Change:
-    """One line that a write added (`old` is None) or changed."""
+    """A line of the file that was changed, or if `old` is None, added."""
 
     key: str
     old: Result | None
@@ -33,7 +34,7 @@ class Change:
 
     @property
     def only_digests(self) -> bool:
-        """Whether only the kind of the line's digests has changed, or files were added."""
+        """Whether nothing but the digests of sources, or the list of files, has changed."""
         names = {"sources": self.new.sources, "files": self.new.files}
         return self.old is not None and self.new == msgspec.structs.replace(self.old, **names)
 
@@ -46,17 +47,17 @@ def merge(
     replace: bool,
     texts: Mapping[str, Mapping[str, str]] = NO_TEXTS,
 ) -> tuple[Stored, list[Change]]:
-    """Return `stored` with `new` merged in, and the changes. No entry is ever dropped.
+    """Return `stored` with `new` merged into it, and the changed entries. No entry is dropped.
 
     Args:
         environments: the facts of each environment that `new` names.
-        replace: True rewrites existing entries. False keeps them, but adds one more session, up to
-            `MOST_SESSIONS`, and adds times or goals that an entry lacks. From each stored session,
-            the new one must be at least `HOURS_APART`, or it must be on another board. An addition
-            must have the same sources, machine code, clock and tuning choices as the entry, and
-            there must be no `differences` between their environments.
-        texts: the digests of today's texts, by key. In an entry that has such a digest, it is
-            replaced by the new digest of syntax.
+        replace: if True, a new result replaces an existing entry. If False, an entry stays, and can
+            only gain times, goals, or one more session (up to `MOST_SESSIONS`). A new session must
+            be at least `HOURS_APART` from each stored session, or on another board. Anything that
+            is added must have the same sources, machine code, clock and tuning choices as the
+            entry, and `differences` must find none between their environments.
+        texts: today's digests of the sides' source texts, by key. An entry that has one of these
+            gets the digest of the syntax tree instead.
     """
     table = _table(stored, environments)
     for name, facts in stored.environments.items():
@@ -83,9 +84,9 @@ def merge(
 
 
 def why_kept(stored: Stored, key: str, new: Result, environments: Environments) -> str:
-    """Return why `merge` with ``replace=False`` did not add `new` to `stored`, or an empty text.
+    """Return the reason why ``merge(..., replace=False)`` did not add `new` to `stored`.
 
-    The text is also empty if `new` can only add times or goals.
+    The text is empty if it was added, or if it could only add times or goals.
     """
     old = stored.results.get(key)
     if old is None or set(new.environments) <= set(old.environments):
@@ -124,7 +125,7 @@ def _unlike(old: Result, new: Result, table: Environments, several: bool) -> lis
 
 
 def _could_be_session(old: Result, new: Result) -> bool:
-    """Return whether `new` is one session that measured the same as `old`."""
+    """Return whether `new` is a single new session with the same kind of measurements as `old`."""
     timed = bool(old.values), bool(new.values)
     alike = all(timed) or (not any(timed) and old.goals.keys() == new.goals.keys())
     return alike and new.sessions == 1 and new.environments[0] not in old.environments
@@ -136,9 +137,10 @@ def _is_apart(old: Result, new: Result, table: Environments) -> bool:
 
 
 def _are_apart(one: str, other: str, table: Environments) -> bool:
-    """Return whether two sessions are hours apart or on other boards.
+    """Return whether two sessions are `HOURS_APART` or on different boards.
 
-    Only sessions since 2026-11-26 name their board. If a key has no time, dates are compared.
+    Only sessions since 2026-11-26 name their board. If a session's key has no time of day, the
+    dates are compared.
     """
     boards = table[one].get("board"), table[other].get("board")
     if None not in boards and boards[0] != boards[1]:
@@ -159,13 +161,13 @@ def _start(name: str) -> datetime.datetime | None:
 
 
 def _completed(old: Result, new: Result, table: Environments) -> Result:
-    """Return `old` with the times and goals that only `new` has."""
+    """Return `old` with the times and goals that it lacks, taken from `new`."""
     gained = msgspec.structs.replace(old if old.values else new, goals={**new.goals, **old.goals})
     return gained if gained == old else msgspec.structs.replace(gained, samples=new.samples)
 
 
 def recorded_result(recorded: Recording, environment: str, samples: str | None) -> Result:
-    """Return the values that a row has `recorded` as a result to store.
+    """Return the result to store for the values that a row `recorded`.
 
     Args:
         environment: the key of the run's environment.
@@ -177,10 +179,10 @@ def recorded_result(recorded: Recording, environment: str, samples: str | None) 
 
 
 def _with_session(old: Result, new: Result, table: Environments) -> Result:
-    """Return `old` with the session of `new`. The sessions are ordered by date.
+    """Return `old` with the session of `new` added. The sessions are ordered by date.
 
-    Its times and its share are geometric means, because the speedup is one, too. So the times give
-    the speedup.
+    The speedup is the geometric mean over sessions. The times and the share are geometric means
+    too, so the ratio of the times is the speedup.
     """
     names, values = old.environments + new.environments, old.values + new.values
     order = sorted(
@@ -204,7 +206,10 @@ def _with_session(old: Result, new: Result, table: Environments) -> Result:
 
 
 def _mean(old: Result, one: float | None, other: float | None) -> float | None:
-    """Return the geometric mean over the sessions of `old` and one more; None without both."""
+    """Return the geometric mean of `one`, the mean over all sessions of `old`, and `other`.
+
+    The result is None if either is None.
+    """
     if one is None or other is None:
         return None
     return float((one**old.sessions * other) ** (1 / (old.sessions + 1)))

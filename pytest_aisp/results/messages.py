@@ -1,8 +1,8 @@
 """The messages between the pytest process and its worker processes.
 
-A `Task` goes to the worker process. `ProgressUpdate` messages and one `Reply` come back. Each has a
-tag, which tells its type. Only plain types go through the pipe (`encoding`). So the two ends may
-run different interpreters, and a recorded reply can be replayed.
+The pytest process sends a `Task`. The worker sends `ProgressUpdate` messages, and then one `Reply`.
+Every message has a tag that names its type. Messages contain only JSON types (`encoding`). So the
+two processes may run different Python versions, and a recorded reply can be replayed.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ Json: TypeAlias = Any
 """Any JSON value: a number, a text, a list or a table."""
 
 READY = "ready"
-"""The first progress message of a process. When it arrives, the time limit of a task starts."""
+"""The first progress message of a process. The time limit of a task starts when this arrives."""
 
 AT = " at "
-"""The text that separates the work from the size in a progress message."""
+"""The separator between the work and the size in a progress message, as in ``check at n=64``."""
 
 TIMEOUT_HINT = "give it longer with -o aisp_timeout_multiplier=2"
 """The last line of the message about a timeout."""
@@ -31,7 +31,7 @@ class Task(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_fi
 
     Attributes:
         device: ``cuda`` or ``cpu``.
-        limit: seconds without a message after which the process is killed.
+        limit: the process is killed if it sends no message for this many seconds.
     """
 
     device: str = "cpu"
@@ -39,12 +39,12 @@ class Task(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_fi
 
     @property
     def kind(self) -> str:
-        """The tag. Messages to the user name the work by this word too."""
+        """The tag, such as ``check``. It also names the work in messages to the user."""
         return str(self.__struct_config__.tag)
 
 
 class PageSource(Struct, frozen=True, kw_only=True):
-    """A page's file, the root of its tree, and the module name to import it as."""
+    """The file of a page, the root of its source tree, and the name under which to import it."""
 
     page: str
     root: str
@@ -55,15 +55,16 @@ class CaseTask(Task, frozen=True, kw_only=True):
     """A request about one case of a page.
 
     Attributes:
-        page, root, module: path of the page, root of its tree, and the page's import name.
+        page, root, module: path of the page, root of its source tree, and the page's import name.
         function, variant, size, gpus: the test function and the parameters of the case.
         case: pytest id of the case.
-        at: the sizes to check: ``case`` for the case's own size and a few fixed ones, ``check``
-            for small ones only.
+        at: the sizes to check: ``case`` for the case's own size and a few fixed sizes, ``check``
+            for small sizes only.
         rule: keyword arguments for `numerics.Rule`.
-        seed: secret seed of the input values at check sizes, and of values that no side has seen.
+        seed: secret seed for the input values at check sizes, and for values that are drawn after
+            the sides were prepared.
         reproducible: use deterministic algorithms only.
-        without: protections to switch off. Only the tests of exploits use this.
+        without: protections to switch off. Only this project's tests of exploits use it.
     """
 
     page: str = ""
@@ -82,9 +83,9 @@ class CaseTask(Task, frozen=True, kw_only=True):
 
 
 class CheckTask(CaseTask, frozen=True, kw_only=True, tag="check"):
-    """Check both sides against the reference. With `search`, also look for sizes that fail.
+    """Check both sides, or with `baseline_alone` only the baseline, against the reference.
 
-    With `baseline_alone`, the variant does not run.
+    With `search`, also look for other sizes at which a side fails.
     """
 
     search: bool = False
@@ -95,17 +96,16 @@ class TimeTask(CaseTask, frozen=True, kw_only=True, tag="time"):
     """Time two sides against each other.
 
     Attributes:
-        versus: the comparison: ``baseline`` for the two sides, ``self`` for an A/A trial, ``old``
-            for a side against its version at a commit.
+        versus: the comparison: ``baseline`` for optimized against baseline, ``self`` for a side
+            against itself (A/A trial), ``old`` for a side against its version at a commit.
         side: for ``old``, the role of that side.
         past: for ``old``, the page at the commit.
         budget: keyword arguments for `schedule.Budget`.
         replicate: number of this process among those that measure the case.
-        keep: with a `replicate` above 0, keep the expected results for the next task.
-        planted: slowdown to plant in the second side, as a share of its calls. That many more
-            calls are timed but not counted.
-        audit: profile the kernels of both sides after the last timing window.
-        timer: ``target`` (module:function) and ``options`` of a timer other than the device's own.
+        keep: True to keep the expected results for the next task, if `replicate` is above 0.
+        planted: artificial slowdown of the second side, as the share of extra, uncounted calls.
+        audit: True to profile the kernels of both sides after the last timing window.
+        timer: ``target`` (module:function) and ``options`` of a timer that replaces the plugin's.
     """
 
     versus: Literal["baseline", "self", "old"] = "baseline"
@@ -123,9 +123,9 @@ class HoldTask(CaseTask, frozen=True, kw_only=True, tag="hold"):
     """Build two copies of the role `side`, and keep them ready to be timed window by window.
 
     Attributes:
-        other: True in the other environment. A simulated timer needs to know it.
-        lap: number of the lap. In the first one, the copies are first built without timing.
-        known: the clock and the calls of both copies' windows, if they have been chosen before.
+        other: True for the second of two environments. Only a simulated timer uses it.
+        lap: number of the lap, from 0. Lap 0 first builds the copies once to choose the clock.
+        known: the clock, and each copy's number of calls in a window, if already chosen.
     """
 
     side: str
@@ -138,9 +138,9 @@ class HoldTask(CaseTask, frozen=True, kw_only=True, tag="hold"):
 
 
 class WindowTask(CaseTask, frozen=True, kw_only=True, tag="window"):
-    """Time a window of `copy` 0 or 1 of the held side. With `refresh`, first write new values.
+    """Time a window of `copy` 0 or 1 of the held side. With `refresh`, write new values first.
 
-    Before the ``last`` block, some of them are values that no side has seen.
+    If `refresh` is ``last``, before the last block, some of the values are drawn only then.
     """
 
     copy: int
@@ -148,16 +148,16 @@ class WindowTask(CaseTask, frozen=True, kw_only=True, tag="window"):
 
 
 class ReleaseTask(CaseTask, frozen=True, kw_only=True, tag="release"):
-    """Compare the outputs of the held side's last calls with the reference, and release it.
+    """Compare the outputs of the held side's last calls with the reference. Then release the side.
 
-    Unless it is the `last` lap, the process keeps its memory for the next one.
+    The process frees its GPU memory only after the `last` lap.
     """
 
     last: bool = True
 
 
 class CountTask(CaseTask, frozen=True, kw_only=True, tag="count"):
-    """Measure a metric of `metric_limits.METRICS`. For process sides, measure only `side`."""
+    """Measure a metric of `metric_limits.METRICS`. If `side` is given, measure only that side."""
 
     metric: str
     side: str = ""
@@ -168,9 +168,8 @@ class CountTask(CaseTask, frozen=True, kw_only=True, tag="count"):
 class ChangedTask(CaseTask, frozen=True, kw_only=True, tag="changed"):
     """Name the sides whose sources differ from `past`, the page at a commit.
 
-    With `arch`, also compare what they launch there. Without `past`, name the sides that a recorded
-    run compared with a commit, or with `arch`, return digests of the machine code. With `sass`,
-    only return the difference of the SASS of the side with this role.
+    If `arch` is given, also compare the machine code for it; without `past`, return its digests.
+    If the role `sass` is given, only return the difference of that side's SASS.
     """
 
     past: PageSource | None
@@ -179,7 +178,7 @@ class ChangedTask(CaseTask, frozen=True, kw_only=True, tag="changed"):
 
 
 class SampleTask(CaseTask, frozen=True, kw_only=True, tag="sample"):
-    """Time the process side named `side` in this process. With `past`, use that page's side."""
+    """Time the process side `side` in this process. If `past` is given, use the old page's side."""
 
     side: str
     past: PageSource | None = None
@@ -192,27 +191,27 @@ class CompileTask(CaseTask, frozen=True, kw_only=True, tag="compile"):
 
 
 class ProfileTask(CaseTask, frozen=True, kw_only=True, tag="profile"):
-    """Profile both sides with torch into `folder`. If another profiler is used, only run `side`."""
+    """Profile both sides with torch into `folder`. If `side` is given, only run that side."""
 
     folder: str = ""
     side: str = ""
 
 
 class FactsTask(CaseTask, frozen=True, kw_only=True, tag="facts"):
-    """Report library versions and the device as the process sees them."""
+    """Report library versions and the device that are in use in this process."""
 
 
 class DrawTask(CaseTask, frozen=True, kw_only=True, tag="draw"):
-    """Write input values to the file `values`: for a sandboxed side, or `count` new sets."""
+    """Write a sandboxed side's inputs, or `count` new sets of inputs, to the file `values`."""
 
     values: str
     count: int = 0
 
 
 class PrepareTask(CaseTask, frozen=True, kw_only=True, tag="prepare"):
-    """Get the role `side` ready in the sandbox, with as many `slots` as were timed.
+    """Prepare the side with the role `side` in the sandbox, with `slots` sets of inputs.
 
-    With ``clock="graph"``, a unit of work is a graph of `counted` calls. Otherwise it is one call.
+    A unit of work is one CUDA graph of `counted` calls on the ``graph`` clock, else one call.
     """
 
     side: str
@@ -222,14 +221,14 @@ class PrepareTask(CaseTask, frozen=True, kw_only=True, tag="prepare"):
 
 
 class PerformTask(CaseTask, frozen=True, kw_only=True, tag="perform"):
-    """Do `units` of work in the sandbox."""
+    """Run `units` units of work of `side` in the sandbox."""
 
     side: str
     units: int
 
 
 class ShowTask(CaseTask, frozen=True, kw_only=True, tag="show"):
-    """Run the sandboxed side on the file `values`; write the outputs of `slots` to `outputs`."""
+    """Run the side in the sandbox on the file `values`; write outputs of `slots` to `outputs`."""
 
     side: str
     values: str
@@ -238,7 +237,7 @@ class ShowTask(CaseTask, frozen=True, kw_only=True, tag="show"):
 
 
 class CompareTask(CaseTask, frozen=True, kw_only=True, tag="compare"):
-    """Compare the file `outputs` of the role `side` with the reference after `steps` calls."""
+    """Compare the outputs in the file `outputs` with the reference after `steps` calls."""
 
     side: str
     outputs: str
@@ -246,20 +245,20 @@ class CompareTask(CaseTask, frozen=True, kw_only=True, tag="compare"):
 
 
 class PeaksTask(Task, frozen=True, kw_only=True, tag="peaks"):
-    """Measure the machine's peak rates, or each level of its memory hierarchy."""
+    """Measure the machine's peak rates, or with `hierarchy`, each level of its memory hierarchy."""
 
     hierarchy: bool = False
 
 
 class CollectivesTask(Task, frozen=True, kw_only=True, tag="collectives"):
-    """Time the collectives `ops` at `sizes` in bytes."""
+    """Time the collective operations `ops` at the message sizes `sizes`, in bytes."""
 
     ops: tuple[str, ...]
     sizes: tuple[int, ...]
 
 
 class DiagnoseTask(CaseTask, frozen=True, kw_only=True, tag="diagnose"):
-    """Record when each rank reaches the collectives of both sides, or without a page of a loop."""
+    """Record when each rank reaches each collective of both sides, or without a page, of a loop."""
 
 
 class StopTask(Task, frozen=True, kw_only=True, tag="stop"):
@@ -272,7 +271,7 @@ def case_fields(task: CaseTask) -> dict[str, Json]:
 
 
 class ProgressUpdate(Struct, frozen=True, tag="progress"):
-    """The current work of the process. Each message also restarts the time limit."""
+    """A message about the current work of the process. It also restarts the time limit."""
 
     text: str
 
@@ -285,7 +284,7 @@ class RankStarted(Struct, frozen=True, tag="rank started"):
 
 
 class RankStep(Struct, frozen=True, tag="rank step"):
-    """The number of agreements that a rank has reached with the other ranks."""
+    """The number of synchronization steps that a rank has completed with the other ranks."""
 
     number: int
 
@@ -304,21 +303,22 @@ ErrorKind = Literal[
     "timeout",
     "unrecorded",
 ]
-"""``wrong``: a result is wrong. ``page``: the page breaks a rule. ``side``: a side raised an
-exception. ``fault``: a side raised an exception, and its process can no longer use its GPU.
-``disturbed``: the machine disturbed the measurement. ``traced``: a debugger or a profiler runs in
-the process. ``unrecorded``: a replayed run has no more samples."""
+"""The kinds of errors. ``wrong``: a result is wrong. ``page``: the page breaks a rule. ``side``: a
+side raised an exception. ``fault``: a side raised an exception, and its process can no longer use
+its GPU. ``disturbed``: the machine disturbed the measurement. ``traced``: a debugger or a profiler
+runs in the process. ``unrecorded``: a replayed run has no more samples.
+"""
 
 
 class Reply(Struct, frozen=True, kw_only=True, tag="reply"):
     """The answer to a task: a result, or an error.
 
     Attributes:
-        error, message: the kind of error, or None, and its words. The last line is the remedy.
-        at, trace: the size, unless it is the task's own, and the traceback lines of the page.
-        result: one of `task_results`. After a pipe it has plain types, which `read` converts.
+        error, message: the kind of error, or None, and its text. The last line is the remedy.
+        at, trace: the size, if it is not the task's own, and the page's lines of the traceback.
+        result: one of `task_results`, or in JSON types after a pipe, which `read` converts.
         exhausted: True if the process uses more GPU memory than its share and must be replaced.
-        code: the reason that the exception itself names, for `aisp judge`.
+        code: the exception's `code` attribute, a short word for the reason, for `aisp judge`.
     """
 
     error: ErrorKind | None = None
@@ -330,16 +330,16 @@ class Reply(Struct, frozen=True, kw_only=True, tag="reply"):
     code: str = ""
 
     def read(self, kind: type[Result]) -> Result:
-        """Return the result as `kind`, the result of the task."""
+        """Return the result as an instance of `kind`."""
         return convert(self.result, kind, strict=False)  # infinities are sent as text
 
 
 Answer: TypeAlias = ProgressUpdate | RankStarted | RankStep | Reply
-"""Every message that a worker process sends."""
+"""Any message from a worker process."""
 
 
 def failed(error: ErrorKind, message: str, doing: str, trace: str) -> Reply:
-    """Return the reply for a failure during `doing`, a progress message."""
+    """Return the reply for a failure that happened after the progress message `doing`."""
     work, _, size = doing.partition(AT)
     return Reply(error=error, message=f"{message} during: {work}", at=size, trace=trace)
 

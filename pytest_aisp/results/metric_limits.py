@@ -1,9 +1,9 @@
 """Metrics besides time that a page may limit: memory, launches, energy and goodput.
 
-A count has a spread too. The memory that an allocator takes from the GPU differs between processes
-and between boards. So a recording counts in several processes and sessions. The margin against a
-stored amount follows from their spread. A metric that all processes count alike, such as launches,
-has none.
+Counted amounts vary too. For example, the memory that an allocator takes from the GPU differs
+between processes and between boards. So a recording counts in several processes and sessions, and
+the margin against a stored amount follows from their spread. A metric that is the same in all
+processes, such as launches, has no margin.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from .row import amount
 Amounts = Mapping[str, float]
 """The amount per call of ``baseline`` and ``optimized``, and the relative ``noise`` of both.
 
-`noise` is half the relative range of several counts, or the noise of one. ``processes`` is the
-number of counts if there are several.
+`noise` is half the relative range of several counts, or the noise of a single count. ``processes``
+is the number of counts if there are several.
 """
 ROLES, SIGNS = ("baseline", "optimized"), (-1, 1)
 Name = Literal["memory", "reserved", "fragmentation", "launches", "energy", "goodput"]
@@ -34,11 +34,11 @@ class Metric:
         assertion: the method of `pair` that limits it.
         unit: function that formats one amount.
         relative: True if the limit is a share of the baseline's amount.
-        margin, slack: the allowed loss against a stored amount without noise: the share `margin`
-            of it, plus the amount `slack`.
+        margin, slack: the loss against a stored amount that is allowed even without noise: the
+            share `margin` of the stored amount, plus the amount `slack`.
         rises: True if a larger amount is better.
-        one_session: the least share that is allowed if the stored amount comes from one session.
-            With S sessions, it is divided by S.
+        one_session: the smallest allowed loss, as a share, if the stored amount comes from one
+            session. If it comes from S sessions, this is divided by S.
     """
 
     what: str
@@ -51,7 +51,7 @@ class Metric:
     one_session: float = 0.0
 
     def describe(self, amounts: Amounts, limit: float) -> str:
-        """Return the text with both amounts and the limit."""
+        """Return a text with the amounts of both sides and the limit."""
         both = f"{self.both(amounts)} {self.what}"
         noise = f", noise {amounts['noise']:.1%}" if "noise" in amounts else ""
         if not self.relative:
@@ -69,10 +69,10 @@ class Metric:
         return self._beyond(amounts["optimized"], limit, amounts.get("noise", 0.0))
 
     def worse(self, before: Amounts, amounts: Amounts, sessions: int = 1) -> bool:
-        """Return whether the optimized side is worse than `before`, beyond margin and noise.
+        """Return whether the optimized side is worse than `before` by more than margin and noise.
 
         Args:
-            sessions: the number of sessions that `before` was counted in.
+            sessions: the number of sessions in which `before` was counted.
         """
         sign = -1 if self.rises else 1
         share = self.allowed(before, sessions)
@@ -80,11 +80,11 @@ class Metric:
         return self._beyond(amounts["optimized"], limit, amounts.get("noise", 0.0))
 
     def allowed(self, before: Amounts, sessions: int) -> float:
-        """Return the largest loss that is allowed apart from `slack`, as a share of the stored
-        amount `before`.
+        """Return the largest allowed loss, without `slack`, as a share of `before`, the stored
+        amount.
 
-        A few counts cover only a part of the range of all. So with N sessions, or with N processes
-        of one session, half of their range counts 1.5 + 3 / (N - 1) times.
+        A few counts cover only part of the range of all possible counts. So half of their range is
+        multiplied by 1.5 + 3 / (N - 1), for N sessions, or for N processes of a single session.
         """
         count = sessions if sessions > 1 else before.get("processes", 1)
         spread = before.get("noise", 0.0) * (1.5 + 3 / (count - 1) if count > 1 else 1)
@@ -95,14 +95,16 @@ class Metric:
 
 
 def pooled(amounts: Sequence[Amounts]) -> Amounts:
-    """Return the median amount of each side over processes. Half of the range is noise."""
+    """Return each side's median amount over processes; the noise is half of the range."""
     if len(amounts) == 1:
         return amounts[0]
     return _around({role: median(each[role] for each in amounts) for role in ROLES}, amounts)
 
 
 def with_session(stored: Amounts, sessions: int, new: Amounts) -> Amounts:
-    """Return the mean over the `sessions` of `stored` and one more. Half of the range is noise."""
+    """Return the mean over `stored`, which has `sessions` sessions, and the new session `new`.
+
+    The noise is half of the range."""
     means = {role: (sessions * stored[role] + new[role]) / (sessions + 1) for role in ROLES}
     return _around(means, [stored, new])
 
@@ -120,9 +122,12 @@ def _around(middles: Mapping[str, float], amounts: Sequence[Amounts]) -> Amounts
 
 
 def shares(busy: Amounts, seconds: Sequence[float]) -> dict[str, float]:
-    """Return, by side, the share of a call's `seconds` in which the GPU is `busy`; at most 1.
+    """Return, by side, the share of a call's time in which the GPU computes; at most 1.
 
-    Under the profiler the GPU's clocks may differ, so kernels can seem busy for longer than a call.
+    Args:
+        busy: by side, the GPU's busy seconds in a call under the profiler. They can exceed the
+            call's time, because the GPU's clock rate may be lower under the profiler.
+        seconds: each side's seconds per call, without the profiler.
     """
     both = zip(ROLES, seconds, strict=True)
     return {role: min(1.0, busy[role] / lasts) for role, lasts in both}
@@ -137,7 +142,7 @@ def joules(value: float) -> str:
 
 
 def check_goals(goals: Mapping[str, Amounts]) -> None:
-    """Raise ValueError if a metric is unknown, or if an amount of it is missing or unknown."""
+    """Raise ValueError if a metric is unknown, or if one of its amounts is missing or unknown."""
     for metric, amounts in goals.items():
         if metric not in METRICS or amounts.keys() - {"noise", "processes"} != set(ROLES):
             legal = f"by {' or '.join(METRICS)}, amounts of baseline and optimized,"
@@ -148,7 +153,7 @@ def check_goals(goals: Mapping[str, Amounts]) -> None:
 # The margins allow for the allocator, which reserves segments of 2 or 20 MiB, and for libraries,
 # which may choose another workspace.
 _ALLOCATED, _SEGMENTS = (0.01, 1 << 20), (0.01, 40 << 20)
-_BOARDS = 0.5  # two H200s had 352 and 480 MiB of fragmentation in the same case
+_BOARDS = 0.5  # for the same case, two H200s had 352 and 480 MiB of fragmentation
 METRICS: dict[str, Metric] = {
     "memory": Metric("beyond the inputs", "assert_memory", amount, True, *_ALLOCATED),
     "reserved": Metric(

@@ -1,4 +1,4 @@
-"""The contents of stored results: one result per case, and the environments of the recordings."""
+"""The contents of a file of stored results: one result per case, and the environments."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from .verdict import UNKNOWN_SESSION
 Environment: TypeAlias = Mapping[str, Json]
 Environments: TypeAlias = Mapping[str, Environment]
 VERSIONS = ("driver", "cuda", "torch", "triton")
-"""The facts of an environment that are always known and always compared."""
+"""Facts that every environment has. They are always compared."""
 COMPARED = ("cudnn", "cublas", "power_limit_w", "mig")
 """Facts that affect GPU kernels. They are compared if both environments have them."""
 COMPARED_BY_HOST = ("cpu", "governor")
 """Additional facts compared on `HOST_CLOCKS`, because the host's speed affects these clocks."""
 HOST_CLOCKS = ("host", "cpu", "process")
 SIMULATED = "simulated-"
-"""The prefix of the product of a timer that is not the plugin's own. No real product has it."""
+"""The prefix of a product name for results of a simulated timer. No real product has this prefix.
+"""
 COMPARED_BY_RANKS = ("nccl", "links")
 """Additional facts compared for cases on several GPUs."""
 
@@ -36,7 +37,9 @@ COMPARED_BY_RANKS = ("nccl", "links")
 Role = Literal["baseline", "optimized"]
 Hash = Annotated[str, Meta(pattern=r"\A[0-9a-f]+\Z")]
 SYNTAX = "syntax:"
-"""The prefix of a digest of syntax. A stored digest without it is of text (`page.sources`)."""
+"""The prefix of a digest of a syntax tree. A stored digest without this prefix is an older digest
+of source text (`page.sources`).
+"""
 Digest = Annotated[str, Meta(pattern=rf"\A({SYNTAX})?[0-9a-f]+\Z")]
 Blob = Annotated[str, Meta(pattern=r"\A[0-9a-f]{40}\Z")]
 Name = Annotated[str, Meta(pattern=r"\A.+\Z")]
@@ -52,8 +55,8 @@ TIMES = ("baseline_us", "optimized_us", "clock", "values")
 class Result(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """The stored result of one case. Its numbers are rounded to the digits in the file.
 
-    If there are several sessions, a field that has only one value is from the latest session, but
-    times and the share are geometric means over the sessions.
+    If there are several sessions, times and the share are geometric means over the sessions. Other
+    fields with a single value are from the latest session.
 
     Attributes:
         baseline_us, optimized_us: microseconds per call, to four digits.
@@ -91,7 +94,7 @@ class Result(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkno
 
     @classmethod
     def of(cls, plain: Mapping[str, Json]) -> Result:
-        """Return the result from plain types. Raise ValueError if a file cannot contain them."""
+        """Convert plain JSON types to a result. Raise ValueError if they are not a valid result."""
         return msgspec.convert(plain, cls)
 
     def __post_init__(self) -> None:
@@ -128,7 +131,7 @@ class Result(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkno
 
     @property
     def value(self) -> float | None:
-        """ln(speedup): the mean over sessions of the mean over processes."""
+        """The mean over sessions of each session's mean ln(speedup) over its processes."""
         return fmean(fmean(session) for session in self.values) if self.values else None
 
     @property
@@ -137,7 +140,7 @@ class Result(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkno
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds per call of ``baseline`` and ``optimized``, or nothing."""
+        """Seconds per call of ``baseline`` and ``optimized``; empty for an untimed result."""
         times = {"baseline": self.baseline_us, "optimized": self.optimized_us}
         return {side: time * 1e-6 for side, time in times.items() if time is not None}
 
@@ -147,12 +150,12 @@ class Result(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkno
 
     @property
     def processes(self) -> int:
-        """The number of processes measured in all sessions together."""
+        """The total number of measured processes over all sessions."""
         return sum(map(len, self.values))
 
     @property
     def own_spread(self) -> float | None:
-        """Spread of the processes' values around their session's mean; None below 3 values."""
+        """Standard deviation of the processes' values around the session means; None below 3."""
         spreads = [trimmed_spread(session) for session in self.values if len(session) >= 3]
         return rms(spreads) if spreads else None
 
@@ -161,10 +164,10 @@ class Result(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkno
         return not all(digest.startswith(SYNTAX) for digest in self.sources.values())
 
     def with_syntax(self, syntax: Mapping[str, str], text: Mapping[str, str]) -> Result:
-        """Return the result with digests of syntax for the sides that have not changed.
+        """Return the result with syntax digests instead of text digests for the unchanged sides.
 
         Args:
-            syntax, text: today's digests of both sides.
+            syntax, text: today's digests of both sides, of the syntax trees and of the texts.
         """
         then = self.sources
         met = {role: digest for role, digest in syntax.items() if then[role] == text.get(role)}
@@ -175,7 +178,7 @@ Results: TypeAlias = Mapping[str, Result]
 
 
 class Stored(Struct, frozen=True):
-    """The content of one file: one product's results for one chapter, by page and case."""
+    """The content of one file: the results of one product for one chapter, by key."""
 
     product: str
     environments: Environments = {}
@@ -207,10 +210,10 @@ def base_of(product: str) -> str:
 def differences(
     one: Environment, other: Environment, clock: str, *, several: bool = False
 ) -> list[str]:
-    """Return the facts because of which times on `clock` in two environments are not comparable.
+    """Return the names of the differing facts that make times on `clock` not comparable.
 
-    A fact that one environment lacks does not count as a difference, because older files lack some
-    facts. Other facts, such as the NUMA node, are recorded but never compared.
+    A fact that is missing from one environment does not count as a difference, because older files
+    lack some facts. Some facts, such as the NUMA node, are recorded but never compared.
 
     Args:
         several: True if several GPUs worked together. Then `COMPARED_BY_RANKS` are compared too.
@@ -222,17 +225,17 @@ def differences(
 
 
 def pooled(results: Iterable[Result], clock: str) -> list[float]:
-    """Return `Result.own_spread` of each result measured on `clock`."""
+    """Return the `Result.own_spread` of each result that was measured on `clock`."""
     spreads = (result.own_spread for result in results if result.clock == clock)
     return [spread for spread in spreads if spread is not None]
 
 
 def session_sd(results: Iterable[Result], clock: str, mine: Result | None = None) -> float:
-    """Return the standard deviation between sessions on `clock`. Without data, it is assumed.
+    """Return the standard deviation between sessions of ln(speedup); without data, an assumed one.
 
     Args:
-        results: all results of the file.
-        mine: the result of a case, to return the spread of this case.
+        results: all results of the file. Those that were measured on `clock` are used.
+        mine: a case's result. If it is given, the standard deviation of this case is returned.
     """
     cases = [result.values for result in results if result.clock == clock]
     pool = session_spread(cases, UNKNOWN_SESSION[clock])
@@ -243,11 +246,11 @@ def session_sd(results: Iterable[Result], clock: str, mine: Result | None = None
 def _rounded(value: float | None, form: str) -> float | None:
     if value is None:
         return None
-    return float(format(value, form)) + 0.0  # no -0.0, so that equal results give equal text
+    return float(format(value, form)) + 0.0  # turns -0.0 into 0.0
 
 
 def _sorted_table(name: str, table: Mapping[str, Json]) -> dict[str, Json]:
-    """Return a sorted copy of `table`, with the types it will have when read from the file.
+    """Return a sorted copy of `table`, with the types that reading it back from the file gives.
 
     Raises:
         ValueError: if a value is infinite, or has no JSON type.

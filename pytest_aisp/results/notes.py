@@ -1,7 +1,7 @@
 """Notes and remarks of a row: graphs, memory, launch-bound sides, predicted times, slow baselines.
 
-A remark that a baseline waits, or hardly uses the machine, never changes the verdict. It asks a
-reader to look at the baseline.
+A remark that a baseline waits, or that it hardly uses the machine, never changes the verdict. It
+only tells the reader to check the baseline.
 """
 
 from __future__ import annotations
@@ -12,20 +12,23 @@ from .messages import Json
 from .row import amount, duration
 
 LAUNCH_BOUND = 1.5
-"""A side is launch-bound if its calls take this many times as long without a graph."""
+"""A side is launch-bound if its calls take at least this many times longer without a CUDA graph."""
 MORE_TIMES, MORE_BYTES = 1.5, 64 << 20
-"""Memory is traded for speed if the optimized side needs more by this factor and by these bytes."""
+"""Memory is traded for speed if the optimized side needs this many times more memory than the
+baseline, and also this many bytes more.
+"""
 WAITS, FEWER_TIMES = 0.5, 2.0
-"""A baseline waits if it computes for less than this share of its time, and for less than the other
-side's share by this factor."""
+"""A baseline waits if its CPU share (CPU time over wall time) is below the first number, and if the
+optimized side's CPU share is more than the second number times that.
+"""
 UNUSED, USED = 0.01, 0.5
-"""A baseline hardly uses the machine if it reaches less than the first share of a limit, while the
-other side reaches at least the second.
+"""A baseline hardly uses the machine if it reaches less than the first share of the machine's
+limit, and the optimized side reaches at least the second share.
 """
 
 
 def graph_notes(names: Sequence[str], details: Mapping[str, Json]) -> list[str]:
-    """Return notes that give each side's graph nodes per call, or say why there are none."""
+    """Return notes with each side's CUDA graph nodes per call, or with why none were counted."""
     if "no graph_nodes" in details:
         return [f"graph: nodes not counted: {details['no graph_nodes']}"]
     by_side = details.get("graph_nodes", {})
@@ -40,10 +43,10 @@ def _many(number: float, kind: str) -> str:
 
 
 def memory_note(peaks: Mapping[str, int]) -> tuple[str, bool]:
-    """Return the text about the memory of both sides, and whether memory is traded for speed.
+    """Return a text about the memory of both sides, and whether memory is traded for speed.
 
     Args:
-        peaks: peak bytes of ``baseline`` and ``optimized``, without their inputs.
+        peaks: peak bytes of ``baseline`` and ``optimized``, not including the inputs.
     """
     baseline, optimized = peaks["baseline"], peaks["optimized"]
     traded = optimized > MORE_TIMES * baseline and optimized - baseline > MORE_BYTES
@@ -53,12 +56,13 @@ def memory_note(peaks: Mapping[str, int]) -> tuple[str, bool]:
 def launch_bound(
     clock: str, seconds: Mapping[str, float], as_called: Sequence[float]
 ) -> dict[str, float]:
-    """Return for each launch-bound side how many times longer a call takes without a graph.
+    """Return the ratio of the times without and with a CUDA graph for each launch-bound side.
 
     Args:
-        clock: the clock whose times the verdict uses. The result is empty unless it is ``graph``.
-        seconds: seconds per call by side on that clock.
-        as_called: seconds per call on the host's clock, for the sides in the same order.
+        clock: the clock whose times the verdict uses. On any clock but ``graph``, the result is
+            empty.
+        seconds: for each side, the seconds per call on that clock.
+        as_called: for each side in the same order, the seconds per call on the host's clock.
     """
     if clock != "graph":
         return {}
@@ -70,7 +74,7 @@ def launch_bound(
 
 
 def launch_bound_note(times: Mapping[str, float]) -> str:
-    """Return the text about launch-bound sides."""
+    """Return a text about launch-bound sides."""
     said = ", ".join(f"{name} {ratio:.1f}x" for name, ratio in times.items())
     return f"as called {said} longer: launch-bound without a graph"
 
@@ -78,7 +82,7 @@ def launch_bound_note(times: Mapping[str, float]) -> str:
 def predicted_note(
     predicted: Mapping[str, float], seconds: Mapping[str, float], unexplained: Sequence[str]
 ) -> str:
-    """Return the text about the predicted times and speedup, and about unexplained sides."""
+    """Return a text with the predicted times and speedup, and with the sides that take longer."""
     baseline, optimized = predicted.values()
     text = f"predicted {duration(baseline)} / {duration(optimized)}: {baseline / optimized:.2g}x"
     longer = (f"{name} takes {seconds[name] / predicted[name]:.2f}x" for name in unexplained)
@@ -86,11 +90,11 @@ def predicted_note(
 
 
 def cpu_note(names: Sequence[str], shares: Sequence[float]) -> tuple[str, bool]:
-    """Return the text about the CPU time of both sides, and whether the baseline waits.
+    """Return a text about the CPU time of both sides, and whether the baseline waits.
 
     Args:
         names: the baseline and the variant.
-        shares: for each side, the CPU time of the process over the wall time of the timed calls.
+        shares: for each side, CPU time of the process divided by wall time, in the timed calls.
     """
     baseline, optimized = shares
     if baseline < WAITS and FEWER_TIMES * baseline < optimized:
@@ -104,7 +108,7 @@ def cpu_note(names: Sequence[str], shares: Sequence[float]) -> tuple[str, bool]:
 
 
 def unused_limit(seconds: Mapping[str, float], share: float, limit: str) -> str | None:
-    """Return the text about a baseline that hardly uses the machine, or None.
+    """Return a text if the baseline hardly uses the machine, else None.
 
     Args:
         seconds: seconds per call by side, with the baseline first.

@@ -31,7 +31,7 @@ LETTERS = {
 
 
 IN_BOTH = "@environments"
-"""Added to the role of a side in `Row.against` if it was timed in two environments."""
+"""The suffix of a side's role in `Row.against` if the side was timed in two environments."""
 
 
 class Profile(ProfileResult, omit_defaults=True):
@@ -76,7 +76,7 @@ class CaseRecord(Struct):
     Attributes:
         file, key: the file of the case's stored result, and its key in that file.
         page, function, variant, size, bound: the page and the test function, the case's parameters,
-            and the resource that bounds it.
+            and the resource that limits its speed.
         gpus: number of ranks that its sides run on.
         sweep: the key of `size` over which the page is a curve, or empty.
         baseline: name of the slow side.
@@ -90,14 +90,15 @@ class CaseRecord(Struct):
         predicted: seconds per call that each side's cost predicts at the machine's rates.
         unexplained: the sides whose time differs from the predicted time by more than a quarter,
             unless the page says what was seen.
-        errors: for each side, the largest rms error of its timed outputs, as a share of the rms of
-            the expected values; without sides that must be exact.
+        errors: for each side that need not be exact, the largest rms error of its timed outputs, as
+            a share of the rms of the expected values.
         precisions: for each side, the precision that the page declares for it.
-        share, limit: share of the machine's limit that the optimized side reaches.
+        share, limit: the share of the machine's limit that the optimized side reaches, and the name
+            of that limit.
         claim, stored: the page's claim and the stored value, with which the speedup was compared.
         versus: ``library`` if the baseline is a library, else empty.
         origins: the places where ``claim``, ``stored`` and ``limit`` are written.
-        work: the bytes and the operations that a call needs at least.
+        work: the minimum bytes and operations of a call.
         sources: hashes of both sides' sources.
         unchanged: roles of changed sides that launch the same machine code as their old version.
             They were not timed against it.
@@ -107,8 +108,8 @@ class CaseRecord(Struct):
         detectable: the smallest loss of ln(speedup) that is detected in 99 % of trials.
         votes: ln(speedup) of every fresh process that voted.
         trials: ln(speedup) and verdict of each repeated A/A trial.
-        suspect: 1 for a suspect that is slower, -1 for one that is faster, else 0.
-        reasons: texts with each missed limit, the amount missing, and the origin of the limit.
+        suspect: 1 if the case was suspected to be slower than before, -1 if faster, else 0.
+        reasons: a text for each missed limit: by how much it was missed, and where it is written.
         notes, remarks: further facts. Notes are shown only with ``-vv``, remarks always.
         launch_bound: for each launch-bound side, how many times longer a call takes without a
             graph.
@@ -196,9 +197,10 @@ class CaseRecord(Struct):
         return str(self.environment.get("timer") or "")
 
     def properties(self) -> list[tuple[str, float | str]]:
-        """Return flat numbers and words for JUnit: speedups as ratios, losses as shares, seconds.
+        """Return (name, value) pairs for JUnit: speedups as ratios, losses as shares, times in
+        seconds.
 
-        A claim is a speedup or a word. Each goal applies to both sides.
+        A claim is a speedup or a word such as ``neutral``. A goal gives one pair for each side.
         """
         found: dict[str, float | str | None] = {"verdict": self.verdict, "clock": self.clock}
         found["cause"] = self.cause

@@ -40,7 +40,7 @@ class RecordedRun:
         manifest: the run's options, its machine and its outcome.
         lines: the journal's lines, one for each case. Each refers to a file with its samples.
         canaries: the canary of each process.
-        lost: a message about each line that is left out because it is only half written.
+        lost: a message about each line that was skipped because it is half written.
         plain_manifest, plain_canaries: the contents of both files, including fields that only
             newer versions use.
     """
@@ -73,10 +73,11 @@ class RecordedRun:
         }
 
     def samples(self, case: Mapping[str, Json]) -> Samples:
-        """Return the ``checks``, ``timings`` and ``against`` of a case of `cases`.
+        """Return the samples of `case`, which is one of `cases`: its ``checks``, ``timings`` and
+        ``against``.
 
         Raises:
-            RunError: if they are missing, or were changed after the run wrote them.
+            RunError: if the samples are missing, or were changed after the run wrote them.
         """
         file = msgspec.convert(case["samples"], SampleFile | None)
         return self._samples(case["id"], file)
@@ -122,11 +123,11 @@ def folder_of(path: Path) -> Path:
         return path
     if path.is_file():
         return path.parent / path.read_text(encoding="utf-8").strip()
-    return path.resolve()  # fix the folder now, because a later run may move the link
+    return path.resolve()  # a later run may change the link, so resolve it now
 
 
 def journal(file: Path) -> tuple[list[JournalLine], list[str]]:
-    """Return the lines of a journal, and a message about a line that is left out.
+    """Return the lines of a journal, and messages about skipped lines.
 
     Raises:
         RunError: if the file cannot be read, is not a journal, or has another schema.
@@ -150,7 +151,7 @@ def _lines(file: Path) -> tuple[list[dict[str, Json]], list[str]]:
             return [*lines, *([_object(last)] if last else [])], []
         except ValueError:
             if not lines and not file.with_name(MANIFEST).exists():
-                raise  # not a journal with a half-written end, but some other file
+                raise  # this is not a journal whose last line is half written
     case = re.search(r'"nodeid": "((?:[^"\\]|\\.)*)"', last)
     of = f", of {case[1]}," if case else ""
     return lines, [f"its last line{of} is incomplete and was left out"]
@@ -186,7 +187,7 @@ def manifest(path: Path) -> Manifest:
 def _plain_manifest(path: Path) -> dict[str, Json]:
     file = path / MANIFEST
     if not file.exists() and (path / JOURNAL).exists():
-        journal(path / JOURNAL)  # raises a more exact message for a journal of an older version
+        journal(path / JOURNAL)  # for a journal of an older version, this raises a clearer message
     if not file.exists():
         raise RunError(f"{path}: holds no run: it has no {MANIFEST}\n{_MAKE}")
     with _reading(file):
@@ -210,7 +211,7 @@ def is_ours(folder: Path) -> bool:
 
 
 def _check_fields(file: Path, found: Mapping[str, Json], sign: str, model: type[Struct]) -> None:
-    """Refuse a table that lacks `sign` or a required field, or that has another version."""
+    """Raise RunError if `found` lacks `sign` or a required field, or has another schema version."""
     if sign not in found:
         raise RunError(f"{file}: was not written by pytest-aisp: it lacks {sign}\n{_MAKE}")
     schema = found.get("schema", 0)
@@ -297,7 +298,7 @@ def clear(folder: Path) -> None:
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Replace a file as a whole, or leave it as it was."""
+    """Replace the contents of a file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     try:

@@ -1,4 +1,4 @@
-"""Statistics: the value of a process from its blocks, and the spread from several processes.
+"""Statistics: the ln(speedup) of a process from its blocks of samples, and standard deviations.
 
 All values are natural logarithms of ratios. So faster and slower are symmetric, and 0.01 means
 about 1 %. `value` is always ln(speedup), which is positive if the optimized side is faster.
@@ -11,14 +11,14 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean, median
 
 FLOOR = 0.0010
-"""The smallest spread that is used, 0.10 %. An estimate below it is due to chance."""
+"""The smallest standard deviation that is used, 0.10 %. An estimate below it is due to chance."""
 INTERVAL = 2.6
 """Half the width of the printed 99 % interval, as a multiple of the spread."""
 ASSUMED = 4
 """The assumed spread between sessions has the weight of this many additional sessions."""
 
-# By the number P of normal values: 1 / sqrt(E[r^2]), where r^2 is the mean square deviation from
-# the median, without the largest deviation.
+# Keys: the number of normally distributed values. Values: 1 / sqrt(E[r^2]), where r^2 is the mean
+# square deviation from the median, without the largest deviation.
 _TRIMMED_RMS = {3: 2.401, 4: 1.788, 5: 1.573, 6: 1.477, 7: 1.387, 8: 1.347, 9: 1.298, 10: 1.276}
 _TRIMMED_RMS |= {11: 1.246, 12: 1.232, 14: 1.200, 16: 1.178, 20: 1.146, 24: 1.125}
 
@@ -31,9 +31,9 @@ def block_value(baseline: Sequence[float], optimized: Sequence[float]) -> float:
 def process_value(blocks: Sequence[float], firsts: Sequence[int] = (), *, robust: bool) -> float:
     """Return a process's value: the mean of the middle half of its blocks, or their median.
 
-    A GPU sometimes runs a few windows 10 % slower; on one board, half of the processes had this
-    (spread.md). So no single block may change the value much. The host's clock is noisier and needs
-    the median (`robust`).
+    A GPU sometimes runs a few timing windows 10 % slower. On one board, this happened in half of
+    the processes (spread.md). So no single block may change the value much. Times on the host's
+    clock are noisier and need the median (`robust`).
 
     Args:
         firsts: for each block, the index of the side that was built first. That order changes the
@@ -52,10 +52,10 @@ def process_value(blocks: Sequence[float], firsts: Sequence[int] = (), *, robust
 def process_error(blocks: Sequence[float], laps: int, firsts: Sequence[int] = ()) -> float:
     """Return the standard error of a process's value from its laps; 0 with fewer than three laps.
 
-    The value is the mean of the middle half of the blocks. So a block outside of that half is
-    replaced here by the nearest block of the half. Thus a few slow windows change neither the value
-    nor its error. This is designed for four laps. With eight laps, whole laps would be outside of
-    the half, and the error would be half as large as it should be.
+    The value is the mean of the middle half of the blocks. So a block outside the middle half is
+    replaced here by the nearest block inside. As a result, a few slow windows change neither the
+    value nor its error. This method is designed for four laps. With eight laps, whole laps would be
+    outside the middle half, and the error would come out half as large as it should be.
 
     Args:
         blocks: the blocks of all laps in order. Each lap has the same number of blocks.
@@ -110,7 +110,7 @@ def pooled_spread(own: float, processes: int, others: Sequence[float]) -> float:
     The median of `others` has the weight of 8 degrees of freedom. Without it, a case whose few
     processes agree by chance would raise false alarms. The result is at least `FLOOR`.
     """
-    pool = median(others) if others else own  # not the mean, which one noisy case would widen
+    pool = median(others) if others else own  # one noisy case would inflate the mean
     mine = max(processes - 2, 0)
     return max(FLOOR, math.sqrt((8 * pool**2 + mine * own**2) / (8 + mine)))
 
@@ -118,10 +118,11 @@ def pooled_spread(own: float, processes: int, others: Sequence[float]) -> float:
 def session_spread(cases: Sequence[Sequence[Sequence[float]]], assumed: float) -> float:
     """Return the standard deviation between sessions, from the cases with several sessions.
 
-    The variance between a case's sessions, minus the variance that its processes explain, is pooled
-    over all cases. The variance of processes comes from sessions with at least two processes, but a
-    session with one process is used as a session too. `assumed` has the weight of `ASSUMED` more
-    sessions, so that a few cases that agree by chance do not make the margin narrow.
+    For each case, the variance between sessions is reduced by the part that the variance between
+    processes explains. The result is pooled over all cases. The variance between processes needs
+    sessions with at least two processes. Sessions with one process still count for the variance
+    between sessions. `assumed` has the weight of `ASSUMED` additional sessions. So the margin stays
+    wide if a few cases agree by chance.
 
     Args:
         cases: for each case, a list of sessions. Each session is a list of its processes' values.
@@ -143,12 +144,12 @@ def session_spread(cases: Sequence[Sequence[Sequence[float]]], assumed: float) -
 def case_session_spread(sessions: Sequence[Sequence[float]], pool: float) -> float:
     """Shrink the spread between one case's sessions toward `pool`, the spread of all cases.
 
-    The spread differs from case to case, because a ratio of two unlike kernels depends more on the
-    board. `pool` counts as much as `ASSUMED` sessions. Sessions that agree by chance cannot reduce
-    the result below what their number allows.
+    The spread differs from case to case: if the two sides' kernels are very different, their ratio
+    varies more between boards. `pool` has the weight of `ASSUMED` sessions. The result has a lower
+    bound that falls with the number of sessions, because a few sessions may agree by chance.
 
     Args:
-        sessions: a list of the values of its processes for each session.
+        sessions: for each session, the list of its processes' values.
     """
     least = pool * math.sqrt(ASSUMED / (ASSUMED + max(0, len(sessions) - 1)))
     return max(least, session_spread([sessions], pool))
@@ -163,8 +164,8 @@ def interval(
 ) -> tuple[float, float]:
     """Return the printed 99 % interval of ln(speedup) around a mean of `processes` values.
 
-    Without `session`, it covers other processes of the same session. With `session`, the spread
-    between sessions, it covers other sessions too.
+    If `session`, the spread between sessions, is 0, the interval is valid only within the same
+    session. With a larger `session`, it covers other sessions too.
     """
     half = INTERVAL * math.hypot(spread / math.sqrt(processes), session / math.sqrt(sessions))
     return value - half, value + half
