@@ -1,1 +1,1 @@
-"""Prepare sides and check them: values, reference, error bounds, and negative controls."""
+"""Check the outputs of sides: input values, reference, error bounds, and negative controls."""

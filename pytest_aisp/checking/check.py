@@ -1,8 +1,8 @@
 """Check that sides compute what the reference computes, before and after they are timed.
 
-`check_sides` runs the sides on fresh memory and on fresh values at the same addresses. It refuses
-changed inputs and outputs that alias inputs, and compares the outputs with the reference. Then it
-applies the exact probe and the controls.
+`check_sides` runs each side in new memory, and then on new values at the same addresses. It refuses
+sides that change their inputs or return a view of an input, and compares the outputs with the
+reference. Then it runs the exact probe (small integers) and the negative controls (wrong answers).
 """
 
 from __future__ import annotations
@@ -31,22 +31,24 @@ from .output_types import check_form, outputs_in_both
 from .reference import Reference, outputs_and_state, refusals
 
 FEW_TERMS = 1024
-"""A sum of at most this many terms hardly widens the error bound (2e-6 in fp32)."""
+"""A sum of at most this many terms adds little to the error bound (2e-6 in fp32)."""
 CLEARLY_WRONG = 30.0
-"""A result that exceeds the bound by this factor is wrong, however exact the bound is."""
+"""A result that exceeds the bound by this factor is wrong, even if the bound is inexact."""
 BORDERLINE = 2.0
-"""A result that exceeds the bound by at most this factor is checked again on other values. An
-output of a timed call may exceed it by this factor, because the side is not run again."""
+"""A result that exceeds the bound by at most this factor is checked again on other values. The
+output of a timed call may exceed the bound by this factor, because the timed call is not repeated.
+"""
 OTHER_DRAWS = 2
 """Number of other draws of the inputs on which a borderline result is checked."""
 
 
 @dataclass
 class CheckResult:
-    """The result of a check, in plain types.
+    """The result of a check, in types that can be sent between processes.
 
     Attributes:
-        errors: the largest rms and the worst element of each side, in allowed deviations.
+        errors: the largest rms error and the error of the worst element of each side, in allowed
+            deviations.
         controls: the result of each control.
         exact: the result of the exact integer probe, or the reason why it did not run.
         remarks: what a reader should know about the error bound.
@@ -70,8 +72,10 @@ def check_sides(
 ) -> CheckResult:
     """Check every side of `sides` against the reference. The baseline comes first.
 
-    Without `controls`, the tolerance is not checked. This is for sizes found by a search, which may
-    be too small for any control to apply. `progress` is called with the name of each side.
+    Args:
+        controls: False to skip the check of the tolerance. Sizes found by a search may be too small
+            for any control to apply.
+        progress: a function that is called with the name of each side.
 
     Raises:
         Wrong: if a result is wrong.
@@ -111,9 +115,9 @@ def _scale_if_needed(
 ) -> list[Comparison] | None:
     """Scale the inputs if two draws have nearly the same outputs, and check the baseline again.
 
-    A side that remembers an answer could otherwise not be refused. If the baseline is wrong on
-    scaled inputs, or if they change nothing, they are not used. `check_tolerance` then refuses the
-    page. Return the comparisons on scaled inputs, or None if they are not used.
+    If all draws have the same outputs, a side that returns an old answer cannot be detected. If the
+    baseline is wrong on scaled inputs, or if scaling changes nothing, scaled inputs are not used,
+    and `check_tolerance` refuses the page later. Return the comparisons on scaled inputs, or None.
     """
     if current_group().world > 1 or draws_differ(reference, precisions):
         return None
@@ -127,7 +131,7 @@ def _scale_if_needed(
 
 
 def _check_terms(reference: Reference) -> None:
-    """Refuse a declared sum with more terms than the inputs, because it widens the error bound."""
+    """Refuse `Work(terms=)` above the number of input elements, because it widens the bound."""
     pool, world = reference.pool, current_group().world
     tensors = [tensor for _, tensor in pytree.tensors(pool.value_set(0))]
     tensors += pytree.state_tensors(pool.new_state()).values()
@@ -147,7 +151,7 @@ def _check_ratio(
     precision: Precision | None,
     compared: tuple[Sequence[Comparison], Sequence[Comparison]],
 ) -> None:
-    """Refuse a side that is less exact than its baseline, which comes first in both pairs."""
+    """Refuse a side that is less exact than its baseline. Both pairs begin with the baseline."""
     if not (message := _less_exact(reference, sides[1], *compared)):
         return
     for other in _other_values(reference):
@@ -180,9 +184,9 @@ def _less_exact(
 
 
 def _other_values(reference: Reference) -> Iterator[Reference]:
-    """Yield the reference for other draws of the inputs, or nothing if there are other ranks.
+    """Yield the reference for other draws of the inputs. Yield nothing if there are several ranks.
 
-    Other ranks may not have failed. They would not run the sides again.
+    The check may have passed on the other ranks, and then they would not run the sides again.
     """
     if current_group().world == 1:
         yield from (redrawn(reference, draw) for draw in range(1, OTHER_DRAWS + 1))
@@ -191,7 +195,7 @@ def _other_values(reference: Reference) -> Iterator[Reference]:
 def _check_side(
     reference: Reference, side: Side, precision: Precision | None, rule: Rule, is_baseline: bool
 ) -> list[Comparison]:
-    """Run a side and compare its results. If they are wrong, say what the errors look like."""
+    """Run a side and compare its results. If they are wrong, the error names a likely cause."""
     try:
         return _run_side(reference, side, precision, rule, is_baseline)
     except Mismatch as error:
@@ -217,10 +221,10 @@ def _on_other_values(
     rule: Rule,
     is_baseline: bool,
 ) -> list[Comparison] | None:
-    """Check a side with a borderline result on other values. Return None if it is wrong there too.
+    """Check a side with a borderline result on other values. Return None if it is wrong again.
 
-    The rounding errors of an honest side exceed any bound by chance now and then. A wrong side
-    exceeds it on every draw of the inputs.
+    The rounding errors of a correct side exceed any bound now and then by chance. A wrong side
+    exceeds the bound on every draw of the inputs.
     """
     if not rule.derived or error.result.score > BORDERLINE:
         return None
@@ -273,7 +277,7 @@ def _run_side(
 
 
 def _turns(pair: Pair) -> tuple[int, ...]:
-    """Return the value sets on which a side is checked, one after another at the same address."""
+    """Return the indices of the value sets that a side is checked on, in order, at one address."""
     if pair.state is not None:
         return tuple(k % VALUE_SETS for k in range(STEPS if enabled("steps") else 1))
     return (0, 1) if enabled("fresh-values") else (0,)
@@ -291,7 +295,8 @@ def judge(
 ) -> list[Comparison]:
     """Compare a side's outputs with the reference. Raise `Wrong` at the first mismatch.
 
-    `factor` is the factor by which a result may exceed the derived bound.
+    Args:
+        factor: the factor by which a result may exceed the derived bound.
     """
     has_state = reference.pool.pair.state is not None
     if is_baseline and not has_state and not reference.types:
@@ -299,7 +304,7 @@ def judge(
         if len(expected) == len(outputs):
             pairs = zip(expected, outputs, strict=True)
             reference.learn_types((one.path, tensor.dtype) for one, (_, tensor) in pairs)
-    if has_state:  # this side's optimizer may make additional tensors
+    if has_state:  # the optimizer of this side may create additional state tensors
         reference.learn_types((path, tensor.dtype) for path, tensor in outputs)
     leaves = reference.leaves(turns, precision)
     if has_state:
@@ -320,16 +325,16 @@ def judge(
 
 
 def _may_be_right(results: Sequence[Comparison]) -> bool:
-    """Return whether some results exceed the bound, but none of them by so much that it is wrong.
+    """Return whether some results exceed the bound, but none by more than `CLEARLY_WRONG`.
 
-    The bound comes from a few perturbed runs, and more of them make it more exact.
+    The bound comes from a few perturbed runs of the reference. More runs make it more exact.
     """
     scores = [result.score for result in results if not result.ok]
     return bool(scores) and max(scores) < CLEARLY_WRONG
 
 
 def _poison_free_memory(like: object) -> None:
-    """Fill the memory that `empty` will return with NaN, so that it contains no earlier answer."""
+    """Fill free memory with NaN, so that `torch.empty` does not return an earlier answer."""
     import torch
 
     tensors = [tensor for _, tensor in pytree.tensors(like) if tensor.numel()]

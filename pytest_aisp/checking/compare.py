@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 SMALL = 1 << 18
-"""Outputs with at most this many elements are compared together, which saves launches."""
+"""Outputs with at most this many elements are compared together, to save kernel launches."""
 
 
 def scatter(count: int) -> float:
-    """Return the random variation of the rms of `count` elements (three standard deviations)."""
+    """Return the random variation of an rms over `count` elements: 3 standard deviations."""
     return 3 / math.sqrt(2 * count) if count else 0.0
 
 
@@ -32,13 +32,15 @@ class Comparison:
     """The errors of one output, in allowed standard deviations.
 
     Attributes:
-        index, got, want, bound: the worst element, its actual and expected values, and its allowed
-            deviation.
+        rms, worst: the rms error over all elements, and the error of the worst element.
+        index, got, want, bound: the worst element's index, its actual and expected values, and its
+            allowed deviation.
         count: number of elements.
-        step: number of the training step that was compared, or without a state, of the value set.
+        step: number of the training step that was compared. For a page without a state, this is the
+            number of the value set.
         worst_limit: allowed error of the worst element.
-        relative: the rms error as a share of the rms of the expected values; 0 if only equality is
-            accepted.
+        relative: the rms error as a share of the rms of the expected values. It is 0 if only
+            equality is accepted.
     """
 
     path: str
@@ -61,20 +63,20 @@ class Comparison:
 
     @property
     def score(self) -> float:
-        """The error as a multiple of the derived bound. Above 1, the derived rule fails."""
+        """The error as a multiple of the derived bound. If it is above 1, the output is wrong."""
         return max(self.rms / (RMS * (1 + self.scatter)), self.worst / self.worst_limit)
 
     def judged_by(self, rule: Rule) -> Comparison:
-        """Return this comparison, marked as failed if it exceeds a derived bound that applies."""
+        """Return this comparison, marked as failed if it exceeds the derived bound of `rule`."""
         return self if rule.given or self.score <= 1 else replace(self, ok=False)
 
 
 def compare_all(
     got: Sequence[torch.Tensor], leaves: Sequence[Leaf], rule: Rule
 ) -> list[Comparison]:
-    """Compare outputs with the expected ones, in order. The caller has compared the shapes.
+    """Compare outputs with the expected ones, in order. The shapes must be equal.
 
-    Small outputs are compared together. Outputs that differ are then compared one by one.
+    Small outputs are compared together first. Those that fail are compared again one by one.
     """
     accepted: dict[int, Comparison] = {}
     if not rule.exact:
@@ -132,9 +134,9 @@ def _compare_together(
 
 
 def compare(got: torch.Tensor, leaf: Leaf, rule: Rule) -> Comparison:
-    """Compare one output with the expected one. The caller has compared the shapes.
+    """Compare one output with the expected one. The shapes must be equal.
 
-    A large output is compared in pieces, which saves memory.
+    A large output is compared in pieces, to save memory.
     """
     import torch
 
@@ -158,7 +160,7 @@ def compare(got: torch.Tensor, leaf: Leaf, rule: Rule) -> Comparison:
 
 
 def _errors(got: torch.Tensor, value: torch.Tensor, finite: bool) -> torch.Tensor:
-    """Return absolute errors in float64; an error is infinite if only one value is finite."""
+    """Return absolute errors in float64. If only one of two values is finite, it is infinite."""
     import torch
 
     result = got.detach().to(torch.float64, copy=True, memory_format=torch.contiguous_format)
@@ -172,9 +174,10 @@ def _errors(got: torch.Tensor, value: torch.Tensor, finite: bool) -> torch.Tenso
 
 
 def _scaled(error: torch.Tensor, sigma: torch.Tensor, finite: bool) -> torch.Tensor:
-    """Divide `error` by `sigma` in place. Where NaN is expected, `sigma` is NaN too.
+    """Divide `error` by `sigma` in place, and return it.
 
-    Where infinity is expected, `sigma` may be infinite, and a wrong value is still off by infinity.
+    If an element's expected value is NaN, its `sigma` is NaN too. If infinity is expected, `sigma`
+    may be infinite, but a wrong value still gets an infinite result.
     """
     if finite:
         return error.div_(sigma)
@@ -182,7 +185,7 @@ def _scaled(error: torch.Tensor, sigma: torch.Tensor, finite: bool) -> torch.Ten
 
 
 def _within(error: torch.Tensor, value: torch.Tensor, finite: bool, rule: Rule) -> torch.Tensor:
-    """Return 1.0 for elements that the page's own tolerance (if any) accepts."""
+    """Return 1.0 for each element that the page's own tolerance accepts, and 0.0 for the others."""
     if not rule.given:
         return error.new_ones(error.shape)
     bound = value.abs().mul_(rule.rtol or 0.0).add_(rule.atol or 0.0)
@@ -243,7 +246,7 @@ def _at_element(
 
 
 def explain(side: str, size: Mapping[str, object], result: Comparison, rule: Rule) -> str:
-    """Describe a mismatch: the output, index, both values, the size, and the violated bound."""
+    """Return a description of a mismatch: output, index, both values, size, and violated bound."""
     where = f"{result.path}{list(result.index)}" if result.index else result.path
     text = (
         f"{side} is wrong at {size_words(size)}:"
@@ -277,7 +280,7 @@ def check_outputs(name: str, outputs: object, inputs: Iterable[object], size: st
 
 
 def _lazy_kind(tensor: torch.Tensor) -> str | None:
-    """Return the kind of lazy tensor if not all elements are in memory, else None."""
+    """Return a description of the tensor if not all its elements are in memory, or None."""
     import torch
 
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
@@ -293,7 +296,7 @@ def _lazy_kind(tensor: torch.Tensor) -> str | None:
 
 
 def check_unchanged(name: str, slot: object, values: object, size: str) -> None:
-    """Refuse a side that has changed any bit of an input."""
+    """Raise `SideError` if a side has changed any bit of an input."""
     import torch
 
     if not enabled("inputs-unchanged"):

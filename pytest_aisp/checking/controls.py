@@ -1,10 +1,10 @@
-"""Negative controls, which are wrong answers that a page must refuse.
+"""Negative controls: wrong answers that a page's tolerance must refuse.
 
 Each control is a changed copy of the reference's outputs. A control applies if its error is more
-than `APPLIES` times the derived bound. This is computed and cannot be declared. If the page's
-tolerance accepts a control that applies, the tolerance is too loose. There are three kinds: noise,
-structure and freshness. If the tolerance clearly refuses no control of some kind, right and wrong
-answers cannot be distinguished with these inputs.
+than `APPLIES` times the derived bound. Pages cannot declare which controls apply. If the tolerance
+accepts a control that applies, the tolerance is too loose. There are three kinds of controls:
+noise, structure and freshness. At least one control of each kind must be clearly refused. If not,
+these inputs cannot distinguish right from wrong answers.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 APPLIES = 4.0
 CLEARLY = 2.0
-"""A control is clearly refused if its error is more than this many times the derived bound. Sides
-with smaller errors are checked again on other values (`check.BORDERLINE`)."""
+"""A refused control is clearly refused if its error is more than this many times the derived bound.
+Sides with smaller errors are checked again on other values (`check.BORDERLINE`)."""
 NOISE = 3.0
 """Size of the noise control, in allowed deviations, for an output with many elements."""
 CONTROLS = {
@@ -42,7 +42,7 @@ CONTROLS = {
     "dropped": ("structure", "the output without a slice of the inputs"),
     "stale": ("freshness", "the output for other inputs"),
 }
-"""The kind and the wrong answer of each control, keyed by its name."""
+"""The kind of each control, and a description of its wrong answer."""
 ADVICE = {
     "noise": "Return at least one finite element that depends on the inputs",
     "structure": "Choose inputs for which the elements of the output differ from each other and"
@@ -50,9 +50,9 @@ ADVICE = {
     "freshness": "Choose inputs that change the output. Two draws of them have the same output, and"
     " so do inputs that are halved",
 }
-"""What to do if no control of a kind applies, keyed by the kind."""
+"""Advice for the case that no control of a kind is clearly refused."""
 DRAWS = 5
-"""Number of draws of the values. A page is refused if the controls fail for most draws."""
+"""Number of draws of the input values. A page is refused if the controls fail for most draws."""
 DRAW_SEEDS = 0x10001
 """Distance between the seeds of two draws."""
 
@@ -74,9 +74,9 @@ class Control:
     """The result of one control on one page.
 
     Attributes:
-        moves: size of its error, in derived bounds.
-        applies: True if the rule must refuse it.
-        refused: True if the rule refused it.
+        moves: the error of the control, in derived bounds.
+        applies: True if the rule must refuse the control.
+        refused: True if the rule refused the control.
         clearly: True if the rule refused an output whose error is more than `CLEARLY` bounds.
     """
 
@@ -95,7 +95,7 @@ class Control:
 def check_tolerance(
     reference: Reference, precisions: Iterable[Precision | None], rule: Rule
 ) -> list[Control]:
-    """Apply the controls at each precision that a side declares, and return the last results.
+    """Apply the controls at each of `precisions`. Return the results for the last one.
 
     Raises:
         TooLoose, CannotTell: the error of the first draw, if most draws of the inputs fail.
@@ -110,7 +110,7 @@ def check_tolerance(
 
 
 def _by_majority(reference: Reference, precision: Precision | None, rule: Rule) -> list[Control]:
-    """Apply the controls to the first draw of the values. If they fail, use a majority of draws."""
+    """Apply the controls to the first draw of the values. If they fail, several draws decide."""
     try:
         return _apply(reference, precision, rule)
     except (CannotTell, TooLoose) as error:
@@ -133,7 +133,7 @@ def _by_majority(reference: Reference, precision: Precision | None, rule: Rule) 
 
 
 def redrawn(reference: Reference, draw: int) -> Reference:
-    """Return the reference of the same page and size, but for other values."""
+    """Return the reference of the same page and size for another draw of the values."""
     pool = reference.pool
     seed = pool.seed + draw * DRAW_SEEDS
     other = InputPool(pool.pair, pool.size, pool.device, seed, pool.unseen_seed)
@@ -156,7 +156,7 @@ def draws_differ(reference: Reference, precisions: Iterable[Precision | None]) -
 def _expected(
     reference: Reference, precision: Precision | None, first: int = 0
 ) -> tuple[list[Leaf], list[torch.dtype], Callable[[], list[torch.Tensor]]]:
-    """Return the expected outputs for value set `first`, their types, and how to get stale ones."""
+    """Return the expected outputs for value set `first`, their types, and a maker of stale ones."""
     steps = STEPS if reference.pool.pair.state is not None else 1
     turns, other = (tuple((k + n) % VALUE_SETS for n in range(steps)) for k in (first, first + 1))
     leaves = reference.leaves(turns, precision)
@@ -169,7 +169,7 @@ def _expected(
         by_path = dict(reference.values(other))
         if reference.state_changes and all(
             torch.equal(by_path[leaf.path], leaf.value) for leaf in expected
-        ):  # such as writes to indices from the inputs, in another order
+        ):  # such as the same indexed writes in another order
             by_path = dict(reference.values((first,) * steps))
         return [by_path[leaf.path] for leaf in expected]
 
@@ -183,7 +183,7 @@ def _apply(reference: Reference, precision: Precision | None, rule: Rule) -> lis
 
 
 Answers: TypeAlias = Callable[[], "Sequence[torch.Tensor] | None"]
-"""Returns wrong answers, or None if there are none."""
+"""A function that returns wrong answers, or None if there are none."""
 
 
 def run_controls(
@@ -192,11 +192,11 @@ def run_controls(
     types: Sequence[torch.dtype],
     rule: Rule,
 ) -> list[Control]:
-    """Apply every control and return the results. Only one wrong answer exists at a time.
+    """Apply every control and return the results. One wrong answer is in memory at a time.
 
     Args:
         expected: the reference's outputs for these inputs.
-        computed: the controls for which the reference computes the wrong answers, by name.
+        computed: by name, the controls whose wrong answers the reference computes.
         types: the type in which the sides return each output.
         rule: the rule of the page.
 
@@ -219,7 +219,8 @@ def run_controls(
                 f" {CONTROLS[control.name][1]}, whose error is {control.moves:.3g} times the"
                 " derived bound\nLower rtol and atol, or leave them out"
             )
-    for kind in ("noise", "freshness", "structure"):  # freshness names a constant output
+    for kind in ("noise", "freshness", "structure"):  # freshness first: its advice fits a constant
+    output
         of_kind = [control for control in controls if CONTROLS[control.name][0] == kind]
         if not any(control.clearly for control in of_kind):
             close = "; ".join(
@@ -233,7 +234,7 @@ def run_controls(
 
 
 def _made(expected: Sequence[Leaf]) -> dict[str, Answers]:
-    """Return the controls whose wrong answers are made from the expected ones."""
+    """Return the controls whose wrong answers are made from the expected answers."""
 
     def each(change: Callable[[torch.Tensor], torch.Tensor]) -> Answers:
         return lambda: [change(leaf.value) for leaf in expected]
@@ -252,8 +253,8 @@ def _noisy(leaf: Leaf, largest: int) -> torch.Tensor:
     """Return the expected values with noise of 2.4 times the bound, or more if `largest` is small.
 
     The rms of few elements varies by chance, so more noise is needed to exceed its bound. Only
-    outputs of the largest size get this additional noise. With more noise in a smaller output, a
-    tolerance that is shared by all outputs would seem too loose.
+    outputs of the largest size get this additional noise. If smaller outputs got it too, a
+    tolerance that all outputs share would seem too loose.
     """
     import torch
 

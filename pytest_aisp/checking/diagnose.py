@@ -1,4 +1,4 @@
-"""Find out why a side's result is wrong, and at which smallest size, by running the side again."""
+"""Run a wrong side again to find out why it is wrong, and the smallest size where it is wrong."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ _SWITCHES: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "cpu": {f"mkldnn.{kind}.fp32_precision": (f"mkldnn.{kind}",) for kind in ("matmul", "conv")},
 }
-"""Switches of torch.backends by device, with the parts of torch.backends that they switch."""
+"""The TF32 switches in torch.backends, by device. Each lists the backends that it affects."""
 
 
 def explain_tf32(reference: Reference, side: Side, run: Run, *, is_baseline: bool) -> str:
-    """Return a line of text if `side`, whose results are wrong, computes in TF32; else nothing.
+    """Return a line of advice if the wrong `side` computes in TF32, or an empty string.
 
-    With several ranks nothing is run again, because the results of the other ranks may be right.
+    With several ranks, nothing is run again, because the other ranks may have right results, and
+    then they would not take part.
     """
     device = reference.pool.device.partition(":")[0]
     on = [name for name, parts in _SWITCHES[device].items() if any(map(_is_on, parts))]
@@ -86,20 +87,20 @@ def _calls_dot(side: Side) -> bool:
 
 
 EXAMPLES = 20
-"""Number of sizes that a search tries."""
+"""Number of sizes that the search for a failure tries."""
 
 
 def smallest_failure(
     strategies: Mapping[str, object], check: Callable[[Size], object], seed: int
 ) -> Exception | None:
-    """Return the failure of the smallest size that fails, or None if none of 20 fails.
+    """Try 20 sizes. Return the failure at the smallest failing size, or None if all pass.
 
     With several ranks, all ranks check the sizes that rank 0 draws, and failures are not shrunk.
-    Shrinking chooses sizes by which ones failed, and a size may fail on only one of the ranks.
+    Shrinking chooses the next size by whether the last one failed, and ranks may disagree on that.
 
     Args:
         strategies: a value or a Hypothesis strategy for each size key.
-        check: raises an error if a side is wrong at the given size.
+        check: a function that raises an error if a side is wrong at the given size.
     """
     if current_group().world > 1:
         sizes: list[Size] = []

@@ -28,7 +28,8 @@ class Pass:
 
     Attributes:
         turns: indices of the value sets.
-        expected: the outputs by number of turns. It may have only the outputs after the last turn.
+        expected: the outputs, keyed by the number of turns. Often only those after the last turn
+            are kept.
         structure: the operations of the reference.
     """
 
@@ -39,11 +40,12 @@ class Pass:
 
 @dataclass
 class Errors:
-    """The amount by which the rounding of intermediate values moves the outputs after some turns.
+    """How far the rounding of intermediate values moves the outputs after some turns.
 
     Attributes:
-        totals: for each output, the root of the sum of the squares of the differences from the
-            expected values, or None if the output is not floating point.
+        totals: for each output, a tensor of each element's differences from the expected value in
+            all perturbed runs: the root of the sum of their squares. None for an output that is not
+            floating point.
         draws: number of perturbed runs.
         traced: False if only the inputs were perturbed.
     """
@@ -59,8 +61,8 @@ class ErrorBound:
 
     Attributes:
         remarks: what a reader should know about the bound.
-        first_draws: number of perturbed runs before any side is close to the bound.
-        slow: True if the reference takes so long that few more runs are made later.
+        first_draws: number of perturbed runs at first, before a side comes close to the bound.
+        slow: True if the reference is slow, so that `refine` makes only a few more runs.
     """
 
     reference: Reference
@@ -83,7 +85,7 @@ class ErrorBound:
         return [self._sigma(one, total, errors, precision, count) for one, total in both]
 
     def refine(self, run: Pass, count: int, precision: Precision | None) -> bool:
-        """Perturb the reference in more runs. Return False if that was done before."""
+        """Make more perturbed runs of the reference. Return False if they were made before."""
         key = (run.turns[:count], precision)
         if key in self._refined:
             return False
@@ -94,12 +96,12 @@ class ErrorBound:
         return True
 
     def forget(self, turns: Turns | None = None) -> None:
-        """Free the memory of the errors after `turns`, or of all errors."""
+        """Free the errors after `turns`, or all errors if `turns` is None."""
         for key in [key for key in self._errors if turns in (None, key[0])]:
             del self._errors[key]
 
     def remark(self, text: str) -> None:
-        """Add a remark once."""
+        """Add a remark, unless it was added before."""
         if text not in self.remarks:
             self.remarks.append(text)
 
@@ -116,11 +118,11 @@ class ErrorBound:
         dtype = str(self.reference.types.get(one.path, one.value.dtype)).removeprefix("torch.")
         if total is None or dtype not in numerics.UNIT:
             return None
-        # The mean of a few draws varies by chance, so each element gets at least half of the mean
-        # over all elements. Otherwise the worst of 10^8 correct elements could exceed the limit.
+        # The mean of a few draws varies by chance. So each element gets at least half of the mean
+        # over all elements, because the worst of 10^8 correct elements must stay within the limit.
         square = float(torch.linalg.vector_norm(total, dtype=torch.float64)) ** 2
         least = 0.5 * square / max(1, total.numel()) / errors.draws
-        # float32 has enough digits for an error, and half the bytes.
+        # float32 is exact enough for an error, and needs half the memory.
         kept = torch.float64 if dtype == "float64" else torch.float32
         sigma = torch.empty_like(one.value, dtype=kept)
         for at in pytree.pieces(sigma.shape):
@@ -174,7 +176,7 @@ class ErrorBound:
                 return
 
     def _try_to_perturb(self, run: Pass, structure: Structure, precision: Precision | None) -> str:
-        """Add one perturbed run. Return the name of the error that the reference raises, if any."""
+        """Add one perturbed run. Return the name of the exception that it raises, or ""."""
         try:
             self._perturb_once(run, structure, precision)
         except Exception as error:
@@ -215,7 +217,7 @@ class ErrorBound:
             self._errors[run.turns[:count], precision] = Errors(totals, draws=1, traced=False)
 
     def _model(self, structure: Structure, precision: Precision | None, steps: int) -> Model:
-        """Return how the sides round the values of this reference."""
+        """Return the model of how the sides round this reference's values."""
         from .rounding import Model
 
         types = self.reference.types
@@ -241,7 +243,7 @@ class ErrorBound:
 
 
 def unfused_attention() -> AbstractContextManager[None]:
-    """Return a context in which PyTorch computes attention as products and a softmax."""
+    """Return a context in which PyTorch computes attention as matrix products and a softmax."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     made: AbstractContextManager[None] = sdpa_kernel(SDPBackend.MATH)
@@ -259,7 +261,7 @@ def floating(tree: object) -> list[torch.Tensor]:
 
 
 def promoted(ranks: list[Inputs]) -> list[Inputs]:
-    """Copy the inputs of all ranks, with floating point numbers in float64."""
+    """Return a copy of the inputs of all ranks, with floating-point numbers in float64."""
     import torch
 
     def copied(tensor: torch.Tensor) -> torch.Tensor:
@@ -272,9 +274,9 @@ def promoted(ranks: list[Inputs]) -> list[Inputs]:
 
 
 def promote_in_place(tensors: Sequence[torch.Tensor]) -> None:
-    """Turn bf16 and fp16 tensors of a state into float64: they would round perturbations away.
+    """Convert bf16 and fp16 tensors of a state to float64. They cannot store small perturbations.
 
-    Tensors that share a storage stay as they are.
+    Tensors that share a storage are not converted.
     """
     import torch
 
@@ -287,7 +289,7 @@ def promote_in_place(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def perturb_all(tensors: Sequence[torch.Tensor], seed: int) -> None:
-    """Perturb inputs or a state in place, by `numerics.STEP`."""
+    """Perturb inputs or a state in place, by the relative amount `numerics.STEP`."""
     import torch
 
     from .perturbation import Perturbation

@@ -21,27 +21,27 @@ if TYPE_CHECKING:
     import torch
 
 QUANTILES = 0.75, 0.9
-"""Two quantiles of the magnitudes. The exact probe replaces magnitudes below the first one by 0,
-those between the two by 1, and larger ones by 2."""
+"""Two quantiles of the elements' magnitudes. The exact probe replaces magnitudes below the first
+quantile with 0, magnitudes between the two with 1, and larger magnitudes with 2."""
 PROBE = (
     "This is the exact probe: the values of the inputs were replaced by integers from -2 to 2. The"
     " reference has no rounding error on them, so every side must return exactly its values. Look"
     " for terms that are left out or added twice"
 )
 NUDGE, JUMP = 2.0**-30, 1 / 32
-"""The size of a small change of the probe's inputs, and a change of the output that is a jump."""
+"""The size of a small change of the inputs, and the output change that counts as a jump."""
 SAMPLE = 1 << 16
-"""Number of elements from which these quantiles are computed."""
+"""Number of elements from which the quantiles are computed."""
 
 
 def exact_probe(reference: Reference, sides: Sequence[Side]) -> str:
     """Run every side on small integers, where a linear operation has exactly one right answer.
 
-    If inputs were rounded to integers, only floating-point outputs are compared. Rounding makes
-    elements equal, so more than one order of the elements is right.
+    If inputs had to be rounded to integers, only floating-point outputs are compared. Rounding
+    makes elements equal, and equal elements may be sorted in any order, so indices may differ.
 
     Returns:
-        a note on how exact the sides are, or on why the probe does not apply.
+        ``bit for bit``, ``integers``, or ``n/a:`` and the reason why the probe does not apply.
     """
     import torch
 
@@ -71,7 +71,7 @@ def exact_probe(reference: Reference, sides: Sequence[Side]) -> str:
             synchronizer(pool.device)()
         except refusals() as error:
             if group.world > 1:
-                raise  # the other ranks continue with the probe
+                raise  # the other ranks would continue the probe and wait for this one
             return f"n/a: {bound.name} raises {type(error).__name__} on small integers"
         finally:
             bound.close()
@@ -90,9 +90,9 @@ def exact_probe(reference: Reference, sides: Sequence[Side]) -> str:
 def _jumps(reference: Reference, ranks: Sequence[Inputs]) -> bool:
     """Return whether an output of the reference jumps if its inputs change a little.
 
-    Rounding makes elements equal, or moves them onto a threshold. Then more than one result is
-    right, such as either order of two equal keys. Of two opposite changes, at least one reverses
-    that order.
+    Rounding to integers makes elements equal, or moves them onto a threshold. More than one result
+    may then be right, such as either order of two equal keys. The inputs are changed in two
+    opposite directions, because at least one of the two reverses such an order.
     """
     outputs: list[NamedTensors] = []
     for change in (NUDGE, 0.0, -NUDGE):
@@ -110,7 +110,7 @@ def _jumps(reference: Reference, ranks: Sequence[Inputs]) -> bool:
 
 
 def _nudged(values: Inputs, size: float) -> Inputs:
-    """Return `values` in float64, with small random numbers added to all floats."""
+    """Return a copy of `values` with all floats in float64 and small random numbers added."""
     import torch
 
     generator = torch.Generator().manual_seed(13)
@@ -135,7 +135,7 @@ def _is_exact(value: torch.Tensor) -> bool:
 def _fits_types(reference: Reference, expected: NamedTensors) -> bool:
     """Return whether the outputs' types can represent the largest expected integer.
 
-    If they can, the partial sum of each rank is also exact.
+    If they can, the partial sum of each rank is exact too.
     """
     for path, value in expected:
         unit = numerics.UNIT.get(str(reference.types.get(path)).removeprefix("torch."), 2.0**-24)
@@ -147,9 +147,8 @@ def _fits_types(reference: Reference, expected: NamedTensors) -> bool:
 def _integers(values: Inputs, rank: int) -> Inputs:
     """Round the `values` of `rank` to integers from -2 to 2, about three quarters of them zero.
 
-    Sides may rely on the order, the equality, and the symmetry of elements, so the rounding
-    preserves all three. If all elements of a tensor have the same magnitude, it gets random
-    integers.
+    Sides may rely on the order, the equality, and the symmetry of elements. Rounding preserves all
+    three. A tensor whose elements all have the same magnitude gets random integers.
     """
 
     def replaced(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""Remarks about inputs with which a wrong side may be right: constant, equal, low rank, or NaN.
+"""Remarks about inputs on which a wrong side may give the right answer.
 
-Nothing is refused for these, because honest pages have them too. A reader decides. So that remarks
-stay rare, small tensors, tables of integers, masks with both values, and small constant tables of
-floats are left out.
+Such inputs are constant, have equal elements or a low rank, or contain NaN. They are not refused,
+because correct pages use them too. To keep remarks rare, small tensors, tables of integers, masks
+with both values, and small constant tables of floats are left out.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     import torch
 
 FEWEST = 64
-"""Tensors with fewer elements are left out, such as scales and other scalars."""
+"""Tensors with fewer elements, such as scales, are left out."""
 SAMPLE = 1024
 """Number of elements that are inspected."""
 ROWS, LOW_RANK, NOISE = 32, 4, 1e-3
-"""The number of rows and columns of a matrix that are inspected. Its rank is low if at most
-`LOW_RANK` singular values of them are above `NOISE` times the largest one.
+"""The number of rows and columns of a matrix that are sampled. The rank of the sample is low if at
+most `LOW_RANK` of its singular values are above `NOISE` times the largest one.
 """
 SHARE = 0.5
 """A constant tensor of floats gets a remark if it has more than this share of all input floats."""
@@ -32,7 +32,7 @@ SHARE = 0.5
 
 @dataclass(frozen=True)
 class _Draw:
-    """What is known about a value set. The value set itself may be too large to keep.
+    """Facts about a value set, which itself may be too large to keep.
 
     Attributes:
         samples: some elements of each tensor, at the same places in each draw, by path.
@@ -63,7 +63,7 @@ def input_remarks(pool: InputPool) -> list[str]:
 
 
 def nan_remarks(pool: InputPool) -> list[str]:
-    """Return a sentence for each tensor of the inputs with NaN, from which outputs may be NaN."""
+    """Return a sentence for each input tensor that contains NaN."""
     found = ((path, tensor, _nans(tensor)) for path, tensor in pytree.tensors(pool.value_set(0)))
     return [
         f"inputs{path}: {count} of {tensor.numel()} elements are NaN"
@@ -119,14 +119,14 @@ def _has_low_rank(tensor: torch.Tensor) -> bool:
     part = tensor[rows][:, columns].double()
     if not bool(part.isfinite().all()) or int((part == 0).sum()) > part.numel() / 2:
         return False  # a sparse matrix, or a mask of scores
-    part = part - part.mean()  # all elements may have the same large summand
+    part = part - part.mean()  # all elements may share a large offset
     part = part / part.norm(dim=1, keepdim=True).clamp_min(1e-300)
     values = torch.linalg.svdvals(part / part.norm(dim=0).clamp_min(1e-300))
     return int((values > NOISE * values[0]).sum()) <= LOW_RANK
 
 
 def _places(shape: Sequence[int], count: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Return `count` random indices for each dimension, which are the same in every draw."""
+    """Return `count` random indices for each dimension. They are the same in every call."""
     import torch
 
     rng = torch.Generator().manual_seed(0)

@@ -26,11 +26,11 @@ from .page_values import (
 
 VALUE_SETS = 2
 STEPS = 3
-"""The state of a training step is compared after the first step and after these steps."""
+"""Number of training steps in a check. The state is compared after the first and the last step."""
 UNSEEN = VALUE_SETS
-"""Index of the value set that the sides get only before the last block."""
+"""Index of the value set that the sides get only in the last block of windows."""
 COLD_FOOTPRINT = 5.0
-"""All slots together are this many times as large as the L2. Less than 1 % of accesses hit."""
+"""Size of all slots together, in L2 sizes. With this size, less than 1 % of accesses hit the L2."""
 MAX_SLOTS = 512
 KEPT_SHARE = 1 / 64
 """Value sets and expected outputs larger than this share of the device's memory are not kept."""
@@ -46,18 +46,17 @@ class NotCold(PageError):
 class InputPool:
     """The values and slots of `pair` at `size` on `device`.
 
-    Large value sets are drawn again when they are needed, and only one of them is kept. This needs
-    an `inputs` function that returns the same values for the same seed. If it does not, all sets
-    are kept.
+    Only one large value set is kept in memory, and the others are drawn again when they are needed.
+    If the page's `inputs` function returns different values for the same seed, all sets are kept.
 
     Attributes:
         seed: seed of the value sets and the state.
         unseen_seed: seed of the `UNSEEN` set.
-        most_kept: if a value set has more bytes than this, only one is kept. For the
-            outputs for a value set, the limit is twice as large.
+        most_kept: if a value set has more bytes than this, only one set is kept. For outputs, the
+            limit is twice as large.
         scaled: True if every value set after the first is scaled down.
         values: the value sets that are kept, by index.
-        slots: copies of value sets, at addresses that stay the same.
+        slots: copies of value sets, at fixed addresses.
         pattern: for each slot, the index of the value set that it now contains.
     """
 
@@ -84,7 +83,7 @@ class InputPool:
         self.rng = random.Random(self.seed)
 
     def value_set(self, k: int) -> Inputs:
-        """Return value set `k`. The unseen set is not created before it is requested."""
+        """Return value set `k`. Each set is drawn when it is first requested."""
         if k not in self.values:
             if not self._keeps_all:
                 self.values.clear()
@@ -92,11 +91,11 @@ class InputPool:
         return self.values[k]
 
     def scale(self, *, on: bool) -> None:
-        """Halve value set 1 and quarter the unseen set, or use them as the page draws them.
+        """Halve value set 1 and quarter the unseen set, or undo that if `on` is False.
 
-        The outputs of some pages, such as the mean of many numbers, hardly depend on the draw. With
-        scaled values, each value set has other outputs. Scaling by a power of two keeps the signs,
-        the order, the equality and the symmetry of elements.
+        The outputs of some pages, such as the mean of many numbers, hardly depend on the draw.
+        Scaling makes the outputs of the value sets differ. A power of two preserves the signs, the
+        order, the equality and the symmetry of elements.
         """
         self.scaled = on
         self.values.clear()
@@ -107,7 +106,7 @@ class InputPool:
         return pytree.map_tensors(functools.partial(scaled_down, k), made) if self.scaled else made
 
     def all_ranks(self, k: int) -> list[Inputs]:
-        """Return value set `k` of every rank. Each call creates the sets of other ranks anew."""
+        """Return value set `k` of every rank. Each call draws the other ranks' sets again."""
         own = current_group().rank
         return [
             self.value_set(k) if rank == own else self._draw(k, rank)
@@ -122,7 +121,7 @@ class InputPool:
     def rewrite(self, sides: Sequence[BoundSide], *, last: bool = False) -> None:
         """Write other values into each slot in place, and overwrite every output with NaN.
 
-        An answer that a side has cached by address is then wrong. Before the last block, every
+        This makes answers wrong that a side has cached by address. Before the last block, every
         second slot gets the value set that no side has seen.
         """
         self.pattern = [self.rng.choice([k for k in (0, 1) if k != now]) for now in self.pattern]
@@ -140,16 +139,16 @@ class InputPool:
         return make_state(self.pair, self.device, self.size, self.seed)
 
     def all_states(self) -> list[object]:
-        """Return a new state of every rank."""
+        """Return a new state for every rank."""
         where = self.pair, self.device, self.size, self.seed
         return [make_state(*where, rank) for rank in range(current_group().world)]
 
     def bind(self, side: Side) -> BoundSide:
-        """Return `side` built on the slots, with its own state."""
+        """Return `side` bound to the slots, with its own state."""
         return BoundSide(side, self.slots, self.new_state())
 
     def slots_for(self, output_bytes: int, l2_bytes: int, free_bytes: int) -> int:
-        """Return the number of slots for a cold L2, or a small number if the L2 may be warm.
+        """Return the number of slots that keep the L2 cold, or 1 or 2 if the L2 may be warm.
 
         Raises:
             NotCold: if more than `MAX_SLOTS` slots would be needed.
@@ -175,7 +174,7 @@ class InputPool:
 
 @contextmanager
 def alone(pool: InputPool, side: Side) -> Iterator[BoundSide]:
-    """Yield `side` bound to one slot, and free both afterwards."""
+    """Yield `side` bound to one slot. Free the side and the slot afterwards."""
     with one_slot(pool), closing(pool.bind(side)) as bound:
         yield bound
 
@@ -192,10 +191,10 @@ def one_slot(pool: InputPool) -> Iterator[None]:
 
 @functools.cache
 def slot_order(calls: int, slots: int, extra: int = 0) -> tuple[int, ...]:
-    """Return the slot of each of `calls` calls, followed by those of `extra` more calls.
+    """Return the slot index of each of `calls` calls and of `extra` more calls.
 
-    The extra calls start at a slot that is half a turn away. The next window begins with slot 0,
-    and no slot may be used again while its data are still in the L2.
+    The extra calls start halfway around the slots. The next window begins with slot 0, so slot 0
+    must not be among the last slots used, whose data are still in the L2.
     """
     return (
         *(call % slots for call in range(calls)),
@@ -228,10 +227,10 @@ class BoundSide:
 
     Attributes:
         name: the side's name.
-        calls: one callable for each slot, which returns that slot's outputs.
+        calls: for each slot, a callable that runs the side on it and returns the outputs.
         outputs: the last outputs of each slot.
-        one_off: seconds of preparation per slot (0 for a function).
-        held_bytes: GPU memory in bytes that preparation keeps per slot (0 for a function).
+        one_off: seconds of preparation per slot (0 for a side without preparation).
+        held_bytes: bytes of GPU memory that the preparation keeps per slot (0 without preparation).
         state: the state that the side may change, or None.
     """
 
@@ -275,7 +274,7 @@ class BoundSide:
         return out
 
     def cycle(self, calls: int, extra: int = 0) -> None:
-        """Run the side `calls` plus `extra` times, on the slots given by `slot_order`."""
+        """Run the side `calls` + `extra` times, on the slots that `slot_order` returns."""
         run = self.run
         for slot in slot_order(calls, len(self.calls), extra):
             run(slot)

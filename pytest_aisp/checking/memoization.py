@@ -1,14 +1,14 @@
-"""Detect sides that keep answers, and so are fast only on values that they have seen before.
+"""Detect memoization: sides that cache answers, and so are fast only on values seen before.
 
-Windows repeat their values, so a side that keeps answers looks fast. Only Python code can look up
-an answer, and no Python runs while a graph is replayed. On the other clocks, each side is timed in
-two ways: on values that differ from those of the previous call, and on values that were shown
-several times in a row.
+Timing windows repeat their values, so a side that caches answers looks fast. Only Python code can
+look up an answer, and no Python code runs while a CUDA graph is replayed. On the other clocks, each
+side is timed in two ways: on values that differ from those of the previous call, and on values that
+it got several times in a row.
 
-An honest side can be faster on repeated values as well, because branch predictors, caches and TLBs
-have seen these values. So a side that was faster is also timed on altered values, which have the
-same order, signs and equal elements. The hardware treats altered values like the old ones, but
-a side has no answer to them.
+A side without a cache can also be faster on repeated values, because of branch predictors, caches
+and TLBs. So a side that was faster is timed again on altered values. These have the same order,
+signs and equal elements, so the hardware treats them like the old values. But the side cannot have
+cached answers for them.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ if TYPE_CHECKING:
 ROUNDS = 3
 """Number of sets of new values on which every side is timed."""
 REPEATS, REPEATING_SECONDS = 16, 0.3
-"""A side is shown the values that it should know this often, or for at most this many seconds.
+"""Repeated values are passed to a side this many times, or for at most this many seconds.
 
-A side may keep only answers that are asked for often.
+One call is not enough, because a side may cache only answers to frequent inputs.
 """
 ALTERED_ROUNDS, BATCHES = 12, 4
-"""Number of rounds with altered values before a decision, and of attempts to reach one."""
+"""Number of rounds with altered values before each attempt to decide, and number of attempts."""
 REPEAT_RATIO = 1.5
-"""A side remembers answers if it takes longer by this factor on values that it has not seen."""
+"""A side caches answers if it takes longer by this factor on values that it has not seen."""
 REPEAT_SECONDS = 20e-6
 """A side is refused only if it also takes longer by this many seconds."""
 LOWERED = 64
-"""One in this many altered integers is lowered by 1."""
+"""Of altered integers, one in this many is lowered by 1."""
 
 
 def check_repeats(
@@ -51,10 +51,10 @@ def check_repeats(
 ) -> None:
     """Refuse a side that is fast only on values that it has seen before.
 
-    This runs the sides on slot 0, and changes the values in it.
+    The sides run on slot 0, and the values in slot 0 change.
 
     Raises:
-        SideError: if a side remembers answers. The message has both times.
+        SideError: if a side caches answers. The message has both times.
     """
     timers = [_SideTimer(pool, side, wait) for side in sides]
     new: list[list[float]] = [[] for _ in sides]
@@ -80,8 +80,8 @@ def _longer(unseen: float, seen: float) -> bool:
 def _check_altered(timer: _SideTimer, seed: int) -> None:
     """Refuse a side whose fastest call on altered values takes longer than its repeated calls.
 
-    Another process can only make a call slower. If it slows the repeated calls, there are more
-    rounds. If even those allow no decision, the side is not refused.
+    Other processes can slow some calls. If they slow the repeated calls, the times allow no
+    decision, and more rounds follow. If these do not suffice either, the side is not refused.
     """
     unseen: list[float] = []
     seen: list[float] = []
@@ -94,7 +94,7 @@ def _check_altered(timer: _SideTimer, seed: int) -> None:
         seen.append(timer.repeated(values))
         try:
             unseen.append(timer.seconds(altered, after=values))
-        except Exception:  # the page's values meet a condition that altered ones do not meet
+        except Exception:  # altered values may violate a precondition of the side
             return
         if not _longer(min(unseen), min(seen)):
             return
@@ -108,7 +108,11 @@ def _check_altered(timer: _SideTimer, seed: int) -> None:
 
 @dataclass
 class _SideTimer:
-    """Times single calls of one side on slot 0. The fastest so far took `fastest` seconds."""
+    """Times single calls of one side on slot 0.
+
+    Attributes:
+        fastest: seconds of the fastest call so far.
+    """
 
     pool: InputPool
     side: BoundSide
@@ -116,10 +120,10 @@ class _SideTimer:
     fastest: float = math.inf
 
     def seconds(self, values: Inputs, after: Inputs) -> float:
-        """Return the time of a call on `values` that follows a call on the values `after`.
+        """Return the seconds of a call on `values` that follows a call on the values `after`.
 
-        The same writes and the same call come before each timed call, so that calls differ only
-        in whether the side has seen `values`.
+        The same writes and the same untimed call precede each timed call. So timed calls differ
+        only in whether the side has seen `values`.
         """
         slot = self.pool.slots[0]
         pytree.copy_into(slot, after)
@@ -135,9 +139,9 @@ class _SideTimer:
         return seconds
 
     def repeated(self, values: Inputs) -> float:
-        """Return the time of a call on values that were shown often, also in the call before.
+        """Return the seconds of a call on `values` after many calls on the same values.
 
-        The slot contains `values` already.
+        The slot must contain `values` already.
         """
         for _ in range(max(1, min(REPEATS, int(REPEATING_SECONDS / self.fastest)))):
             self.side.restore()
@@ -146,11 +150,12 @@ class _SideTimer:
 
 
 def _altered(values: Inputs) -> Inputs | None:
-    """Return slightly different values, or None if `values` have nothing that can be altered.
+    """Return slightly different values, or None if nothing in `values` can be altered.
 
-    All floats are halved. This is exact, and it keeps what a side may rely on, such as a sorted
-    table or a symmetric matrix. Other indices would read other memory, so integers change only if
-    there are no floats. Then a few of the largest ones are lowered, which keeps their range.
+    All floats are halved. Halving is exact, and it preserves properties that a side may rely on,
+    such as a sorted table or a symmetric matrix. Integers may be indices, and other indices would
+    read other memory. So integers change only if there are no floats: a few of the largest integers
+    are lowered, which keeps all of them in range.
     """
     import torch
 

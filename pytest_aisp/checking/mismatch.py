@@ -1,8 +1,8 @@
 """Explain a wrong output: what its errors look like, and what to do.
 
-`explain_cause` tries the causes in an order in which the first one that fits is right: random
-numbers before a constant output, a wrong factor before a low precision. If none fits, a variant
-gets no explanation.
+`explain_cause` tries several causes and returns the first one that fits. The order matters: random
+numbers come before a constant output, and a wrong factor before a low precision. If no cause fits,
+a variant gets no explanation.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     import torch
 
 SAMPLE = 1 << 20
-"""Number of elements whose errors are inspected. A larger output is sampled at even distances."""
+"""Number of elements whose errors are inspected. Larger outputs are sampled evenly."""
 FORMATS: tuple[Precision, ...] = ("tf32", "fp16", "bf16")
-"""The formats that errors are compared with. `tf32` is not tried if all values fit into fp16."""
+"""The formats that errors are compared with. `tf32` is skipped if all values fit into fp16."""
 LEAST_RMS = 0.1
-"""Errors look like a format's if their rms is at least this share of the format's deviation."""
+"""Errors match a format only if their rms is at least this share of the format's deviation."""
 ROUNDOFFS, MOST_ROUNDING = 256, 0.03
-"""Errors look like rounding if their rms is at most so many roundoffs of the type, and at most this
-share of the output's rms."""
+"""Errors look like rounding if their rms is at most this many unit roundoffs of the type, and also
+at most this share of the output's rms."""
 TINY = 0.05
 """An element is tiny if it is below this share of the output's rms."""
 
@@ -43,9 +43,9 @@ class Mismatch(Wrong):
     """An output differs from the expected one.
 
     Attributes:
-        got, leaf: the output and what was expected.
+        got, leaf: the output and the expected output.
         result: their comparison.
-        turns: the value sets on which the side had run.
+        turns: indices of the value sets that the side ran on.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ def explain_cause(
     *,
     is_baseline: bool,
 ) -> str:
-    """Return a line about the likely cause of `error`, or an empty text if it is unknown."""
+    """Return a line about the likely cause of `error`, or an empty string if it is unknown."""
     causes = _Causes(error, reference, side, precision, rule, is_baseline)
     try:
         return next(causes.that_fit(), "")
@@ -89,7 +89,7 @@ class _Causes:
     def that_fit(self) -> Iterator[str]:
         """Yield a text for each cause that fits, the most certain first."""
         causes: list[Callable[[], str]] = [self._not_written]
-        if current_group().world == 1:  # the other ranks do not run again
+        if current_group().world == 1:  # other ranks do not run the side again
             causes += [self._random, self._remembered, self._constant]
         causes += [self._factor, self._order, self._tolerance, self._format]
         if self.is_baseline:
@@ -153,7 +153,7 @@ class _Causes:
         )
 
     def _differ(self, one: torch.Tensor, other: torch.Tensor) -> bool:
-        """Return whether two runs differ by about as much as the output from the expected one."""
+        """Return whether two runs differ by at least a tenth of the output's error."""
         difference = (_sample(one) - _sample(other)).abs_()
         return float(difference.max()) > 0.1 * float(self.errors.nan_to_num(0.0).max())
 
@@ -174,19 +174,19 @@ class _Causes:
         import torch
 
         other = self._other_turns()
-        if self._relative < MOST_ROUNDING:  # it may be rounded to the same value
+        if self._relative < MOST_ROUNDING:  # two right outputs may round to the same values
             return ""
         if other is None or not torch.equal(self._run(self.error.turns), self._run(other)):
             return ""
         if float((self.want - _sample(self._expected(other, None).value)).abs_().max()) == 0:
-            return ""  # so should it be
+            return ""  # the expected values do not change either
         return (
             f"{self.name} returns the same values for other inputs; compute the output from the"
             " arguments"
         )
 
     def _other_turns(self) -> tuple[int, ...] | None:
-        """Return the other value set. With a state, there is no answer for other inputs alone."""
+        """Return the other value set, or None for a page with a state."""
         has_state = self.reference.pool.pair.state is not None
         return None if has_state else (1 - self.error.turns[-1],)
 
@@ -260,7 +260,7 @@ class _Causes:
         return ""
 
     def _formats(self) -> list[Precision]:
-        """Return the formats that are less exact than the side's, the most exact one first."""
+        """Return the formats less exact than the side's own, from the most exact to the least."""
         import torch
 
         own = numerics.UNIT.get(self.precision or _dtype_name(self.error.got), 1.0)

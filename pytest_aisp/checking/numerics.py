@@ -1,9 +1,10 @@
-"""Compute the error that each element of an output may have. `compare` applies these bounds.
+"""Compute the allowed error of each output element. The module `compare` applies it.
 
 The reference is computed in float64 from the same inputs that the sides get. The allowed error of
-each element is a standard deviation. It depends on the types, and on how much the rounding of
-intermediate values moves the reference (docs/explanation/checking.md has the derivation). An output
-must pass two tests: one for the rms of the error over all elements, and one for the worst element.
+each element is a standard deviation. It depends on the number formats, and on how far the rounding
+of intermediate values moves the reference (docs/explanation/checking.md has the derivation). Two
+things are limited: the rms error over all elements of an output, and the error of its worst
+element.
 """
 
 from __future__ import annotations
@@ -20,37 +21,38 @@ if TYPE_CHECKING:
     import torch
 
 RMS, WORST = 1.25, 8.0
-"""The derived rule's limits of the rms and the worst error, in allowed standard deviations."""
+"""Limits of the rms error and of the worst element's error, in allowed standard deviations."""
 BASELINE_FACTOR, BASELINE_FLOOR = 1.5, 0.8
-"""A variant's rms may be at most this factor times the baseline's rms, or the floor if larger."""
+"""Limit of a variant's rms error: the factor times the baseline's, but at least the floor."""
 LEAST_SIGMA = {8: 1e-300, 4: 1e-45}
-"""Least allowed standard deviation, by bytes of its type. float32 has no smaller number."""
+"""Smallest allowed standard deviation, keyed by its bytes. float32 has no smaller number."""
 DRAWS, MORE_DRAWS = 3, 12
 """Number of perturbed runs of the reference, and of further runs before a side is refused."""
 LONG, SLOW = 0.5, 10.0
-"""Seconds of one traced run of the reference above which it is perturbed only once at first, and
-above which it is perturbed only `DRAWS` more times, not `MORE_DRAWS`, before a side is refused."""
+"""Limits in seconds for a traced run of the reference. Above the first limit, it is perturbed only
+once at first. Above the second, only `DRAWS` more runs follow before a side is refused, not
+`MORE_DRAWS`."""
 STEP = 2.0**-10
 """Relative perturbation of the inputs of a reference that cannot be traced."""
 TRACED = 1e-3
-"""A reference whose results change by more than this share when it is traced is not traced."""
+"""If tracing changes the results of a reference by more than this share, it is not traced."""
 UNTRACED_TERMS, UNTRACED_ROUNDINGS = 1024, 8
-"""Terms of the longest sum and chained roundings of such a reference, unless the page has them."""
+"""For an untraced reference: the default terms of the longest sum, and roundings in a row."""
 
 BLOCKED, WORST_BLOCK = ("int8", "int4", "w4a16", "mxfp8", "nvfp4"), 16.0
-"""Formats in which a block shares one scale, and the limit of their worst element.
+"""Formats in which the values of a block share one scale, and the limit for the worst element.
 
-`UNIT` assumes that the largest value of a block is four times the rms, but the largest of 10^8
-normal values is six times their rms. Rounding the scale to a power of two may also double the step
-of that block.
+`UNIT` assumes that the largest value of a block is four times the rms. But the largest of 10^8
+normally distributed values is six times their rms. Rounding the scale to a power of two may also
+double the distance between representable values.
 """
 
-# Unit roundoff by name of type, and the depth of one tensor-core instruction (K elements).
+# UNIT: unit roundoff by format. DEPTH: the K elements that one tensor-core instruction sums.
 UNIT = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 UNIT |= {"float8_e4m3fn": 2.0**-4, "float8_e5m2": 2.0**-3, "tf32": 2.0**-11, "fp16": 2.0**-11}
 UNIT |= {"bf16": 2.0**-8, "fp8": 2.0**-4, "mxfp8": 2.0**-4, "nvfp4": 2.0**-2}
-# The step of these formats is a share of the largest value in the block, which is about four times
-# the block's rms.
+# In these formats, the unit is relative to the largest value in the block, which is about four
+# times the block's rms.
 UNIT |= {"int8": 2.0**-6, "int4": 2.0**-2, "w4a16": 2.0**-2}
 ONE_OPERAND = ("w4a16",)  # only the weights have four bits
 OPERANDS_ONLY = ("tf32", *ONE_OPERAND)  # results are never rounded to these
@@ -65,7 +67,7 @@ class Wrong(AssertionError):
 
 
 class WrongForm(Wrong):
-    """A side's outputs have another number, shape, type or device than the reference's."""
+    """The number, shape, type or device of a side's outputs differs from the reference's."""
 
     code = "wrong_structure"
 
@@ -123,7 +125,7 @@ class Leaf:
 
     @functools.cached_property
     def total(self) -> float:
-        """Root of the sum of the squares of `sigma` over the elements with finite values."""
+        """Root of the sum of the squares of `sigma` over elements with finite expected values."""
         import torch
 
         if self.sigma is None:
@@ -149,7 +151,7 @@ class Leaf:
         return math.hypot(*norms)
 
     def relative(self, rms: float) -> float:
-        """Return an rms error in allowed deviations as a share of the rms of the values."""
+        """Convert an rms error from allowed deviations to a share of the rms of the values."""
         return rms * self.total / self.norm if self.norm else 0.0
 
 
@@ -176,7 +178,7 @@ def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def nearly_same(one: Expected, named: tuple[str, torch.Tensor]) -> bool:
-    """Return whether two runs of the same operations had the same result."""
+    """Return whether two runs of the same operations had nearly the same result."""
     import torch
 
     value = named[1]
@@ -196,9 +198,9 @@ def add_differences(
     """Add the squared differences between a perturbed run and `expected` to `totals`, in place.
 
     Args:
-        totals: roots of the sums of the squares so far, or None for outputs that are not floating
-            point. Roots, unlike squares, have enough range in float32.
-        moved: the outputs of the perturbed run. They are removed, because they may be large.
+        totals: for each output, the root of the sum of the squares so far, or None if it is not
+            floating point. The root is stored because squares may underflow in float32.
+        moved: the outputs of the perturbed run. The list is emptied to free memory.
         step: the factor by which the perturbation was scaled up.
     """
     import torch
@@ -221,7 +223,7 @@ def allowed(
     Args:
         value: the reference's output in float64.
         variance: variance of each element from the rounding of intermediate values.
-        dtype: type in which the sides return it, such as ``float32``.
+        dtype: type in which the sides return this output, such as ``float32``.
         precision: the lower precision that a side declares, or None.
     """
     unit = UNIT[dtype] ** 2
@@ -239,11 +241,11 @@ def untraced(
     terms: int,
     roundings: int,
 ) -> torch.Tensor:
-    """Return the variance of each element if the operations of the reference are not known.
+    """Return the variance of each element for a reference whose operations are not known.
 
     Args:
         value: the reference's output in float64.
-        squares: for each element, the sum of the squares of its terms. This is the square of its
+        squares: for each element, the sum of the squares of its terms, which is its squared
             sensitivity to relative changes of the inputs.
         dtype, precision: as in `allowed`.
         terms: the number of terms in the longest sum.
@@ -290,7 +292,7 @@ def random_walk(unit: float, terms: float) -> tuple[float, float]:
 def as_leaves(outputs: object) -> NamedTensors:
     """Return the outputs as real tensors. Python numbers become float32 or int64 scalars.
 
-    A complex tensor is replaced by its real and imaginary parts, which is noted in its path.
+    A complex tensor is replaced by its real and imaginary parts, and its path says so.
 
     Raises:
         pytree.TreeError: if an output cannot be compared.

@@ -1,4 +1,4 @@
-"""The operations of PyTorch by how they round: selections, products, sums, and others."""
+"""Lists of PyTorch's operations by the way they round: exact ones, products, sums, and others."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ EXACT = _words(
     "zeros_like ones_like full_like new_empty new_zeros new_ones new_full _local_scalar_dense "
     "item bernoulli fmod remainder _linalg_check_errors native_dropout"
 )
-"""Operations that select, move or compare values, so their results need no rounding."""
+"""Operations that select, move or compare values. They do not round."""
 PRODUCTS = {
     "mm": (0, 1),
     "bmm": (0, 1),
@@ -50,13 +50,13 @@ PRODUCTS = {
     "_cdist_forward": (0, 1),
     "_grouped_mm": (0, 1),
 }
-"""Sums of products, with the positions of their operands."""
+"""Operations that sum products, with the positions of the operands in their arguments."""
 ARITHMETIC = _words("add sub rsub mul div reciprocal sqrt square addcmul addcdiv lerp hypot")
 SCATTERED = _words(
     "scatter_add index_add scatter_reduce index_reduce put index_put embedding_dense_backward "
     "_embedding_bag_backward max_pool2d_with_indices_backward"
 )
-"""Sums that are accumulated in memory, so every partial sum is rounded to the stored format."""
+"""Operations that accumulate sums in memory. Each partial sum is rounded to the stored format."""
 DECOMPOSED = _words(
     "gelu gelu_backward silu silu_backward mish mish_backward softplus softplus_backward elu "
     "hardswish hardswish_backward hardsigmoid log_sigmoid_forward log_sigmoid_backward _softmax "
@@ -68,7 +68,7 @@ DECOMPOSED = _words(
     "binary_cross_entropy xlogy logit sinc _safe_softmax "
     "linalg_vector_norm norm logaddexp logaddexp2"
 )
-"""Operations that are traced as the operations that they consist of."""
+"""Composite operations. They are split into simpler operations when they are traced."""
 
 
 @functools.cache
@@ -83,7 +83,7 @@ def decompositions() -> Mapping[object, Callable[..., object]]:
 
 @functools.cache
 def name_of(func: Operation) -> str:
-    """Return the name of an operation without the underscore of its in-place form."""
+    """Return the name of an operation. In-place operations lose their final underscore."""
     name: str = func.overloadpacket.__name__
     return name[:-1] if name.endswith("_") and not name.startswith("__") else name
 
@@ -111,7 +111,7 @@ def has_error(value: object) -> TypeGuard[torch.Tensor]:
 def mutated(
     func: Operation, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> list[torch.Tensor]:
-    """Return the tensors that an operation writes to, other than its new outputs."""
+    """Return the existing tensors that an operation writes to."""
     if not func._schema.is_mutable:
         return []
     written = []
@@ -123,7 +123,7 @@ def mutated(
 
 
 def terms_of(name: str, args: Sequence[object], out: object) -> int:
-    """Return how many terms each element of the result sums."""
+    """Return the number of terms that are summed in each element of the result."""
     tensors = tensors_of(args)
     if name in ("convolution", "convolution_backward"):
         weight = args[1] if name == "convolution" else args[2]
@@ -164,7 +164,7 @@ def widened(dtype: torch.dtype) -> torch.dtype:
 
 @functools.cache
 def promoted(a: torch.dtype | None, b: torch.dtype | None) -> torch.dtype | None:
-    """Return the type in which PyTorch would store a result of values of two types."""
+    """Return the type of a result that PyTorch computes from values of the types `a` and `b`."""
     if a is None or b is None:
         return a or b
     return torch.promote_types(a, b)

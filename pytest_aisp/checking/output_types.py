@@ -1,8 +1,8 @@
 """Refuse outputs whose classes run code while they are read, or whose form is wrong.
 
-An output that runs code computes after the clock has stopped. So the classes of all containers are
-inspected before anything in them is read. A class that replaces a method used for reading is
-refused.
+Code that runs while an output is read could do a side's work after the clock has stopped. So the
+classes of all containers are inspected before anything in them is read. A class that overrides a
+method used for reading is refused.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from .reference import Reference
 
 READING = ("__iter__", "__len__", "__getattribute__", "__getattr__", "__class__", "__dict__")
-"""The names that are looked up when an output is read."""
+"""The attributes that Python looks up when an output is read."""
 MAPPING = ("items", "keys", "values")
-"""The names that are also looked up when a dict is read."""
+"""The attributes that Python also looks up when a dict is read."""
 PYTHON_CLASS = 1 << 9
-"""The bit of a class's `__flags__` that classes built into Python do not have."""
+"""The bit of `__flags__` that classes defined in Python have, and built-in classes lack."""
 KEYS = (str, int, bool, float, type(None))
 
 
@@ -40,12 +40,12 @@ def check_containers(name: str, outputs: object, size: str) -> None:
 
 
 def _refused(tree: object, path: str) -> Iterator[tuple[str, str]]:
-    """Yield the path of every container that must not be read, and the reason."""
+    """Yield the path of each container that must not be read, with the reason."""
     import torch
 
     kind = type(tree)
     if issubclass(kind, torch.Tensor):
-        return  # other protections look at tensors
+        return  # other protections check tensors
     if name := _replaced(kind):
         yield path, f"a {kind.__name__} whose class replaces {name}"
     elif isinstance(tree, (list, tuple)):
@@ -63,7 +63,7 @@ def _refused(tree: object, path: str) -> Iterator[tuple[str, str]]:
 
 
 def _replaced(kind: type) -> str:
-    """Return the name of something that runs code of `kind` while an instance is read, or ""."""
+    """Return an attribute of `kind` that runs its code while an instance is read, or ""."""
     is_dict = issubclass(kind, dict)
     if issubclass(kind, Mapping) and not is_dict:
         return "dict"
@@ -95,7 +95,10 @@ def _computed(kind: type, field: str) -> bool:
 def outputs_in_both(
     reference: Reference, side: Side, leaves: Sequence[Leaf], outputs: NamedTensors
 ) -> tuple[list[Leaf], NamedTensors]:
-    """Return the outputs that both have. Only tensors that an optimizer creates may be missing."""
+    """Return the outputs that the side and the reference both have.
+
+    A side may lack only state tensors that the reference's optimizer creates.
+    """
     by_path = dict(outputs)
     for leaf in leaves:
         optional = leaf.path.startswith("state") and ".grad" not in leaf.path
@@ -108,7 +111,7 @@ def outputs_in_both(
 def check_form(
     reference: Reference, side: Side, outputs: NamedTensors, leaves: Sequence[Leaf]
 ) -> None:
-    """Refuse outputs of another number, name, shape, type or device than expected."""
+    """Refuse outputs whose number, names, shapes, types or devices are not as expected."""
     if not enabled("form"):
         return
     name, size = side_name(side), size_words(reference.pool.size)

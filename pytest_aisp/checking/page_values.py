@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 RANK_SEEDS = 7919
 """Distance between the seeds of two ranks' inputs."""
 STATE_SEED = 500_009
-"""Offset added to the seed of a state, so that its random numbers differ from the inputs'."""
+"""Offset added to the seed of a state, so that its random numbers differ from the inputs."""
 
 Inputs: TypeAlias = tuple[object, ...]
 """The arguments of a side."""
@@ -27,7 +27,7 @@ Shapes: TypeAlias = dict[str, tuple[int, ...]]
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed torch, numpy and random inside the block, and restore them after it."""
+    """Seed torch, numpy and random inside the block. Restore their random states afterwards."""
     import numpy as np
     import torch
 
@@ -45,14 +45,14 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def make_inputs(pair: Pair, device: str, size: Size, seed: int, rank: int | None = None) -> Inputs:
-    """Return the page's inputs for `seed` on `rank`, or on this rank if that is None."""
+    """Return the page's inputs for `seed` on `rank`. The default is this process's rank."""
     rank = current_group().rank if rank is None else rank
     with seeded(seed + RANK_SEEDS * rank):
         return draw_inputs(pair, device, size, rank)
 
 
 def draw_inputs(pair: Pair, device: str, size: Size, rank: int = 0) -> Inputs:
-    """Return the page's inputs, drawn with the seeds that are in effect."""
+    """Return the page's inputs, drawn from the current random states."""
     import numpy as np
     import torch
 
@@ -85,7 +85,7 @@ def shapes_of(values: Inputs) -> Shapes:
 
 
 def require_equal_shapes(first: Shapes, second: Shapes) -> None:
-    """Refuse inputs whose shapes depend on the seed, because values are rewritten in place."""
+    """Refuse inputs whose shapes depend on the seed. Values are later overwritten in place."""
     for path in first.keys() & second.keys():
         if first[path] != second[path]:
             raise SideError(
@@ -96,7 +96,7 @@ def require_equal_shapes(first: Shapes, second: Shapes) -> None:
 
 
 def _rank_arguments(function: Callable[..., object], rank: int) -> dict[str, int]:
-    """Return the keyword arguments `rank` and `world` if the page's function has them."""
+    """Return those of the keyword arguments `rank` and `world` that `function` takes."""
     parameters = inspect.signature(function).parameters
     arguments = {"rank": rank, "world": current_group().world}
     return {name: value for name, value in arguments.items() if name in parameters}

@@ -1,4 +1,4 @@
-"""Change values by small random amounts, as rounding would."""
+"""Change values by small random amounts, like rounding."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch  # noqa: TID253 - imported only in worker processes
 from .operations import has_error
 
 SIGNS = 1048573
-"""Number of random signs. It is prime, so they do not align with any dimension of a tensor."""
+"""Number of random signs. It is prime, so the signs do not line up with a tensor's rows."""
 
 
 class Perturbation:
-    """Random perturbations from one `seed`. All of them are `scale` times as large as requested."""
+    """Random perturbations from one `seed`. Each is `scale` times larger than requested."""
 
     def __init__(self, seed: int, scale: float = 1.0) -> None:
         self._random, self.scale = Random(seed), scale
@@ -49,13 +49,13 @@ class Perturbation:
         return copied
 
     def constant(self, value: object, error: float) -> object:
-        """Perturb a number in a page's code, such as 0.7, if it must be rounded to be stored."""
+        """Perturb a constant of a page's code, such as 0.7, if it is not exact in float32."""
         if type(value) is not float or _as_float32(value) == value:
             return value
         return value * (1 + self._random.choice((-1, 1)) * error * self.scale)
 
     def prefix_sum(self, args: tuple[object, ...], error: float) -> tuple[object, ...]:
-        """Perturb the k-th term of a prefix sum as a sum of k terms."""
+        """Perturb the k-th term of a prefix sum by the error of a sum of k terms."""
         terms, dimension = args[0], args[1]
         assert isinstance(terms, torch.Tensor)
         if not terms.dim():
@@ -68,7 +68,7 @@ class Perturbation:
         return (noise.mul_(roots.view(shape)).add_(terms), *args[1:])
 
     def factorization(self, args: tuple[object, ...], error: float) -> tuple[object, ...]:
-        """Perturb matrices relative to their norms, as factorizations do."""
+        """Perturb matrices relative to their norms, like the errors of factorizations."""
 
         def moved(value: object) -> object:
             if not (has_error(value) and value.numel()):
@@ -101,7 +101,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor | None:
 
 @functools.cache
 def _signs(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """Return random signs, repeated once, so that a slice may start anywhere in the first half."""
+    """Return `SIGNS` random signs twice in a row. A slice may start at any of the first ones."""
     generator = torch.Generator(device=device).manual_seed(1)
     signs = torch.randint(0, 2, (SIGNS,), generator=generator, device=device, dtype=torch.int8)
     signs = signs.to(dtype).mul_(2).sub_(1)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 _added = itertools.count(1000)
-"""Indices of value sets that are added for a while."""
+"""Indices for value sets that exist only temporarily."""
 Turns: TypeAlias = tuple[int, ...]
 """Indices of the value sets on which the reference runs, one after another."""
 
@@ -47,9 +47,9 @@ class Reference:
     """The results of the reference for the values of `pool`.
 
     Attributes:
-        exact: True if the page accepts only equality. Nothing is then perturbed.
-        types: the type in which the baseline returned each output, by path.
-        large: True if the outputs are so large that they are kept for one value set only.
+        exact: True if the page accepts only equal outputs. Nothing is perturbed in that case.
+        types: the dtype in which the baseline returned each output, by path.
+        large: True if the outputs are too large to be kept for more than one value set.
         initial_state: names of the tensors in a new state.
         controls: results of the negative controls, by precision, rule and types.
         bound: the error bound of the outputs.
@@ -114,8 +114,9 @@ class Reference:
     def expected(self, turns: Turns, *, every: bool = False) -> list[Expected]:
         """Return the reference's outputs after runs on the value sets `turns`.
 
-        With `every`, the outputs after each turn are computed and cached in the same pass, if there
-        is enough memory. Otherwise later requests for them start again from the first turn.
+        Args:
+            every: whether to cache the outputs after each turn in the same pass, if there is enough
+                memory. If they are not cached, a later request starts again from the first turn.
         """
         turns = self._needed(turns)
         if turns not in self._passes:
@@ -130,7 +131,7 @@ class Reference:
         return self._passes[turns].expected[len(turns)]
 
     def values(self, turns: Turns) -> NamedTensors:
-        """Return the reference's outputs without their errors. They are not kept."""
+        """Return the reference's outputs without error bounds. The outputs are not cached."""
         turns = self._needed(turns)
         if turns in self._passes:
             return [(one.path, one.value) for one in self._passes[turns].expected[len(turns)]]
@@ -139,14 +140,14 @@ class Reference:
         return outputs
 
     def scale_inputs(self, *, on: bool) -> None:
-        """Scale the value sets after the first (`InputPool.scale`), and forget their outputs."""
+        """Scale all value sets except the first (`InputPool.scale`), and drop cached outputs."""
         self.pool.scale(on=on)
         self.controls.clear()
         self._forget()
 
     @contextlib.contextmanager
     def added(self, values: Inputs) -> Iterator[int]:
-        """Add a value set, yield its index, and forget it and its outputs afterwards."""
+        """Add a value set and yield its index. Afterwards, remove the set and its outputs."""
         turn = next(_added)
         self.pool.values[turn] = values
         try:
@@ -166,10 +167,10 @@ class Reference:
         return turns if self.state_changes else turns[-1:]
 
     def _run_and_trace(self, turns: Turns, *, every: bool) -> Pass:
-        """Run the reference, and find out of which operations it consists.
+        """Run the reference for its outputs, and run it again to record its operations.
 
-        The expected values come from a run without tracing, because tracing replaces composite
-        operations. In this run the reference also builds what it keeps for later runs.
+        The expected values come from the run without tracing, because tracing replaces composite
+        operations. In this first run, the reference can also fill its own caches.
         """
         made = Pass(turns)
         for count, named in enumerate(self.run(turns, None), start=1):
@@ -186,7 +187,7 @@ class Reference:
         from .operations import decompositions
         from .rounding import Model, Rounding, SeesOutside, Structure
 
-        decompositions()  # its first call takes seconds that the reference does not cause
+        decompositions()  # its first call takes seconds, so it is not timed
         structure, same, start = Structure(), True, time.monotonic()
         try:
             with SeesOutside(structure):
@@ -213,7 +214,7 @@ class Reference:
         return structure
 
     def _require_repeatable(self, turns: Turns, first: list[Expected], operation: str) -> None:
-        """Refuse a reference whose results depend on random numbers that it draws itself."""
+        """Refuse a reference that draws random numbers on which its results depend."""
         *_, again = self.run(turns, None, self.pool.seed + 1)
         both = zip(first, again, strict=True)
         if not all(numerics.same_values(one.value, value) for one, (_, value) in both):
@@ -225,7 +226,7 @@ class Reference:
     def _fits_memory(self, count: int) -> bool:
         """Return whether the outputs after each of `count` turns fit in every rank's GPU memory.
 
-        The estimate includes the values, their errors, and the run itself with gradients.
+        The estimate includes the values, their errors, and the memory of the run with gradients.
         """
         if not self.pool.device.startswith("cuda"):
             return True
@@ -234,7 +235,7 @@ class Reference:
         return current_group().max(needed > free_bytes() / 2) == 0
 
     def learn_types(self, types: Iterable[tuple[str, torch.dtype]]) -> None:
-        """Store the types of outputs whose types are not known yet."""
+        """Store the dtypes of those outputs whose dtypes are not known yet."""
         new = {path: dtype for path, dtype in types if path not in self.types}
         if new:
             self.types.update(new)
@@ -247,7 +248,7 @@ class Reference:
         seed: int | None = None,
         perturb: int | None = None,
     ) -> Iterator[NamedTensors]:
-        """Run the reference on each of `turns`. Yield this rank's outputs and state after each.
+        """Run the reference on each of `turns`. Yield this rank's outputs and state after each run.
 
         Args:
             rounding: the mode that perturbs intermediate values.
@@ -307,9 +308,10 @@ class Reference:
         return outputs[current_group().rank]
 
     def without_slice(self, turn: int) -> list[torch.Tensor] | None:
-        """Return the outputs with a slice of the largest input set to zero.
+        """Return the reference's outputs for inputs in which a slice of the largest one is zero.
 
-        Return None if there is no such input, or if the reference raises an error for it.
+        Return None if the page has a state, if no input is a floating-point tensor, or if the
+        reference raises an error on these inputs.
         """
         if self.pool.pair.state is not None:
             return None
@@ -329,7 +331,7 @@ class Reference:
 
 
 def refusals() -> tuple[type[Exception], ...]:
-    """Return the types of errors that code raises if values violate its preconditions."""
+    """Return the exception types that code raises if values violate its preconditions."""
     import torch
 
     not_factored = torch.linalg.LinAlgError  # type: ignore[attr-defined]

@@ -1,11 +1,11 @@
-"""Perturb every intermediate value of a reference as rounding would.
+"""Perturb every intermediate value of a reference, as rounding would.
 
-`Rounding` is a dispatch mode: while it is active, it sees each operation that PyTorch runs in this
-process, including those of autograd, `torch.func` and optimizers. After each operation it changes
-the result by as much as a side's rounding may change it. The differences between such runs and the
-unperturbed run show how much each output element may deviate.
+`Rounding` is a dispatch mode: while it is active, it intercepts each operation that PyTorch runs in
+this process, including those of autograd, `torch.func` and optimizers. It changes the result of
+each operation by the amount by which a side's rounding may change it. The differences between
+perturbed runs and the unperturbed run show how much each output element may deviate.
 
-docs/explanation/checking.md describes the errors that are modeled.
+docs/explanation/checking.md describes the modeled errors.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ from .operations import (
 from .perturbation import Perturbation
 
 LARGEST_STEP = 2.0**-14
-"""Perturbations are scaled up to this relative size, because float64 must resolve them."""
+"""Smaller perturbations are scaled up to this relative size, so that float64 can represent them."""
 FUNCTION_ERROR = 2.0
 """Error of functions such as exp and sin on a GPU, in units of the rounding error."""
 FACTORIZATION, EIGENVALUES = 4.0, 16.0
-"""Backward errors of linear algebra on n x n matrices. The unit is the rounding error of a matrix's
-norm, divided by sqrt(n).
+"""Backward errors of linear algebra on n x n matrices. They are multiples of the rounding error of
+the matrix's norm, divided by sqrt(n).
 """
 
 
 class Entry(NamedTuple):
-    """What is known about the values in one storage.
+    """What is known about the values in one memory allocation (a torch storage).
 
     Attributes:
         dtype: the type in which PyTorch would store them, or None for constants.
@@ -78,16 +78,16 @@ NOTHING = Entry(None, 0, -1)
 
 @dataclass
 class Structure:
-    """What an unperturbed run of a reference shows about it.
+    """The operations of a reference, as an unperturbed run shows them.
 
     Attributes:
-        lengths: number of terms of each sum, by number of the operation.
+        lengths: number of terms of each sum, keyed by the index of its operation.
         depth: length of the longest chain of roundings.
-        products: True if there are matrix products or convolutions.
+        products: True if the reference has matrix products or convolutions.
         unit: the largest unit roundoff of the inputs and the state.
-        untraced: why the operations of the reference are not known, or an empty text.
-        random: an operation that draws random numbers, or an empty text.
-        origins: for each output, the number of the operation that rounded it last.
+        untraced: the reason why the operations are not known, or an empty string.
+        random: the name of an operation that draws random numbers, or an empty string.
+        origins: for each output, the index of the operation that rounded it last.
     """
 
     lengths: dict[int, int] = field(default_factory=dict)
@@ -110,12 +110,12 @@ class Model:
 
     Attributes:
         precision: the lower precision that a side declares, or None.
-        units: unit roundoff of the outputs, by number of the operation that makes them.
-        coarsest: the largest unit roundoff of the outputs. Values are not stored more coarsely,
-            because a page whose outputs are all fp32 promises fp32 arithmetic.
-        continues: True if outputs are inputs of a later step, so their rounding matters there.
-        more_terms: factor by which sums are longer than in the reference.
-        more_roundings: factor by which values are rounded more often than in the reference.
+        units: unit roundoff of each output, keyed by the index of the operation that makes it.
+        coarsest: the largest unit roundoff of the outputs. Intermediate values get no larger
+            roundoff, because a page whose outputs are all fp32 promises fp32 arithmetic.
+        continues: True if outputs are inputs of a later step, so their rounding affects that step.
+        more_terms: how many times longer a side's sums are than the reference's.
+        more_roundings: how many times more often a side rounds values than the reference.
     """
 
     precision: Precision | None = None
@@ -127,17 +127,17 @@ class Model:
 
 
 class Rounding(TorchDispatchMode):
-    """Perturb the results of operations, or only record the structure if `seed` is None.
+    """A mode that perturbs the results of operations. If `seed` is None, it only records them.
 
     Args:
         model: how the sides round.
-        structure: the result of a run without perturbation. Such a run fills it in.
+        structure: the recorded operations. A run without perturbation fills it in.
         seed: seed of the signs of the perturbations.
     """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False, because otherwise the first operation imports torch._dynamo for 1.5 s."""
+        """Return False. With True, the first operation imports torch._dynamo, which takes 1.5 s."""
         return False
 
     def __init__(self, model: Model, structure: Structure, seed: int | None = None) -> None:
@@ -147,7 +147,8 @@ class Rounding(TorchDispatchMode):
         self._number = -1
         precision = model.precision
         self._low = UNIT[precision] if precision else 0.0
-        # In matrix products, 8 bits are for operands. Elsewhere, any stored value may have them.
+        # If there are matrix products, only their operands have 8 bits. If not, any stored value
+        # may.
         only_operands = precision in EIGHT_BITS and structure.products
         self._stored = 0.0 if precision in OPERANDS_ONLY or only_operands else self._low
         stored = min(structure.unit or UNIT["float32"], model.coarsest)
@@ -155,7 +156,7 @@ class Rounding(TorchDispatchMode):
         self.perturbation = None if seed is None else Perturbation(seed, self.scale)
 
     def start(self, tensors: Iterable[torch.Tensor], types: Iterable[torch.dtype]) -> None:
-        """Perturb inputs or a state if a side rounds them. Their stored types are `types`."""
+        """Register inputs or a state, stored in `types`. Perturb them if a side rounds them."""
         for tensor, dtype in zip(tensors, types, strict=True):
             self._entries[_storage(tensor)] = Entry(widened(dtype), 0, -1)
             self.structure.unit = max(self.structure.unit, unit_of(widened(dtype)))
@@ -168,7 +169,7 @@ class Rounding(TorchDispatchMode):
         return self._entries.get(_storage(tensor), NOTHING)
 
     def record_origins(self, named: NamedTensors) -> None:
-        """Store which operation rounded each of the outputs `named` last."""
+        """Store the index of the operation that rounded each of the outputs `named` last."""
         for path, tensor in named:
             if has_error(tensor):
                 self.structure.origins[path] = self.entry(tensor).origin
@@ -221,7 +222,7 @@ class Rounding(TorchDispatchMode):
         args: tuple[object, ...],
         kwargs: dict[str, object],
     ) -> object:
-        """Run one operation with the rounding of its operands, its sum and its result."""
+        """Run one operation. Perturb its operands, its sum and its result as rounding would."""
         stored = max(min(unit_of(dtype), self.model.coarsest), self._stored)
         unit = self.model.units.get(self._number, stored)
         number = self._number
@@ -268,7 +269,7 @@ class Rounding(TorchDispatchMode):
     ) -> tuple[tuple[object, ...], float]:
         """Return the perturbed operands of a sum, and the relative error of its result.
 
-        `rounding` is the relative error of rounding the result, and `partial` that of partial sums.
+        `rounding` and `partial` are the relative errors of rounding the result and partial sums.
         """
 
         def copied(value: object, error: float) -> object:
@@ -318,7 +319,7 @@ class Rounding(TorchDispatchMode):
 
 
 class SeesOutside(TorchFunctionMode):
-    """Notice that values leave PyTorch, because no rounding is traced outside of it."""
+    """A mode that records whether values leave PyTorch. Rounding outside of it is not traced."""
 
     def __init__(self, structure: Structure) -> None:
         super().__init__()

@@ -118,7 +118,7 @@ class Cost:
 
 
 def memory_rates(read: float, write: float) -> dict[str, float]:
-    """Split `read` and `write` bytes into ``copy``, ``read`` and ``write``. Return the bytes of each.
+    """Split the `read` and `write` bytes by memory rate: ``copy``, ``read`` and ``write``.
 
     A copy reads and writes equally many bytes. The rest is only read or only written.
     """

@@ -173,7 +173,7 @@ class Sweep:
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """Everything that a page declares. The docstring of `pytest_aisp.compare` explains the fields."""
+    """Everything that a page declares. See `pytest_aisp.compare` for the fields."""
 
     baseline: Side
     baseline_precision: Precision | None = None
@@ -260,7 +260,7 @@ class Pair:
         return gpus in (None, self.gpus[0])
 
     def cases(self) -> Iterator[Case]:
-        """Yield the cases size by size. Successive cases can then share baseline and reference results."""
+        """Yield the cases size by size, so successive cases can share the baseline's results."""
         for kind, sizes in (("gpu", self.sizes), ("cpu", self.cpu_sizes)):
             for size in sizes:
                 for gpus in self.gpus:
@@ -299,7 +299,7 @@ class Case:
 
     @property
     def id(self) -> str:
-        """The id in the brackets of the test's name: ``tiled-cpu-n256``. It is equal on all machines."""
+        """The id in the brackets of a test's name: ``tiled-cpu-n256``, the same on all machines."""
         parts = [self.variant_name]
         if self.kind == "cpu":
             parts.append("cpu")

@@ -121,7 +121,7 @@ def kernel_files(sides: Iterable[object], root: str) -> list[CudaModule]:
 
 
 def kernel_sources(sides: Iterable[object], root: str) -> dict[str, set[str]]:
-    """Return the files with kernels that `sides` use, and the names of the Triton functions in each.
+    """Return the files with kernels that `sides` use, each with the names of its Triton kernels.
 
     CUDA C++ files and headers have an empty set. The keys are paths relative to `root`.
     """
@@ -279,7 +279,7 @@ def _is_triton(thing: object) -> bool:
 
 
 def _tuning(thing: object) -> str:
-    """Return an autotuned kernel's configurations as text. They may be defined outside the kernel."""
+    """Return an autotuned kernel's configurations as text. They may be defined elsewhere."""
     if not _is_triton(thing):
         return ""
     configs = "".join(map(_config_text, getattr(thing, "configs", ())))
