@@ -1,16 +1,18 @@
-"""Coalescing: keep the values that are used together next to each other.
+"""Coalescing: store values next to each other if they are used together.
 
-Problem    n particles of 8 fp32 fields (position, velocity, mass, charge). Move them along x.
-Baseline   array_of_structs: the fields of one particle lie side by side, 32 bytes a particle.
+Problem    n particles of 8 fp32 fields (position, velocity, mass, charge). Compute their new
+           positions along x.
+Baseline   array_of_structs: the fields of one particle lie side by side, 32 bytes per particle.
 Optimized  struct_of_arrays: the values of one field lie side by side. Operation and shape are the
            same. Only the strides differ.
-Bound      DRAM. It moves sectors of 32 bytes, and a particle is exactly one, so reading 2 of its 8
-           fields reads all of them. torch loads neighboring values as vectors and strided ones one
-           by one. This is not a second cause, because array_of_structs already reads at the DRAM
-           rate.
-Use when   A kernel reads a few fields of many records. If it reads nearly all of them, there is
-           little to gain: moving along all three axes reads 6 of 8. Store the fields apart from
-           the start, because a conversion moves more bytes than one such kernel saves.
+Bound      DRAM, which moves sectors of 32 bytes. A particle fills exactly one sector, so reading 2
+           of its 8 fields moves all 8. torch loads neighboring values as vectors and strided values
+           one by one. That difference does not add to the gain, because array_of_structs already
+           reads at the DRAM rate.
+Use when   A kernel reads a few fields of many records. If it reads nearly all fields, there is
+           little to gain: moving the particles along all three axes reads 6 of 8 fields. Create the
+           data as a struct of arrays. Converting it later moves more bytes than one such kernel
+           saves.
 """
 
 import torch
@@ -25,7 +27,7 @@ DT = 0.125
 
 def inputs(device, n):
     structs = torch.randn(n, FIELDS, device=device)
-    return structs, structs.T.contiguous().T  # the same values and shape, the strides (1, n)
+    return structs, structs.T.contiguous().T  # the same values and shape, with strides (1, n)
 
 
 def reference(structs, arrays):

@@ -1,14 +1,16 @@
-// relu(a * b + c) on n floats: the same arithmetic with five ways to move the data.
+// relu(a * b + c) on n floats: the same arithmetic, with the data moved in five ways.
 //
 // multiply, add, relu: one step each, one element per thread.
-// multiply_unrolled, add_unrolled, relu_unrolled: one step, four elements per thread, a grid apart.
+// multiply_unrolled, add_unrolled, relu_unrolled: one step, four elements per thread, a whole grid
+// apart.
 // multiply_vectorized, add_vectorized, relu_vectorized: one step, four neighbors per thread.
 // fused: all three steps on one element per thread, with intermediate results in registers.
 // fused_vectorized: all three steps, four neighbors per thread.
 
 __device__ float product(float a, float b) { return a * b; }
 __device__ float sum(float a, float b) { return a + b; }
-// NaN stays NaN, as in torch. With fmaxf, elements that a broken pass never wrote could become 0.
+// NaN stays NaN, as in torch. fmaxf would turn NaN into 0, which could hide elements that a broken
+// pass never wrote.
 __device__ float positive(float x) { return x < 0.0f ? 0.0f : x; }
 __device__ float all_three(float a, float b, float c) { return positive(sum(product(a, b), c)); }
 

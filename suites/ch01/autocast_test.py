@@ -1,20 +1,20 @@
 """Lower precision: run the matrix products on the tensor cores.
 
-Problem    Forward of 3 layers of width -> width with GELU on `rows` rows. Weights, input and output
-           are fp32 on every side.
-Baseline   fp32: TF32 is switched off, as it is by default, so the products run on the CUDA cores.
+Problem    The forward pass of 3 linear layers (width, width) with GELU between them, on `rows`
+           rows. Weights, input and output are fp32 on every side.
+Baseline   fp32: TF32 is off, as by default, so the products run on the CUDA cores.
 Optimized  tf32: fp32 with TF32 switched on. Tensor cores round the operands to 11 significant bits.
            bf16: fp32 under autocast. Operands are cast to bf16 (8 significant bits), and the values
            between the layers stay bf16. The time includes the casts of the weights and the cast of
            the result back to fp32.
-Bound      Matrix products: CUDA cores on fp32, tensor cores on the variants. The bytes of GELU and
-           of the casts add to that.
+Bound      Matrix products, which run on CUDA cores in fp32 and on tensor cores in the variants. The
+           DRAM traffic of GELU and of the casts adds to their time.
 Seen       On an H200, fp32 takes longer than predicted, and the variants do not. The rate `fp32`
-           was measured with multiply-adds without loads. Products do not reach it
+           was measured with multiply-adds that load nothing. Matrix products do not reach this rate
            (`../ch11/chunk_count_test.py`).
-Use when   Training or inference spends its time in fp32 products. TF32 changes one flag and no
-           tensor. bf16 is faster when 8 significant bits are enough, and weights stored in bf16
-           need no casts. Neither helps when memory or the host is the limit.
+Use when   Training or inference spends its time in fp32 products. TF32 needs one flag and changes
+           no tensor. bf16 is faster when 8 significant bits are enough, and weights stored in bf16
+           need no casts. TF32 and bf16 gain little when memory or the host is the limit.
 """
 
 import contextlib
@@ -98,7 +98,7 @@ def casts(rows, width):
     work=lambda rows, width: Work(
         read=4 * (rows + LAYERS * width) * width,
         write=4 * rows * width,
-        # the limit of all sides is the fastest arithmetic that any of them uses
+        # all sides share one limit: the fastest arithmetic that any side uses
         flops={"bf16": 2 * LAYERS * rows * width**2},
         terms=width,
         roundings=2 * LAYERS,

@@ -3,18 +3,19 @@
 Problem    `count` independent (n, n) fp32 products.
 Baseline   looped: one `torch.mm` per product, each into its slice of a preallocated result.
 Optimized  batched: all products in one `torch.bmm`.
-Bound      Launches are the floor of looped, because each product has its own. Arithmetic limits
+Bound      looped takes at least the time of `count` launches, one per product. Arithmetic limits
            batched.
-Seen       looped takes longer than one launch and three views per product. Two kernels per product,
-           as cuBLAS launches when it splits the inner dimension, would explain the time. So would
-           the GPU: a product alone has only 4 tiles of 128 x 128, and an SM needs longer for one
-           tile than the host needs for a launch. No profile was stored, so we cannot explain this.
-           batched takes longer than its FLOPs predict at the fp32 rate. If cuBLAS used tiles of 128
-           x 128, there would be 160 tiles on 132 SMs. Some SMs would then compute two tiles, which
-           would take the stored time. We did not record which tiles cuBLAS uses, so we cannot
-           explain this.
+Seen       looped takes longer than one launch and three views per product. Two causes are possible.
+           cuBLAS launches two kernels per product when it splits the inner dimension. Or the GPU is
+           the limit: a product alone has only 4 tiles of 128 x 128, and an SM needs longer for one
+           tile than the host needs for a launch. Each cause would explain the time. No profile was
+           stored, so we do not know which one it is. batched takes longer than its FLOPs predict at
+           the fp32 rate. If cuBLAS used tiles of 128 x 128, there would be 160 tiles on 132 SMs.
+           Some SMs would then compute two tiles, which would take the stored time. We did not
+           record which tiles cuBLAS uses, so this is not confirmed.
 Use when   Many products have the same shape and each is too small to fill the GPU. When the shapes
-           differ, see `grouped_gemm_test.py`. When one product fills the GPU, a loop costs nothing.
+           differ, see `grouped_gemm_test.py`. When each product fills the GPU, a loop costs
+           nothing.
 """
 
 from dataclasses import replace

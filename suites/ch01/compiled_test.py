@@ -1,14 +1,16 @@
 """Pointwise operations: one generated kernel instead of six.
 
-Problem    residual + scale * (silu(gate + bias) * (up + shift)), fp32: gated activation, layer
-           scale and residual of an MLP block, on (rows, 4096). bias, shift and scale are rows.
+Problem    residual + scale * (silu(gate + bias) * (up + shift)), fp32. This is the gated
+           activation, layer scale and residual of an MLP block. gate, up and residual are (rows,
+           4096), and bias, shift and scale are (4096,).
 Baseline   chain: eager torch, six kernels. Each reads its operands from DRAM and writes its result
-           there, which makes 14 passes over a (rows, 4096) matrix.
+           there, so together they make 14 passes over a (rows, 4096) matrix.
 Optimized  compiled: chain through `torch.compile`. One kernel keeps intermediate results in
-           registers, so 4 passes are left. It is compiled before it is timed.
+           registers, so only 4 passes are left. Compilation is not timed.
 Bound      DRAM on both sides.
-Use when   Several pointwise operations in a row work on arrays that do not fit in the L2. Compiling
-           takes seconds per shape, so it has to be reused. A chain of one operation gains nothing.
+Use when   Several pointwise operations follow one another on arrays that do not fit in the L2.
+           Compiling takes seconds per shape, so it pays only if each shape is used many times. A
+           single operation gains nothing.
 """
 
 import functools

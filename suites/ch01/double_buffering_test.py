@@ -1,16 +1,17 @@
 """Copy and compute: fetch the next chunk while this one is multiplied.
 
-Problem    `count` fp32 matrices (n, n) lie in pinned host memory. Multiply each by one weight on
-           the GPU.
-Baseline   one_stream: copy a chunk, multiply it, copy the next one. The host never waits, but a
-           stream does one thing at a time.
+Problem    `count` fp32 matrices (n, n) lie in pinned host memory. Multiply each of them by the same
+           (n, n) weight on the GPU.
+Baseline   one_stream: copy a chunk, multiply it, copy the next one. The host never waits, but
+           copies and products share one stream, so they never overlap.
 Optimized  double_buffered: one_stream with the copies on a second stream, into two buffers in turn.
            A product waits for its chunk. A copy waits until its buffer's last product has ended.
-Bound      PCIe and fp32 arithmetic in turn on one_stream, the slower of the two on double_buffered.
-           Nothing hides the first copy and the last product.
-Use when   Copies and kernels take similar times and the work comes in at least four chunks. This
-           page's size is chosen so. When one of the two takes nearly all of the time, as the copies
-           would if these products ran on the tensor cores, there is little to hide.
+Bound      one_stream takes the time of PCIe plus the time of fp32 arithmetic. double_buffered takes
+           only the longer of the two, plus the first copy and the last product, which nothing
+           overlaps.
+Use when   Copies and kernels take similar times, as at this page's size, and the work comes in at
+           least four chunks. If copies or kernels take nearly all of the time, there is little to
+           gain. On tensor cores, for example, these products would be much shorter than the copies.
 """
 
 from dataclasses import replace

@@ -1,19 +1,21 @@
 """Inference as one CUDA graph: the host launches once, not 60 times.
 
-Problem    Forward of 12 residual MLP blocks (norm, up, GELU, down, add) on 16 rows, fp32: what a
-           small model does for one request.
+Problem    The forward pass of 12 residual MLP blocks (norm, up, GELU, down, add) on 16 rows, fp32.
+           A small model does this for one request.
 Baseline   eager: 5 launches per block, 60 in total.
 Optimized  captured: eager as a CUDA graph, replayed with one launch. It runs the same kernels at
-           the same addresses. New rows and weights are written in place, which is not timed. A
-           caller whose rows lie elsewhere needs one more copy. The capture is not timed either.
+           the same addresses. New rows and weights are written in place, which is not timed. If a
+           caller's rows are at another address, one more copy is needed. The capture is not timed
+           either.
 Bound      The host limits eager. The GPU limits captured: 60 small kernels run one after another.
 Seen       captured takes longer than its cost predicts. The cost counts the starts of its 60
-           kernels, and bytes and FLOPs at the rates of a full GPU. But products of 16 rows leave
-           most SMs idle. We did not time the kernels one by one. The speedup varies between
-           processes more than on other pages, and its values form two groups. We cannot explain
-           this.
-Use when   The same shapes repeat, the host cannot launch as fast as the GPU runs, and nothing in
-           between needs the host. Do not capture work that waits for the GPU or changes shape.
+           kernels, and assumes that bytes and FLOPs run at the rates of a full GPU. But products of
+           16 rows leave most SMs idle. We did not time the kernels one by one. The speedup varies
+           between processes more than on other pages, and its values form two groups. We cannot
+           explain this.
+Use when   The same shapes repeat, the host cannot launch as fast as the GPU runs, and no step
+           between the launches needs the host. Do not capture work that waits for the GPU or
+           changes shape.
 """
 
 import torch

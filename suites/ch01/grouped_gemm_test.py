@@ -1,19 +1,20 @@
 """Grouped GEMM: ragged groups of rows in one launch, without padding.
 
 Problem    (tokens, k) bf16 rows in `groups` consecutive groups. Each group has its own (k, n)
-           weights, as the experts of a mixture do. Group sizes grow evenly from 0 to twice their
-           mean. The ends of the groups are known on the GPU and on the host, so no side has to wait
-           for them.
+           weights, as in a mixture of experts. Group sizes grow evenly from 0 to twice their mean.
+           The offsets at which groups end are stored on the GPU and on the host, so no side has to
+           wait for them.
 Baseline   looped: one `torch.mm` per group, into its rows of a preallocated result.
 Optimized  padded: rows are scattered into (groups, longest, k), multiplied by one `torch.bmm`, and
-           gathered. This takes 11 launches and twice the FLOPs.
-           grouped: `grouped_mm` reads the ends of the groups on the GPU. It pads nothing.
-Bound      The host limits looped and padded. DRAM is the floor of grouped, which reads all weights.
-Seen       padded takes somewhat longer than predicted. The stored time is a mean of two sessions,
-           of which the later one is close to the prediction. We cannot explain this. grouped takes
-           longer than its bytes predict. We measured neither the time of its kernel nor the host's
-           time for the call alone, so we cannot explain this. Its speedup over looped differs
-           between processes by up to half, which we cannot explain either.
+           gathered. This takes 11 launches and twice as many FLOPs as looped.
+           grouped: `grouped_mm` reads the offsets on the GPU and pads nothing.
+Bound      The host limits looped and padded. grouped reads all weights, so it takes at least the
+           time of that read from DRAM.
+Seen       padded takes somewhat longer than predicted. The stored time is the mean of two
+           recordings. The later recording is close to the prediction. We cannot explain the
+           difference. grouped takes longer than its bytes predict. We cannot explain this, because
+           we measured neither its kernel nor the host's part of the call alone. Its speedup over
+           looped differs by up to half between processes, which we cannot explain either.
 Use when   Groups differ in size and there are many of them. Pad when no grouped kernel supports the
            data type. A few large groups can stay in a loop.
 """
@@ -103,7 +104,7 @@ def padding(groups, tokens, k, n):
     return scatter + product + Cost(write=2 * tokens * n, launches=1, host_steps=2)
 
 
-eights = st.integers(1, 6).map(lambda count: 8 * count)  # rows of 16 bytes, as grouped_mm needs
+eights = st.integers(1, 6).map(lambda count: 8 * count)  # grouped_mm needs rows of whole 16 bytes
 
 
 @compare(

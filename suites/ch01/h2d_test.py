@@ -1,18 +1,19 @@
 """Host to device: copy from pinned memory.
 
 Problem    Copy n fp32 values that lie in host memory to the GPU.
-Baseline   pageable: ordinary memory. The GPU cannot read it. The driver first copies the bytes on
-           the CPU, piece by piece, into pinned memory of its own.
+Baseline   pageable: ordinary memory, which the GPU cannot read. The driver first copies the bytes
+           on the CPU, piece by piece, into its own pinned memory.
 Optimized  pinned: pageable with the values in pinned memory, which the copy engine reads directly.
            asynchronous: pinned with `non_blocking=True`, so the host does not wait for the copy.
-           Compared with pinned it gains nothing here, because the host waits for the copy at the
-           end. It pays off when something else runs meanwhile, as in `double_buffering_test.py`.
+           It gains nothing over pinned here, because the host waits for the copy at the end anyway.
+           It pays off when other work runs during the copy, as in `double_buffering_test.py`.
 Bound      PCIe on pinned and asynchronous. The driver's copy on the CPU limits pageable.
 Seen       pageable takes several times as long as predicted. Its cost counts the bytes on the link.
-           It cannot count the driver's copy on the CPU, because no such rate is measured.
-Use when   Data can be read or created in pinned memory. Filling it is not timed here. Filling the
-           pageable memory is not timed either. Copying from pageable into pinned memory first is
-           one more copy on the CPU, which no side of this page times.
+           It leaves out the driver's copy on the CPU, because the rate of that copy is not
+           measured.
+Use when   Data can be read or created in pinned memory. This page does not time how long it takes
+           to fill either kind of memory. Data that are already in pageable memory would first need
+           a copy into pinned memory on the CPU, and no side of this page includes it.
 """
 
 import torch
@@ -31,7 +32,7 @@ def reference(pageable, pinned, device):
     return pageable.double().to(device)
 
 
-# copy=True changes nothing on a GPU. On a CPU, `to` would otherwise return the input itself.
+# copy=True changes nothing on a GPU. On a CPU, `to` without copy=True returns the input itself.
 def pageable(pageable, pinned, device):
     return pageable.to(device, copy=True)
 

@@ -1,18 +1,18 @@
-"""Losses of an evaluation: do not wait for each one.
+"""Reading losses: do not wait for the GPU after each batch.
 
-Problem    Evaluate a linear classifier on `steps` batches that come one at a time. Return the loss
-           of every batch on the host, as for a log.
+Problem    Evaluate a linear classifier on `steps` batches that arrive one at a time. Return the
+           loss of every batch on the host, as for a log.
 Baseline   every_step: `.item()` after each batch. The host waits until the GPU is idle, and then
-           the GPU waits until the host has launched again.
-Optimized  every_sixteenth: every_step without the wait. Losses stay on the GPU and are fetched 16
-           at a time.
-           at_the_end: every_sixteenth with one fetch for all losses.
+           the GPU is idle until the host launches the next batch.
+Optimized  every_sixteenth: every_step without the wait in each step. Losses stay on the GPU and are
+           copied to the host 16 at a time.
+           at_the_end: every_sixteenth with one copy for all losses.
 Bound      The host on every side. It launches three small kernels per batch, and every_step adds a
            wait for the GPU.
-Seen       every_step takes longer than predicted. The rate of a wait is measured while the GPU is
-           idle. Here each wait includes the rest of the batch's kernels, whose times were not
-           measured. The host's time also differed a lot between the two stored sessions. Their mean
-           is shown. We cannot explain the difference between the sessions.
+Seen       every_step takes longer than predicted. The predicted time of a wait was measured while
+           the GPU was idle. Here each wait includes the rest of the batch's kernels, and we did not
+           measure their times. The host's time also differed a lot between the two recordings,
+           whose mean is shown. We cannot explain this difference.
 Use when   A loop of small kernels reads a value in every step. When each step takes milliseconds on
            the GPU, a wait costs little. When the next step depends on the value, keep the wait.
 """
@@ -64,7 +64,8 @@ def at_the_end(features, labels, weight):
 
 
 def batches(count, batch, width):
-    """Return the cost of `count` batches. Each makes two views, and four tensors for the loss."""
+    """Return the cost of `count` batches. Each batch makes two views, and four tensors for the
+    loss."""
     return Cost(
         read=4 * count * batch * (width + 2),
         ops={"fp32": 2 * count * batch * width * CLASSES},
@@ -74,7 +75,8 @@ def batches(count, batch, width):
 
 
 def fetching(count):
-    """Return the cost of stacking `count` losses, each through a view, and fetching them."""
+    """Return the cost of stacking `count` losses, which takes a view of each, and reading the
+    result."""
     return Cost(launches=1, host_steps=count + 1, syncs=1)
 
 

@@ -3,19 +3,19 @@
 Problem    Gradients of the mean loss over 256 rows of an MLP width -> width -> width -> 10, fp32.
            Both sides compute the same gradients. Only the order of the sums differs.
 Baseline   accumulated: 8 backward passes of 32 rows, each on an eighth of its mean loss. `.grad`
-           adds them up. Every pass reads all weights and writes all gradients, and 7 of them add
-           the new gradients to the old ones.
+           accumulates the gradients. Every pass reads all weights and writes all gradients. 7 of
+           the 8 passes also add the new gradients to the old ones.
 Optimized  fused: accumulated with all rows in one pass.
-Bound      fp32 arithmetic on fused. accumulated does the same FLOPs and also moves the gradients 7
-           more times.
-Seen       accumulated takes much longer than predicted. Its bytes are counted, so its products of
-           32 rows run below half of the fp32 rate. A result of 32 x 4096 has only 32 tiles of 32 x
-           128 for 132 SMs, so most of them are probably idle. We did not record which kernels
-           cuBLAS uses. fused takes a third longer than predicted. The rate of fp32 was measured
-           with multiply-adds alone. In matmul of chapter 7, `torch.matmul` does not reach it
-           either. That is about half of the gap.
-Use when   The batch fits in memory: do not split it. Micro-batches are for batches whose
-           activations do not fit. Then make each as large as fits.
+Bound      fp32 arithmetic for fused. accumulated does the same FLOPs, and also reads and writes the
+           gradients 7 more times.
+Seen       accumulated takes much longer than predicted. The prediction includes its extra bytes, so
+           its products of 32 rows must run at less than half of the fp32 rate. A result of 32 x
+           4096 has only 32 tiles of 32 x 128 for 132 SMs, so most SMs are probably idle. We did not
+           record which kernels cuBLAS uses. fused takes a third longer than predicted. The fp32
+           rate was measured with multiply-adds alone. In `../ch07/matmul_test.py`, `torch.matmul`
+           does not reach this rate either, which explains about half of the gap.
+Use when   The batch fits in memory: do not split it. Use micro-batches only if the activations of
+           the batch do not fit, and make each micro-batch as large as memory allows.
 """
 
 import torch

@@ -1,19 +1,22 @@
 """AdamW over many small parameters: update all of them with a few launches.
 
-Problem    One AdamW step of `count` parameters of (n, n), fp32. The gradients arrive in one bucket
-           of which every `.grad` is a view, as from data-parallel training.
-Baseline   looped: `foreach=False`, 8 launches per parameter. torch's default on a GPU is foreach.
-Optimized  foreach: looped with each of the 8 operations on lists of tensors, in 10 launches.
+Problem    One AdamW step of `count` parameters of (n, n), fp32. The gradients arrive in one bucket,
+           as in data-parallel training, and every `.grad` is a view of that bucket.
+Baseline   looped: `foreach=False`, 8 launches per parameter. This is not torch's default: on a GPU,
+           the default is foreach.
+Optimized  foreach: looped with each of the 8 operations applied to lists of tensors, in 10
+           launches.
            fused: foreach with one kernel for the whole update, in 3 launches.
-Bound      The host on every side: launches on looped, Python on the others. The data are small.
+Bound      The host on every side, because the data are small. looped is limited by launches,
+           foreach and fused by Python code.
 Seen       foreach and fused take longer than predicted. The cost counts calls of torch, but not the
            Python loops of `torch.optim` over the parameters. These loops explain the difference. A
            check on a CPU used parameters of one element. It replaced the update's kernels (except
            the square roots of foreach) by functions that do nothing. There, fused takes as long as
            140 to 220 calls of `Tensor.view`, and foreach as long as 500. At the rate of
            `host_step`, these calls plus the launches take about the stored times.
-Use when   A model has many small parameters. Compare fused with foreach, which you already use
-           if you chose nothing. With a few large parameters, DRAM is the limit and fused still
+Use when   A model has many small parameters. To see what fused would gain, compare it with foreach,
+           which is the default. With a few large parameters, DRAM is the limit and fused still
            reads and writes each value fewer times.
 """
 
@@ -23,8 +26,9 @@ import torch
 
 from pytest_aisp import Cost, Variant, Work, compare
 
-# With these betas, 1 - beta is exact in fp32. With the usual 0.999 it is not. The fused kernel
-# subtracts in fp32, so its second moments would be off by 1.3e-5. That is not a cost of fusing.
+# With these betas, 1 - beta is exact in fp32. With the usual 0.999 it is not exact. The fused
+# kernel subtracts in fp32, so its second moments would be off by 1.3e-5. Fusing does not cause this
+# error, so the page avoids it.
 LR, BETAS, EPS, DECAY = 1e-3, (1 - 2**-3, 1 - 2**-10), 1e-8, 1e-2
 
 
@@ -78,7 +82,7 @@ def fused(state, gradients):
 
 
 def update(count, n, launches, host_steps):
-    """Return the cost of copying the gradients, and of an update whose data stay in the L2."""
+    """Return the cost of copying the gradients and of one update, whose data stay in the L2."""
     return Cost(
         read=16 * count * n * n,
         write=12 * count * n * n,
@@ -104,10 +108,11 @@ def update(count, n, launches, host_steps):
     work=lambda count, n: Work(read=16 * count * n * n, write=12 * count * n * n, roundings=8 * 16),
     bound="launch",
     costs={
-        # Host steps of a parameter: count the step on the CPU, read it, make two results.
+        # Host steps per parameter: add 1 to its step counter on the CPU, read the counter, make two
+        # results.
         looped: lambda count, n: update(count, n, launches=8 * count, host_steps=4 * count),
-        # One launch takes 64 pairs of tensors, but only 48 triples. Host steps of a parameter:
-        # count the step on the CPU, read it twice, make one result.
+        # One launch takes 64 pairs of tensors, but only 48 triples. Host steps per parameter: add 1
+        # to its step counter on the CPU, read the counter twice, make one result.
         foreach: lambda count, n: update(
             count, n, launches=6 + 2 * -(-count // 48), host_steps=4 * count
         ),

@@ -1,15 +1,16 @@
-"""A list of results: write each one where it belongs.
+"""A list of results: write each one straight into the final tensor.
 
-Problem    Smooth `frames` frames of n fp32 values exponentially in time and return every state. A
-           state needs the one before it, so the loop stays.
+Problem    Exponential smoothing over `frames` frames of n fp32 values. Every state is returned.
+           Each state depends on the previous one, so the loop over frames stays.
 Baseline   stacked: collect the states in a list and put them together with `torch.stack`.
-Optimized  preallocated: stacked with one result made at the start. `out=` writes each state into
-           its slice.
+Optimized  preallocated: stacked with the whole result allocated before the loop. `out=` writes each
+           state into its slice of the result.
 Bound      DRAM. A step reads its frame and writes its state, and the previous state is still in the
            L2. `torch.stack` reads and writes every state once more. Only this copy is saved. Both
-           sides run as a graph, so the list's allocations are not timed. The memory peak falls too.
+           sides run as a CUDA graph, so the allocations of stacked are not timed. preallocated also
+           needs less memory at its peak.
 Use when   The number of results is known before the loop. When each result is small, launches are
-           the limit and the saved copy is not visible.
+           the limit, and saving the copy makes no difference.
 """
 
 import torch
@@ -48,7 +49,7 @@ def preallocated(x):
 
 
 def smoothing(frames, n):
-    """Return the cost of a step per frame, though stacked computes nothing for the first frame.
+    """Return the cost of one step per frame. (stacked computes nothing for the first frame.)
 
     The state before a step is in the L2.
     """

@@ -1,26 +1,29 @@
-"""The chapter on one training step: the graph gives nearly all of the gain.
+"""This chapter's ideas on one training step: the CUDA graph gives nearly all of the gain.
 
 Problem    One SGD step with momentum on the mean loss of 256 rows, MLP of 4 linear layers, fp32.
            Every side takes the same step and returns the same loss, on the GPU.
 Baseline   first_draft: the whole batch at once, the default optimizer (foreach on a GPU), and
            `.item()` after the step for the log. It takes 31 launches and one wait for the GPU.
 Optimized  fused_optimizer: first_draft with the update in one launch instead of three.
-           no_item: fused_optimizer without the wait, and without the launch that puts the loss
-           back on the GPU. The loss stays there until it is read.
+           no_item: fused_optimizer without the wait. The loss stays on the GPU until it is read, so
+           the launch that copies it back to the GPU is gone too.
            captured: no_item as one CUDA graph.
 Bound      The host on every side but captured: Python, autograd and launches take longer than the
-           kernels. captured launches once, and its 28 kernels run one after another.
-Seen       In an earlier form, whose baseline had eight micro-batches, all sides took longer than
-           predicted. The cost of the first three counts launches, calls that make a tensor, and the
-           wait. It does not count the Python of modules and optimizer or the bookkeeping of
-           autograd. On a CPU at width 8, where kernels do little, a step takes as long as several
-           hundred calls of `Tensor.view`, so these parts matter. We did not measure how the time
-           divides among them. The cost of captured counts the starts of its 28 kernels, and bytes
-           and FLOPs at the rates of a full GPU. But a product of 256 x 512 has too few tiles for
-           132 SMs. We did not time its kernels one by one.
-Use when   A step is small enough that the host is the limit: capture it. The other two rungs are
-           small by themselves, but a graph cannot contain a wait. Larger steps hide the host's time
-           and gain little. `microbatch_test.py` shows what splitting the batch costs.
+           kernels. captured has a single launch. Its limit is the GPU, which runs the 28 kernels
+           one after another.
+Seen       In an earlier version of this page, whose baseline had eight micro-batches, all sides
+           took longer than predicted. The cost of the first three sides counts launches, calls that
+           make a tensor, and the wait. It does not count the Python of modules and optimizer or the
+           bookkeeping of autograd. On a CPU at width 8, where kernels do little, a step takes as
+           long as several hundred calls of `Tensor.view`, so these parts matter. We did not measure
+           how the time divides among them. The cost of captured counts the starts of its 28
+           kernels, and assumes that bytes and FLOPs run at the rates of a full GPU. But a product
+           of 256 x 512 has too few tiles for 132 SMs. We did not time the kernels of captured one
+           by one.
+Use when   A step is so small that the host is the limit: capture it. The first two variants gain
+           little by themselves, but no_item is needed, because a CUDA graph cannot contain a wait.
+           Larger steps keep the GPU busy while the host launches, so they gain little.
+           `microbatch_test.py` shows what splitting the batch costs.
 """
 
 from types import SimpleNamespace
@@ -57,7 +60,7 @@ def step(model, optimizer, x, y):
 
 def reference(state, x, y):
     loss = step(state.model.double(), state.default, x.double(), y)
-    state.fused.state = state.default.state  # the state that is compared, for either optimizer
+    state.fused.state = state.default.state  # so that both hold the state that is compared
     return loss
 
 
@@ -86,7 +89,7 @@ def one_step(width, launches, host_steps):
 
 
 def logged_step(width, launches):
-    """Return the cost of a step, of fetching its loss, and of putting it back on the GPU."""
+    """Return the cost of a step, of reading its loss, and of copying the loss back to the GPU."""
     fetched = one_step(width, launches, HOST_STEPS) + Cost(syncs=1)
     return fetched + Cost(launches=1, host_steps=1)
 

@@ -1,20 +1,22 @@
 """Training step as one CUDA graph: the host launches once, not 36 times.
 
-Problem    One SGD step with momentum of a small MLP, at a batch too small to fill the GPU.
-Baseline   eager: forward, backward and a foreach optimizer, 36 launches per step. 12 of them zero
-           the gradients and add to them. torch's default, which drops the gradients, saves these 12
-           on both sides.
+Problem    One SGD step with momentum on a small MLP, with a batch too small to fill the GPU.
+Baseline   eager: forward, backward and a foreach optimizer, 36 launches per step. 12 of these zero
+           the gradients and add to them. torch's default frees the gradients instead, which would
+           save these 12 on both sides.
 Optimized  captured: eager as a CUDA graph, replayed with one launch. The capture is not timed.
 Bound      The host limits eager. The GPU limits captured, whose kernels run one after another.
 Seen       Both sides take longer than predicted. The cost of eager counts launches and calls that
            make a tensor. It does not count the Python of modules and optimizer or the bookkeeping
-           of autograd. `forward_graph_test.py` has none of these three, and its eager side takes
-           the predicted time. We did not measure how the time divides among them. The cost of
-           captured counts the starts of its 36 kernels, and bytes and FLOPs at the rates of a full
-           GPU. But products of 64 rows leave most SMs idle. We did not time its kernels one by one.
+           of autograd. `forward_graph_test.py` has no modules, optimizer or autograd, and its eager
+           side takes the predicted time. We did not measure how much time each of the three takes.
+           The cost of captured counts the starts of its 36 kernels, and assumes that bytes and
+           FLOPs run at the rates of a full GPU. But products of 64 rows leave most SMs idle. We did
+           not time the kernels of captured one by one.
 Use when   A training step repeats with the same shapes and the host is the limit. Gradients must
-           keep their addresses: zero them in place, or drop them inside the graph, as
-           `together_test.py` does. Do not capture a step that waits for the GPU, as `.item()` does.
+           keep their addresses: zero them in place, or free them inside the graph, as
+           `together_test.py` does. Do not capture a step that waits for the GPU, for example in
+           `.item()`.
 """
 
 from types import SimpleNamespace
@@ -45,7 +47,7 @@ def inputs(device, width):
 
 
 def step(state, x, y):
-    state.optimizer.zero_grad(set_to_none=False)  # one way to keep their addresses
+    state.optimizer.zero_grad(set_to_none=False)  # so that gradients keep their addresses
     F.cross_entropy(state.model(x), y).backward()
     state.optimizer.step()
 

@@ -1,17 +1,17 @@
-"""A Python loop over rows: one operation over all of them.
+"""A Python loop over rows: replace it by one operation on all rows.
 
-Problem    Euclidean distance from each of `queries` points to each of `points` points, fp32, in
-           `dims` dimensions.
-Baseline   looped: query by query, each against all points at once. Four launches per query.
-Optimized  broadcast: the four operations of looped over all queries at once, four launches in
+Problem    The Euclidean distances between `queries` query points and `points` other points, fp32,
+           in `dims` dimensions.
+Baseline   looped: one query at a time, against all points at once. Four launches per query.
+Optimized  broadcast: the four operations of looped applied to all queries at once, four launches in
            total.
-           cdist: the library's function. It computes |q|2 + |p|2 - 2qp with one matrix product, in
-           12 launches.
+           cdist: `torch.cdist`. It computes |q|2 + |p|2 - 2qp with one matrix product, in 12
+           launches.
 Bound      The host on every side.
 Use when   A Python loop does the same small operation on every row. The gain shrinks as rows get
-           larger, and is gone when one row keeps the GPU busy. broadcast needs memory for
-           queries x points x dims differences. Use cdist when that is too much. It loses digits
-           where points lie close together, as random points of few dimensions do.
+           larger, and is gone when one row is enough to fill the GPU. broadcast needs memory for
+           queries x points x dims differences. Use cdist when that is too much. It loses precision
+           when points lie close together, as some random points do in few dimensions.
 """
 
 import torch
@@ -71,12 +71,12 @@ def distances(queries, points, dims, launches, host_steps):
     ),
     bound="host",
     costs={
-        # Each query: one view, four results. In the end, one stack.
+        # Host steps: one view and four results per query, and one stack at the end.
         looped: lambda queries, points, dims: distances(
             queries, points, dims, launches=4 * queries + 1, host_steps=5 * queries + 1
         ),
         broadcast: lambda **size: distances(**size, launches=4, host_steps=5),
-        # Ten results and six views.
+        # Host steps: ten results and six views.
         cdist: lambda **size: distances(**size, launches=12, host_steps=16),
     },
     at_least={"sm90": 150.0, "cpu": 20.0},
