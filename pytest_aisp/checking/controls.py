@@ -219,8 +219,7 @@ def run_controls(
                 f" {CONTROLS[control.name][1]}, whose error is {control.moves:.3g} times the"
                 " derived bound\nLower rtol and atol, or leave them out"
             )
-    for kind in ("noise", "freshness", "structure"):  # freshness first: its advice fits a constant
-    output
+    for kind in ("noise", "freshness", "structure"):  # a constant output fails freshness
         of_kind = [control for control in controls if CONTROLS[control.name][0] == kind]
         if not any(control.clearly for control in of_kind):
             close = "; ".join(
