@@ -80,8 +80,7 @@ class Metric:
         return self._beyond(amounts["optimized"], limit, amounts.get("noise", 0.0))
 
     def allowed(self, before: Amounts, sessions: int) -> float:
-        """Return the largest allowed loss, without `slack`, as a share of `before`, the stored
-        amount.
+        """Return the largest allowed loss without `slack`, as a share of the amount `before`.
 
         A few counts cover only part of the range of all possible counts. So half of their range is
         multiplied by 1.5 + 3 / (N - 1), for N sessions, or for N processes of a single session.

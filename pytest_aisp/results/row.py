@@ -197,8 +197,7 @@ class CaseRecord(Struct):
         return str(self.environment.get("timer") or "")
 
     def properties(self) -> list[tuple[str, float | str]]:
-        """Return (name, value) pairs for JUnit: speedups as ratios, losses as shares, times in
-        seconds.
+        """Return (name, value) pairs for JUnit: speedups as ratios, losses as shares, seconds.
 
         A claim is a speedup or a word such as ``neutral``. A goal gives one pair for each side.
         """

@@ -73,8 +73,7 @@ class RecordedRun:
         }
 
     def samples(self, case: Mapping[str, Json]) -> Samples:
-        """Return the samples of `case`, which is one of `cases`: its ``checks``, ``timings`` and
-        ``against``.
+        """Return the samples of a case: its ``checks``, ``timings`` and ``against``.
 
         Raises:
             RunError: if the samples are missing, or were changed after the run wrote them.

@@ -1,7 +1,8 @@
-"""The adapter to pytest-benchmark. It adds our timed sides to pytest-benchmark's results, and makes
-the fixture `benchmark` use our timer.
+"""The adapter to pytest-benchmark. It adds the timed sides to pytest-benchmark's results, and makes
+the fixture `benchmark` use this plugin's timer.
 
-pytest-benchmark has no public interface for either task. Only this module uses its internals.
+pytest-benchmark has no public interface for these tasks, so this module uses its internals. No
+other module does.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ T = TypeVar("T")
 MARKER = "aisp_timer"
 WINDOW, WINDOWS = 1e-3, 10
 OURS = pytest.StashKey[int]()
-"""The number of the session's benchmarks that are sides of cases."""
+"""The key of a number: how many of pytest-benchmark's results are sides of cases."""
 
 
 def _session(config: pytest.Config) -> BenchmarkSession:
@@ -36,7 +37,7 @@ def _session(config: pytest.Config) -> BenchmarkSession:
 
 
 def pytest_aisp_result(config: pytest.Config, row: Mapping[str, object]) -> None:
-    """Add a case's sides to the benchmarks. Only the controller calls this, so xdist works too."""
+    """Add a case's sides to pytest-benchmark's results. With xdist, the controller does it."""
     session, option = _session(config), config.getoption
     if not (session.skip or (option("benchmark_disable") and not option("benchmark_enable"))):
         benchmarks = sides(Row.of(row))
@@ -53,7 +54,7 @@ def pytest_terminal_summary(config: pytest.Config) -> None:
 
 
 def lend_timer(fixture: Any) -> None:
-    """Make the `benchmark` fixture of a marked test use our timer."""
+    """Make the `benchmark` fixture of a marked test use this plugin's timer."""
     if fixture is not None:
         fixture._raw, fixture._raw_pedantic = partial(_timed, fixture), _refuse
 
@@ -83,10 +84,10 @@ def _refuse(*args: object, **kwargs: object) -> NoReturn:
 
 
 def sides(row: Row) -> list[Metadata]:
-    """Return both timed sides of a row as one group of benchmarks; empty if nothing was timed.
+    """Return a row's two timed sides as a group of benchmarks; empty if nothing was timed.
 
-    Each timing window of each process, votes included, is one round. Its value is the seconds per
-    call in that window.
+    Each timing window of each process, including votes, is one round. The value of a round is the
+    seconds per call in its window.
     """
     from pytest_benchmark.stats import Metadata
 

@@ -1,8 +1,8 @@
 """The canary: each process times one side against itself, once unchanged and once slowed down.
 
-The unchanged side must show no difference, and the slowed-down side must become a suspect.
-Otherwise all verdicts of the run are invalid. docs/explanation/verdict.md has the probability that
-either trial fails by chance.
+The unchanged side must show no difference, and the slowdown must be detected. If either trial
+fails, all verdicts of the run are invalid. docs/explanation/verdict.md has the probabilities of a
+failure by chance.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ if TYPE_CHECKING:
     from .case import CaseRun
 
 ATTEMPTS = 4
-"""The number of processes that may try to detect the planted slowdown. One success is enough."""
+"""The number of attempts, each in its own process, to detect the slowdown. One success is enough.
+"""
 CLOCKS = ("graph", "queue", "host", "cpu")
-"""The clocks on which a slowdown can be planted, with the most precise one first."""
+"""The clocks on which a slowdown can be simulated, with the most precise clock first."""
 
 TimeItself = Callable[[float, bool], tuple[Reading, float]]
-"""A function that times a side against itself. Its arguments are the slowdown to plant, and True to
-use a fresh process. It returns the reading and the slowdown that was planted. These can differ,
-because a slowdown consists of whole calls."""
+"""A function that times a side against itself. The arguments are the requested slowdown, and True
+to use a fresh process. The results are the reading and the actual slowdown, which can differ from
+the requested one because it consists of whole calls.
+"""
 
 
 def offer_to_canary(case: CaseRun) -> None:
@@ -43,7 +45,7 @@ def offer_to_canary(case: CaseRun) -> None:
 
 
 def _coarseness(case: CaseRun) -> tuple[int, float]:
-    # If calls are short, a window has many of them, so even a slowdown of 1 % is a whole call.
+    # A window of short calls has so many calls that even 1 % of them is at least one whole call.
     assert case.timing is not None
     return CLOCKS.index(case.timing.clock), case.timing.pair_seconds[1]
 
@@ -59,11 +61,11 @@ def run_at_end(session: pytest.Session) -> None:
     run = config.stash[RUN]
     if run.canary_case is None or not has_canary(run):
         return
-    run.cases_done = True  # no time limit from here on, because verdicts need the canary
+    run.cases_done = True  # from here on there is no time limit: verdicts need the canary
     try:
         with run.machine_locks(run.canary_case.case):
             canary = run_canary(run.canary_case)
-    except KeyboardInterrupt:  # pytest does not catch it here, and results would be lost
+    except KeyboardInterrupt:  # uncaught here, it would lose the results
         session.exitstatus = pytest.ExitCode.INTERRUPTED
         interrupt = pytest.ExceptionInfo.from_current()
         config.hook.pytest_keyboard_interrupt(excinfo=interrupt)
@@ -76,7 +78,7 @@ def run_at_end(session: pytest.Session) -> None:
 
 
 def run_canary(case: CaseRun) -> Canary:
-    """Time the optimized side of `case` against itself. This process has measured `case` before."""
+    """Time the optimized side of `case`, which this process has measured, against itself."""
     assert case.timing is not None
     client, numbers = case.client, iter(range(100))
     canary = Canary(case.location.nodeid.rpartition("::")[2], case.timing.clock)
@@ -105,7 +107,7 @@ def run_canary(case: CaseRun) -> Canary:
 
 
 def judge(canary: Canary, spread: float, time_itself: TimeItself) -> None:
-    """Fill in `canary` from timings of a side. `spread` is the spread from process to process."""
+    """Fill in the fields of `canary`. `spread` is the standard deviation between processes."""
     first, _ = time_itself(0.0, False)
     spread = verdict.effective_spread(spread, first)
     gates = verdict.same_gates(spread)

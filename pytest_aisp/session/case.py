@@ -39,12 +39,12 @@ class CaseRun:
     """One case in one run.
 
     Attributes:
-        placement: the kind of run on this machine: timed, checked, compiled or skipped.
+        placement: whether the case is timed, checked, compiled or skipped on this machine.
         client: the client of the case's worker processes, with their replies.
         stored: the stored result of the case, and those of its chapter.
         timing, judgement, metrics: the results of the stages; None or empty before that stage.
         findings: for each stage, the verdict of this stage alone, and its reasons.
-        values: ln(speedup) of each process that the speedup is computed from.
+        values: ln(speedup) from each process; the speedup is computed from these values.
         recorded: the result to store, if the run records.
         wall: seconds that the test body took.
     """
@@ -146,7 +146,7 @@ class CaseRun:
             repeat_aa(self, timing)
 
     def _measure_when_quiet(self) -> None:
-        """Measure until the machine does not disturb it, or until the time to wait is spent."""
+        """Measure. If other work on the machine disturbs it, wait and repeat for a limited time."""
         client, canary = self.client, self.run.canary_case
         lists: tuple[list[Json], ...] = (self.findings, self.notes, self.remarks, self.trials)
         lists += client.timings, client.against, client.missing_votes, client.neighbors
@@ -163,17 +163,17 @@ class CaseRun:
         self.run.when_quiet(self._measure_beside_neighbors, forget)
 
     def _measure_beside_neighbors(self) -> None:
-        """Measure. A verdict that another process on the GPU may have caused does not count.
+        """Measure, and drop the verdict if another process on the GPU may have caused it.
 
         Raises:
-            MachineDisturbed: if there is such a process, and the case would be red or recorded.
+            MachineDisturbed: if another process used the GPU, and the case is red or to be recorded.
         """
         failure: Failed | None = None
         try:
             self._measure()
         except Failed as error:
             if error.finding is not None and error.finding.verdict != "invalid":
-                raise  # no neighbor causes an error
+                raise  # another process on the GPU cannot cause an error
             failure = error
         word = "invalid" if failure is not None and failure.finding is not None else self.verdict
         named = self.client.neighbor()
@@ -212,7 +212,7 @@ class CaseRun:
 
     @contextmanager
     def _stage(self) -> Iterator[None]:
-        """Turn a failure inside the `with` block into a finding."""
+        """Add a finding to the case if the `with` block raises a failure."""
         try:
             yield
         except Failed as failure:
@@ -256,7 +256,7 @@ class CaseRun:
         return [reason for finding in self.findings for reason in finding.reasons]
 
     def _require_check(self, method: str, done: str) -> None:
-        """Refuse a pair that was not checked. End the test body if nothing is timed here."""
+        """Raise `Failed` if the pair was not checked. End the body if nothing is timed here."""
         if self.client.rule is None:
             raise Failed(
                 f"{method}() before assert_equivalent(): nothing is {done} before it is proved"
@@ -267,7 +267,7 @@ class CaseRun:
             raise EndOfBody
 
     def _not_measurable(self, metric: str) -> str:
-        """Return why `metric` is not measured here, or an empty text."""
+        """Return the reason why `metric` is not measured here; empty if it is measured."""
         if self.placement.device == "cpu" and self.run.timer is None:
             return "measured on GPUs only"
         if metric == "energy" and not (self.run.settings.energy or replays(self.run, metric)):

@@ -34,7 +34,7 @@ from .run_context import Failed, MachineDisturbed, RunContext, Unrecorded
 from .terminal import rerun_commands
 
 CANARY = 1000
-"""The number of a canary's first process. It is larger than the numbers of all other processes."""
+"""The number of a canary's first process. No other kind of process has a number this large."""
 
 T = TypeVar("T", bound=CaseTask)
 
@@ -44,16 +44,17 @@ class CaseClient:
 
     Attributes:
         path: the file of the case's stored result.
-        rule: the rule by which its check compared the outputs; None before the check.
+        rule: the arguments of `numerics.Rule` that the check used; None before the check.
         timings: the full replies of all processes that timed the case.
         against: the full replies of all processes that timed a changed side against its old
             version.
-        past: the tree with the old code that changed sides are compared with, or None.
+        past: the source tree with the old versions of changed sides, or None.
         unchanged: roles of changed sides that launch the same machine code as their old version.
-        machine_code: for each role, a digest of the machine code that the side launches; None if no
-            stage has asked for it.
+        machine_code: for each role, a digest of the machine code that the side launches; None if it
+            was not needed so far.
         missing_votes: the reasons why votes are missing.
-        neighbors: for each timing beside another process on the GPU, its share and a text.
+        neighbors: for each timing during which another process used the GPU, that process's share
+            of the GPU, and a text about it.
         notes, remarks: further facts. Notes are shown only with ``-vv``, remarks always.
     """
 
@@ -113,10 +114,10 @@ class CaseClient:
         return reply.read(kind)
 
     def _reply(self, task: CaseTask, worker: Worker) -> Reply:
-        """Return the reply to `task`. After an error, the next task gets a new process.
+        """Return the reply to `task`. After an error, the process is replaced.
 
-        If earlier cases ran in the process, one of them may have left behind what causes the error.
-        So the task runs again in a new process, whose reply counts.
+        If earlier cases ran in the process, their leftovers may have caused the error. So the task
+        runs again in a new process, and the new reply counts.
         """
         run, place = self.run, self.run.shared.place_of(worker)
         earlier = run.shared.earlier_cases(place, self.location.nodeid) if place else []
@@ -138,7 +139,7 @@ class CaseClient:
         return again
 
     def _blame(self, reply: Reply, task: CaseTask) -> Reply:
-        """Return `reply`. If it blames the baseline, add whether the baseline passes alone."""
+        """Return `reply`. If the baseline failed, add whether it passes when checked alone."""
         run, first = self.run, reply.message.partition("\n")[0]
         name, variant = self.case.pair.baseline.__name__, self.case.variant_name
         blamed = re.search(rf"\b{re.escape(name)}\b", first) and variant not in first
@@ -177,7 +178,7 @@ class CaseClient:
         return result
 
     def neighbor(self) -> str:
-        """Return a text about the largest share of another process on the GPU, or an empty one."""
+        """Return a text about the process that took the most GPU time from a timing; or empty."""
         return max(self.neighbors)[1] if self.neighbors else ""
 
     def time(self, replicate: int, worker: Worker | None = None) -> TimeResult:
@@ -232,7 +233,7 @@ class CaseClient:
         return self.run.worker(self.placement.device, number, self.ranks, self._variables)
 
     def start_recording_processes(self) -> None:
-        """Start all recording processes. The others import torch while the first one checks."""
+        """Start all recording processes at once, because each needs time to import torch."""
         if self.placement.device == "cuda" and self.run.timer is None:
             for number in range(1, self.run.settings.processes):
                 self.worker(number)
@@ -248,7 +249,7 @@ class CaseClient:
 
     @property
     def ranks(self) -> int:
-        """The number of processes that this case's sides run in. To compile kernels, it is 1."""
+        """The number of processes in which the sides run; 1 if kernels are only compiled."""
         alone = self.placement.kind not in ("time", "check") or self.run.timer is not None
         return 1 if alone else self.case.gpus
 

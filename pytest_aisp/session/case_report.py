@@ -1,4 +1,4 @@
-"""The report of a case's test: the row, and a failure if the verdict is red."""
+"""Complete pytest's report of a case: add the row, and make it failed if the verdict is red."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .pair_fixture import PAIR, PairUnderTest
 def complete_report(
     item: pytest.Function, call: pytest.CallInfo[None], report: pytest.TestReport
 ) -> None:
-    """Make the report of a red case failed, whatever its test did about the error. Add the row.
+    """Make the report of a red case failed, even if the test caught the error. Add the row.
 
     Args:
-        report: the report of one phase. A verdict belongs to the call, or to the phase in which a
-            fixture reached a red one.
+        report: the report of one phase. The verdict is reported in the call phase, or if a fixture
+            caused a red verdict, in the phase of that fixture.
     """
     _refuse_xfail(item, report)
     pair = item.stash.get(PAIR, None)
@@ -42,10 +42,10 @@ def _refuse_xfail(item: pytest.Item, report: pytest.TestReport) -> None:
 def _add_finding(
     pair: PairUnderTest, call: pytest.CallInfo[None], report: pytest.TestReport
 ) -> None:
-    """Make the verdict red if the test failed, because a body may also make other assertions."""
+    """Make the verdict red if the test failed because of its own assertions."""
     case_run, error = pair.case_run, call.excinfo and call.excinfo.value
-    # A verdict that failed the test without being red is `new` or `inconclusive`. The ini file made
-    # it fail the run.
+    # A verdict that failed the test without being red is `new` or `inconclusive`. The ini file can
+    # make these fail the run.
     ours = error is not None and error is pair.failure and case_run.verdict
     if not report.failed or ours or case_run.verdict in RED:
         return
@@ -62,7 +62,7 @@ def _show_failure(item: pytest.Item, report: pytest.TestReport, failure: Asserti
     other = report.longreprtext if report.failed else ""
     if str(failure).partition("\n")[0] not in other:  # the body caught the error
         try:
-            raise failure  # because a body may have dropped its traceback
+            raise failure  # raised again because a body may have dropped the traceback
         except AssertionError:
             report.longrepr = item.repr_failure(pytest.ExceptionInfo.from_current())
         if other:

@@ -1,4 +1,4 @@
-"""Compare the code of a case with an old version of it: its sources, and what it launches."""
+"""Compare the code of a case with an old version: the sources and the launched machine code."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ UNCHANGED = "unchanged, because it launches the same machine code"
 
 
 def sides_to_time(client: CaseClient, recorded: Callable[[], GitSnapshot | None]) -> list[str]:
-    """Return the sides whose code has changed, and which must be timed against their old version.
+    """Return the sides that must be timed against their old version, because their code changed.
 
-    The old version is that of the commit of ``--aisp-against``, or else the recorded one. A side
-    with the same machine code and the same host code as before need not be timed. It is added to
-    `client.unchanged`.
+    The old version is the one at the commit of ``--aisp-against``, or without that option, the
+    recorded one. A side with the same machine code and the same host code as before is not timed,
+    but added to `client.unchanged`.
 
     Args:
         recorded: a function that returns the tree with the recorded code, or None if the code has
@@ -65,9 +65,9 @@ def _without_unchanged(client: CaseClient, changed: ChangedResult, where: str) -
 
 
 def _launched(client: CaseClient, past: PageSource | None) -> ChangedResult:
-    """Return what a process without a GPU finds out about the launches of the sides.
+    """Return which machine code the sides launch, as found by a process without a GPU.
 
-    The result is empty if the kernels cannot be compiled here.
+    The result is empty if the kernels cannot be compiled on this machine.
     """
     run, arch = client.run, client.machine.arch
     if run.replay is None and (run.settings.in_process or arch not in LIMITS):
@@ -94,8 +94,8 @@ def with_compiler(
 ) -> Differences:
     """Return the differences from the stored result, including those of the compilers.
 
-    If the files are as they were recorded, and a side launches other machine code, then NVRTC,
-    Triton or ptxas has changed. This is found out only if the speedup differs from the stored one.
+    If the source files are unchanged, but a side launches different machine code, then NVRTC,
+    Triton or ptxas has changed. This is checked only if the speedup differs from the stored one.
     """
     mine = stored.result
     missed = {decision.outcomes.get(name) for name in ("record", "improvement")} & {"red", "open"}

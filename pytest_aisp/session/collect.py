@@ -4,7 +4,7 @@
 
     pytest --collect-only -p pytest_aisp.session.collect --aisp-catalog=FILE
 
-The catalog has every page. It ignores markers and keywords by which the ini file selects tests.
+The catalog lists every page, even if the ini file selects only some tests by marker or keyword.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class CaseLocation:
         nodeid: the pytest id of the test, relative to the root.
         typed: the pytest id, relative to the folder where pytest was started.
         page, module, function: the file of the page, its import name, and the test function.
-        chapter: the name that the page's results are stored under.
+        chapter: the name under which the page's results are stored.
         has_seen: whether the page's docstring has a section `Seen`.
     """
 
@@ -114,7 +114,7 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
     if pair is None:
         return
     torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():  # only the page can have done that
+    if torch is not None and torch.cuda.is_initialized():  # then the page has done it
         refuse(
             item,
             "the page touches the GPU when imported: a page is imported on every machine\n"
@@ -145,11 +145,11 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
 def _places(
     pair: Pair, case: Case, products: Mapping[str, str]
 ) -> list[tuple[str, list[pytest.MarkDecorator]]]:
-    """Return the id and the marks of each test of `case`: one for each product that it is for.
+    """Return the id and the marks of each test of `case`: one for each product that can time it.
 
     Args:
-        products: the products of a fleet with their archs, or nothing. A case for none of them
-            runs on the first one, where it is checked.
+        products: the products in a fleet of machines, each with its arch; empty without a fleet. A
+            case that no product can time is checked on the first product.
     """
     archs = [] if case.kind == "cpu" else pair.archs(case.variant)
     fitting = {name: arch for name, arch in products.items() if not arch or arch in archs}
@@ -191,7 +191,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if (file := config.getoption("aisp_catalog")) is None:
         return
-    config.option.aisp_artifacts = None  # if addopts sets this option, the run there must not fail
+    config.option.aisp_artifacts = None  # addopts may set it
     pages = [str(path) for path in config.getini("aisp_pages") if path.exists()]
     if pages and config.args_source is not pytest.Config.ArgsSource.ARGS:
         config.args = pages
@@ -219,7 +219,7 @@ class CatalogPlugin:
         if not any(fnmatch(collection_path.name, pattern) for pattern in patterns):
             return None
         if folders and not any(collection_path.is_relative_to(folder) for folder in folders):
-            return None  # pytest also visits files next to the requested ones
+            return None  # pytest also visits neighboring files
         page = self._page(collection_path)
         self._pages[page["path"]] = page
         if self._targets is None or self._targets & {page["chapter"], page["name"]}:
@@ -306,5 +306,5 @@ def _costs(case: Case, sides: Mapping[str, Side]) -> dict[str, Json]:
 def _work(case: Case) -> dict[str, Json] | None:
     try:
         return case.pair.work_at(case.size, case.gpus).declared()
-    except Exception:  # an error in the page's own function is reported when the page runs
+    except Exception:  # when the page runs, it reports this error
         return None

@@ -1,4 +1,4 @@
-"""Read the command line and the ini file into `Settings`, and refuse contradictory options."""
+"""Read the command line and the ini file into `Settings`. Contradictory options are an error."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _number(
 
 
 def _iterations(config: pytest.Config) -> tuple[int | None, float | None]:
-    """Return the two numbers of ``aisp_iterations``: blocks, and least seconds per window."""
+    """Return the two numbers in ``aisp_iterations``: blocks, and minimum seconds per window."""
     text = str(config.getini("aisp_iterations")).strip()
     if not text:
         return None, None
@@ -155,9 +155,9 @@ def _archs(text: str | None) -> tuple[str, ...]:
 
 
 def _artifact_folders(config: pytest.Config) -> tuple[Path | None, Path | None]:
-    """Return the folder for artifacts, and the parent for a timestamped one; at most one is set.
+    """Return (folder for artifacts, parent of a timestamped folder). At least one is None.
 
-    The ini key leads to a timestamped folder only for runs that measure.
+    If the parent comes from the ini key, it is used only in runs that measure.
     """
     option, ini = config.getoption("aisp_artifacts"), str(config.getini("aisp_artifacts") or "")
     if option == "":
@@ -277,7 +277,7 @@ def _refuse_combinations(settings: Settings, config: pytest.Config) -> None:
 
 
 def _refuse_reruns(config: pytest.Config) -> None:
-    """Refuse options of other plugins that run or report a case twice."""
+    """Raise `pytest.UsageError` for options of other plugins that run or report a case twice."""
     options = {
         "--force-reruns": config.getoption("force_reruns", None),
         "--reruns-mode=append": config.getoption("reruns_mode", None) == "append",

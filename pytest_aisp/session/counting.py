@@ -1,8 +1,8 @@
 """Count a metric of a case, such as memory, and judge the amounts.
 
-The amount that an allocator takes differs from process to process. So an amount that would be red
-is counted again in fresh processes, whose votes decide. A recording counts in each of its
-processes.
+Allocators take different amounts of memory in different processes. So an amount that would be red
+is counted again in fresh processes, and the majority decides. A run that records counts in each of
+its processes.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def count_and_judge(case: CaseRun, name: Name, limit: float) -> MetricJudgement:
     if settings.in_process:
         return judged
     if judged.is_suspect:
-        # Only the votes decide. The first amount is biased: it led to votes by being extreme.
+        # Only the votes decide. The first amount is biased, because only extreme amounts lead to
+        # votes.
         votes = _votes(case, name, lambda vote: _judge(case, name, limit, [vote]))
         judged = _judge(case, name, limit, votes) if votes else judged
         counted += votes
@@ -83,10 +84,10 @@ def _count(case: CaseRun, name: Name, worker: Worker | None = None) -> Amounts:
 
 
 def _count_again(case: CaseRun, name: Name, number: int, *, vote: bool = False) -> Amounts | None:
-    """Return what process `number` counts; None if the recorded run did not count again.
+    """Return the amounts in process `number`; None if a replayed run did not count again.
 
-    A vote is counted in a fresh process. Every second process of a recording is fresh too. In the
-    others, the allocator has been used before.
+    A vote uses a fresh process. When recording, every second process is fresh, and in every other
+    one the allocator has been used before.
     """
     case.run.progress(f"count {name} again, {number}")
     fresh = case.run.replay is None and (vote or number % 2 == 0)
@@ -104,7 +105,7 @@ def _count_again(case: CaseRun, name: Name, number: int, *, vote: bool = False) 
 
 
 def _votes(case: CaseRun, name: Name, judge: Callable[[Amounts], MetricJudgement]) -> list[Amounts]:
-    """Return the amounts of fresh processes. They end when `VOTES` of them agree."""
+    """Return the amounts counted in fresh processes, one by one until `VOTES` of them agree."""
     found: list[Amounts] = []
     reds = 0
     while VOTES not in (reds, len(found) - reds):
@@ -117,7 +118,7 @@ def _votes(case: CaseRun, name: Name, judge: Callable[[Amounts], MetricJudgement
 
 
 def _judge(case: CaseRun, name: Name, limit: float, counted: Sequence[Amounts]) -> MetricJudgement:
-    """Compare what most of the processes counted with the page's limit and the stored amount."""
+    """Compare the median amounts with the page's limit and with the stored amount."""
     stored, settings, metric = case.stored, case.run.settings, METRICS[name]
     amounts = pooled(counted)
     if settings.aa:

@@ -1,7 +1,6 @@
 """Judge a case: compare its speedup and its changed sides with their limits.
 
-The functions return findings, from which the verdict is computed elsewhere. None of them changes
-the row.
+The functions return findings. `results.verdict.case_verdict` computes the verdict from these.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Judgement:
     Attributes:
         votes: the values of the fresh processes.
         suspect: 1 for a suspected loss, -1 for a suspected gain, 0 if the case is not a suspect.
-        session: the spread from session to session.
+        session: the standard deviation of ln(speedup) between sessions.
         detectable: the smallest loss that is detected in 99 % of trials; None without gates.
         stored, stored_in: the stored value, and its file.
         differences: other possible causes of a loss against the stored result.
@@ -52,7 +51,7 @@ class Judgement:
 def judge_speedup(
     client: CaseClient, stored: StoredResult, timing: Timing, claim: Claim | None
 ) -> Judgement:
-    """Compare the speedup with claim and stored result. If the first value is suspect, vote."""
+    """Compare the speedup with the claim and the stored result, in fresh processes if in doubt."""
     settings, clock, spread = client.run.settings, timing.clock, timing.spread
     session, mine = stored.session_spread(clock), stored.result
     has_record = mine is not None and mine.value is not None and not settings.aa
@@ -76,7 +75,8 @@ def judge_speedup(
     differences = with_compiler(client, stored, differences, decision)
     votes = [vote.value for vote in decision.votes]
     if votes:
-        # Only the votes are averaged. The first value is biased: it led to votes by being extreme.
+        # Only the votes are averaged. The first value is biased, because only extreme values lead
+        # to votes.
         client.notes.append(
             f"measured {1 + len(votes)} times; the first gave {ratio(timing.reading.value)}"
         )
@@ -110,7 +110,7 @@ def _claim_gates(claim: Claim | None, timing: Timing) -> list[Gate]:
 
 
 def _other_clock(stored: StoredResult, mine: models.Result, timing: Timing) -> str:
-    """Return a text about the stored result's other clock, with the reason for the difference."""
+    """Return a text that says why the stored result, which is on another clock, is not compared."""
     keys = ("no graph", "no queue")
     why = next((f": {timing.details[k]}" for k in keys if k in timing.details), "")
     return (
@@ -187,13 +187,16 @@ def judge_against(
     than: str,
     cause: Cause,
 ) -> list[Finding]:
-    """Compare the side `name` with another state of it. Return nothing if it is as fast.
+    """Compare the side `name` with an earlier version, or with itself in another environment.
 
     Args:
-        first: ln of the ratio of the times of that state and of today's.
-        measure: a function that measures this again.
-        than: what the side is compared with.
-        cause: the cause of a loss.
+        first: the first measured ln(other time / time here).
+        measure: a function that measures this value again in a fresh process.
+        than: a text that describes the other version or environment.
+        cause: the cause to report if the side is slower here.
+
+    Returns:
+        The findings; empty if the side is not slower.
     """
     decision = _decide(client, first, [gate], measure)
     value = fmean(vote.value for vote in decision.votes or (first,))
@@ -214,7 +217,7 @@ def judge_against(
 def judge_recorded_claim(
     claim: Claim | None, claim_origin: str, values: list[float], word: str
 ) -> None:
-    """Refuse to record if the claim is inconclusive and the mean of all processes is below it.
+    """Refuse to record if the claim was inconclusive, and all processes' mean is below the claim.
 
     Raises:
         Failed: if the mean of `values` is below the claim.
