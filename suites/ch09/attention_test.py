@@ -1,30 +1,34 @@
-"""Attention: scores that stay on the chip, by each of PyTorch's kernels.
+"""Attention: PyTorch's fused kernels keep the scores on the chip.
 
-Problem    Attention without a mask in bf16, heads of 64, 256 to 4096 tokens. Heads times tokens is
-           the same at each size, so the queries are always 32 MiB. The scores have a standard
-           deviation of 3, as in trained models.
-Baseline   math: scores by `matmul`, softmax in fp32, rounding to bf16, `matmul`.
-Optimized  All three call `scaled_dot_product_attention` and choose its kernel.
-           efficient: of math. `SDPBackend.EFFICIENT_ATTENTION`, the kernel of xFormers, keeps tiles
-           of scores on the chip.
-           flash: of math. `SDPBackend.FLASH_ATTENTION`, FlashAttention-2, does so too, and its
-           warps exchange less through shared memory.
-           cudnn: of math. `SDPBackend.CUDNN_ATTENTION`, which on Hopper uses wgmma and TMA.
+Problem    Attention without a mask, in bf16, with heads of 64 elements and 256 to 4096 tokens.
+           Heads times tokens is the same at each size, so the queries always take 32 MiB. The
+           scores have a standard deviation of 3, as in trained models.
+Baseline   math: `matmul` computes the scores. Their softmax is computed in fp32 and rounded to
+           bf16. A second `matmul` multiplies it by the values.
+Optimized  Each variant calls `scaled_dot_product_attention` and selects one of its kernels.
+           efficient: changes math. `SDPBackend.EFFICIENT_ATTENTION`, the kernel of xFormers, keeps
+           tiles of scores on the chip.
+           flash: changes math. `SDPBackend.FLASH_ATTENTION`, which is FlashAttention-2. It also
+           keeps tiles of scores on the chip, and its warps exchange less data through shared
+           memory.
+           cudnn: changes math. `SDPBackend.CUDNN_ATTENTION`, which on Hopper uses wgmma and TMA.
 Bound      math: DRAM. Each step reads and writes all scores, so its time grows with heads times
-           tokens squared. The others: tensor cores and exponentials, which grow alike. With heads
-           of 64, one exponential comes with 256 operations of the tensor cores. On an H200 all
-           exponentials take most of the time that the products take, so a fast kernel has to
-           overlap the two. The costs take the full rate of the tensor cores. efficient and flash
-           use `mma.sync`, which does not reach that rate on Hopper (`../ch10/gemm_test.py`).
-Seen       With 1024 tokens on an H100, cudnn takes about as long as its products and then its
-           exponentials, so it hides little of either. efficient and flash take longer, efficient
-           much longer than `mma.sync` explains. With 4096 tokens on an H200, all sides take longer
-           than predicted, and efficient most of all. With 256 tokens, cudnn comes close to DRAM's
-           time. The other two do not: a block then has few tiles of keys, and probably cannot hide
-           the start and the end of its loop. None of this was profiled.
-Use when   Always call `scaled_dot_product_attention`, and let it choose. Its own math backend
-           computes 16-bit inputs in fp32, so it is slower than the baseline of this page. A causal
-           mask, FlexAttention and longer contexts are in `../ch13/long_attention_test.py`.
+           tokens squared. The variants: tensor cores and exponentials. Both times also grow with
+           heads times tokens squared. With 64 elements per head, the tensor cores do 256 operations
+           for each exponential. On an H200, the exponentials alone take almost as long as the
+           products alone, so a fast kernel has to overlap them. The costs assume the full rate of
+           the tensor cores. efficient and flash use `mma.sync`, which does not reach that rate on
+           Hopper (`../ch10/gemm_test.py`).
+Seen       With 1024 tokens on an H100, cudnn takes about the time of its products plus the time of
+           its exponentials, so it overlaps little of them. efficient and flash take longer.
+           efficient takes much longer than the lower rate of `mma.sync` explains. With 4096 tokens
+           on an H200, all sides take longer than predicted, and efficient most of all. With 256
+           tokens, cudnn comes close to DRAM's time. efficient and flash do not. With 256 tokens, a
+           block has few tiles of keys, and probably cannot hide the start and the end of its loop.
+           We did not profile these kernels.
+Use when   Always call `scaled_dot_product_attention`, and let it choose the kernel. Its math
+           backend computes 16-bit inputs in fp32, so it is slower than the baseline of this page. A
+           causal mask, FlexAttention and longer contexts are in `../ch13/long_attention_test.py`.
 """
 
 import torch
@@ -33,9 +37,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pytest_aisp import Cost, Sweep, Variant, Work, compare
 
-WIDTH = 64  # of a head
+WIDTH = 64  # elements of a head
 TOTAL = 2**18  # heads times tokens
-AT_ONCE = 2**26  # scores that the reference has at once
+AT_ONCE = 2**26  # scores that the reference computes at a time
 
 
 def inputs(device, heads, tokens):

@@ -1,6 +1,8 @@
-// Rows that the blocks of a cluster share: each block keeps a slice of its row in shared memory.
+// Helpers for kernels in which the blocks of a cluster share a row. Each block keeps a slice of the
+// row in shared memory.
 //
-// The grid is (blocks of a cluster, rows), and the blocks are a power of two. A vector is 16 bytes.
+// The grid is (blocks of a cluster, rows). The number of blocks is a power of two. A vector is 16
+// bytes.
 
 #include <cooperative_groups.h>
 #include <cuda_pipeline.h>
@@ -10,7 +12,7 @@ constexpr unsigned BLOCK = 256, WARPS = BLOCK / 32;
 // A block's part of its row, in vectors. The last blocks of a short row may have no vectors.
 struct Slice {
   unsigned begin, count;
-  size_t first;  // `begin` counted from the first row
+  size_t first;  // like `begin`, but counted from the start of the first row
 };
 
 __device__ inline Slice slice(unsigned vectors) {
@@ -38,16 +40,17 @@ __device__ inline float over_lanes(float value, unsigned width) {
   return value;
 }
 
-// exp(x) is exp2(x * LOG2E), which is one multiply-add and one instruction of the SFU, even with a
-// difference: exp(x - most) is exp2(x * LOG2E - most * LOG2E).
+// exp(x - most) is exp2(x * LOG2E - most * LOG2E), which takes one multiply-add and one SFU
+// instruction.
 constexpr float LOG2E = 1.44269504f;
 
-// The largest of some numbers, times LOG2E, and the sum of exp2(number * LOG2E - most) over them.
+// For a set of numbers: `most` is the largest number times LOG2E, and `total` is the sum of
+//   exp2(number * LOG2E - most).
 struct alignas(8) Exponentials {
   float most, total;
 };
 
-// That of no numbers. Not -inf: -inf - -inf is not a number.
+// The value for an empty set. It is not -inf, because -inf - -inf is NaN.
 constexpr float LOWEST = -1e38f;
 constexpr Exponentials NO_NUMBERS{LOWEST, 0.0f};
 
@@ -59,7 +62,8 @@ __device__ inline Exponentials over_lanes(Exponentials own, unsigned width) {
   return {most, over_lanes(own.total * exp2f(own.most - most), width)};
 }
 
-// Returns the result of `over_lanes` over the block to every thread of its first warp.
+// Reduces `value` over the block as `over_lanes` does, and returns the result to every thread of
+// the first warp.
 template <typename Value>
 __device__ Value over_block(Value value) {
   __shared__ Value part[WARPS];
@@ -69,9 +73,9 @@ __device__ Value over_block(Value value) {
   return threadIdx.x < 32 ? over_lanes(part[threadIdx.x % WARPS], WARPS) : value;
 }
 
-// Returns the result of `over_lanes` over the cluster to every thread, from the `value` of each
-// block's first thread. A block must not exit before `cluster.barrier_wait()`, because other blocks
-// read its shared memory until then.
+// Reduces the `value` of each block's first thread over the cluster, as `over_lanes` does, and
+// returns the result to every thread. A block must call `cluster.barrier_wait()` before it exits,
+// because until then other blocks read its shared memory.
 template <typename Value>
 __device__ Value over_cluster(cooperative_groups::cluster_group cluster, Value value) {
   __shared__ Value mine;

@@ -1,14 +1,15 @@
 // Cross entropy of bf16 logits: the loss of each row, and the gradient of the mean of all losses.
 //
-// clustered: the blocks of a cluster share a row and keep it in their shared memory. So it is read
-//   once. They read each other's maxima and sums from shared memory too.
-// ring: a cluster takes row after row, while bulk copies bring the next ones. The blocks meet at
-//   the cluster's barrier once per row.
-// pushed: ring, but the blocks store their maxima and sums to each other, and wait for these alone.
+// clustered: the blocks of a cluster share a row and keep it in their shared memory, so the row is
+//   read from DRAM once. The blocks read each other's maxima and sums from shared memory.
+// ring: a cluster processes many rows, while bulk copies load the next rows. The blocks wait at the
+//   cluster's barrier once per row.
+// pushed: like ring, but the blocks send their maxima and sums to each other, and wait only for
+//   these.
 //
-// Exponentials are to base 2, and those of the gradient have the mean's 1 / rows in their exponent.
-// So an element of the gradient is one multiply-add, one exponential and its rounding. Only that of
-// the label needs more.
+// Exponentials are powers of 2. In those of the gradient, log2(1 / rows) is part of the exponent.
+// So an element of the gradient takes one multiply-add, one exponential and one rounding. Only the
+// label's element needs more instructions.
 //
 // Rows begin at multiples of 16 bytes, which are 8 logits.
 
@@ -17,10 +18,10 @@
 #include "row_ring.cuh"
 
 constexpr float LN2 = 0.693147182f;
-constexpr unsigned AT_ONCE = 4;  // vectors that a thread of clustered takes at once
+constexpr unsigned AT_ONCE = 4;  // vectors that a thread of clustered processes at a time
 constexpr uint4 NO_LOGITS{0xff80ff80, 0xff80ff80, 0xff80ff80, 0xff80ff80};  // 8 times -inf
 
-// 8 logits. A pair has 4 bytes.
+// 8 logits, as pairs of 4 bytes.
 union Vector {
   uint4 bytes;
   __nv_bfloat162 pair[4];
@@ -62,7 +63,7 @@ __device__ Exponentials together(Exponentials a, Exponentials b) {
   return {most, a.total * exp2f(a.most - most) + b.total * exp2f(b.most - most)};
 }
 
-// What the losses and the gradient need of a row. The logarithms are to base 2.
+// The values of a row that its loss and its gradient need. The logarithms are to base 2.
 struct Row {
   float log_sum, share, bias;
 
@@ -79,8 +80,8 @@ struct Row {
     return x.bytes;
   }
 
-  // Stores the loss, and the gradient at the label. The caller has just stored the label's vector,
-  // and the compiler may not exchange the two stores.
+  // Stores the loss, and the gradient at the label. The caller has already stored the label's
+  // vector, and the compiler keeps the order of these two stores.
   __device__ void store_label(float logit, float* loss, uint4* grad, unsigned label) const {
     asm volatile("" ::: "memory");
     *loss = log_sum * LN2 - logit;
@@ -89,13 +90,13 @@ struct Row {
   }
 };
 
-// Returns the label of a row, counted from the first logit of the slice. It is larger than all of
-// them if it is before them.
+// Returns the index of a row's label, counted from the first logit of the slice. If the label is
+// before the slice, the result is larger than every index of the slice.
 __device__ unsigned label_of(const long long* labels, unsigned row, const Slice& part) {
   return static_cast<unsigned>(labels[row]) - 8 * part.begin;
 }
 
-// Whether this thread of a block is the one that has the label's vector.
+// Returns whether this thread of the block has the vector that contains the label.
 __device__ bool has(unsigned label, const Slice& part, unsigned threads) {
   return label / 8 < part.count && label / 8 % threads == threadIdx.x;
 }
@@ -114,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 4)
   const unsigned label = label_of(labels, blockIdx.y, part);
   __pipeline_wait_prior(0);
 
-  // The exponentials of a few vectors are relative to their own largest logit.
+  // The exponentials of AT_ONCE vectors are relative to the largest logit of these vectors.
   Exponentials own = NO_NUMBERS;
   for (unsigned i = threadIdx.x; i < part.count; i += AT_ONCE * BLOCK) {
     uint4 some[AT_ONCE];
@@ -135,7 +136,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 4)
   cluster.barrier_wait();
 }
 
-// The clusters that stay --------------------------------------------------------------------------
+// The persistent clusters
+// --------------------------------------------------------------------------
 
 constexpr unsigned THREADS = 1024, PER = 4, STAGES = 2;
 

@@ -1,61 +1,75 @@
-"""Cross entropy: loss and gradient in one kernel, and logits that never exist all at once.
+"""Cross entropy: loss and gradient in one kernel, and logits computed in chunks to save memory.
 
-Problem    Mean cross entropy of bf16 logits and its gradient, computed in fp32.
-           test_cross_entropy is a curve over 1024 to 262144 classes. test_linear_cross_entropy
-           begins one layer earlier, with hidden states and the weight of the last layer, and
-           returns the gradients of both. Labels are classes, and none is ignored.
+Problem    Mean cross entropy of bf16 logits and its gradient, computed in fp32. test_cross_entropy
+           measures 1024 to 262144 classes. test_linear_cross_entropy starts one layer earlier, from
+           the hidden states and the weight of the last layer, and returns the gradients of both.
+           Labels are class numbers, and no label is ignored.
 Baseline   eager: `cross_entropy` of the logits in fp32, and autograd.
-           whole: the product of hidden states and weight, then eager, and autograd for the rest.
-Optimized  compiled: of eager: softmax, loss and gradient by formula, through `torch.compile`.
-           two_kernels: of eager. A Triton kernel finds the loss and the logarithm of the sum of
-           each row, online. A second one reads the logits again and writes the gradient.
-           one_kernel: of two_kernels. The program that found a row's sum writes the gradient too.
-           clustered: of one_kernel. In CUDA C++, the blocks of a cluster share a row and keep it in
-           their shared memory. They exchange their maxima and sums once. It exists from 16384
-           classes on, and needs a multiple of 8. One block keeps a row of 16384 classes.
-           ring: of clustered. The clusters stay and take row after row, while bulk copies bring the
-           next ones, as in rms_norm_test.py. Only one block fits an SM, with 1024 threads and two
-           rows in shared memory. It exists for more than 32768 classes, up to 262144.
-           pushed: of ring. The blocks push their maxima and sums to each other by st.async. In ring
-           they store them too, but all meet at the cluster's barrier.
-           chunked: of whole. Eight chunks of rows in turn, each with its logits, its loss and its
-           gradients. The gradient of the weight is added up in bf16.
-           fused_chunks: of chunked. The loss of each chunk is that of one_kernel, which overwrites
-           the logits with their gradient.
+           whole: multiplies the hidden states by the weight, computes the loss like eager, and gets
+           all gradients from autograd.
+Optimized  compiled: changes eager. `torch.compile` compiles the formulas of the softmax, the loss
+           and the gradient.
+           two_kernels: changes eager. A Triton kernel computes each row's loss and log-sum-exp in
+           one pass, by the online method. A second kernel reads the logits again and writes the
+           gradient.
+           one_kernel: changes two_kernels. The program that computes a row's log-sum-exp also
+           writes its gradient.
+           clustered: changes one_kernel. In CUDA C++, the blocks of a cluster share a row and keep
+           it in their shared memory. The blocks exchange their maxima and sums once. This kernel
+           runs for 16384 or more classes, and their number must be a multiple of 8. A row of 16384
+           classes fits in one block.
+           ring: changes clustered. The clusters are persistent: each processes many rows, while
+           bulk copies load the next rows, as in rms_norm_test.py. Only one block fits on an SM. It
+           has 1024 threads, and its parts of two rows in shared memory. This kernel runs for more
+           than 32768 and up to 262144 classes.
+           pushed: changes ring. The blocks send their maxima and sums to each other with st.async,
+           and wait only for these values. In ring they use ordinary stores, and then all wait at
+           the cluster's barrier.
+           chunked: changes whole. The rows are processed in eight chunks, one after another. Each
+           chunk computes its logits, its loss and its gradients. The gradient of the weight is
+           summed in bf16.
+           fused_chunks: changes chunked. The kernel of one_kernel computes each chunk's loss, and
+           overwrites the logits with their gradient.
            linear_library: `torch.nn.functional.linear_cross_entropy` with its default chunks. It
            returns the loss in bf16.
-Bound      test_cross_entropy: DRAM, or issue. eager makes ten passes over the logits, most of them
-           in fp32. torch's log softmax and its backward also read long rows more than once. The
-           Triton kernels read a logit twice and write its gradient, and those in CUDA C++ read it
-           once. In one_kernel the second read comes from the L2, as long as the rows of all running
-           programs fit there together. Then the issue of instructions takes longer than DRAM. The
-           machine code for sm_90 has about 40 instructions per logit, most of them for exponentials
-           and for rounding to bf16, and half as many again if the row is a single step of the loop.
-           That of clustered has 13. It rounds by an instruction, flushes denormal numbers, and
-           computes two exponentials per logit instead of three. They are to base 2, so that each is
-           one multiply-add and one instruction of the SFU. The gradient's factor 1 / rows is in the
-           exponent, and only the thread with the label's logit subtracts the one. With 16384
-           classes, one block keeps the row. So there the differences are these instructions and the
-           second read, which is from shared memory instead of the L2. The costs do not know that
-           blocks wait for each other. rms_norm_test.py is about that.
+Bound      test_cross_entropy: DRAM, or the issue of instructions. eager makes ten passes over the
+           logits, most of them in fp32. torch's log softmax and its backward also read long rows
+           more than once. The Triton kernels read each logit twice and write its gradient. The CUDA
+           C++ kernels read each logit once. In one_kernel, the second read comes from the L2 if the
+           rows of all running programs fit in the L2 together. In that case, issuing the
+           instructions takes longer than the DRAM traffic. The machine code of one_kernel for sm_90
+           has about 40 instructions per logit, most of them for exponentials and for rounding to
+           bf16. If a row is a single step of the loop, it has 60. The machine code of clustered has
+           13 instructions per logit. It rounds with one instruction, flushes denormal numbers, and
+           computes two exponentials per logit instead of three. They are powers of 2, so each takes
+           one multiply-add and one SFU instruction. The gradient's factor 1 / rows is added to the
+           exponent as a logarithm. Only the thread that holds the label's logit subtracts the 1 of
+           the gradient's formula. With 16384 classes, clustered has one block per row. So it
+           differs from one_kernel only in these instructions and in its second read, which comes
+           from shared memory instead of the L2. The costs do not include the time that blocks wait
+           for each other, which is explained in rms_norm_test.py.
            test_linear_cross_entropy: the tensor cores. All sides compute the same three products.
-           The passes of whole over its fp32 logits take another three quarters of that time. Memory
-           is the point: whole keeps fp32 copies of logits and gradients. Chunks are claimed to save
-           memory, not time. Their products are smaller, so they fill the GPU less evenly, and each
-           chunk reads and writes the gradient of the weight.
+           In whole, the passes over the fp32 logits add three quarters of the products' time. The
+           goal of this test is memory: whole keeps fp32 copies of the logits and their gradients.
+           The page claims that chunks save memory, not time. The products of a chunk are smaller,
+           so they fill the GPU less evenly. Each chunk also reads and writes the gradient of the
+           weight.
 Seen       On an H100, eager takes a quarter longer than predicted with 1024 classes, and almost a
-           fifth with 16384. torch adds up the losses of all rows in a single block. This may be a
-           part of it with 1024 classes, but with 16384 there are too few rows. We did not time its
-           kernels alone. With 16384 classes, one_kernel takes a sixth longer than predicted, and
-           compiled as long as if its second read came from DRAM. We did not look at the kernel that
-           Inductor wrote. On an H200, fused_chunks takes more than a quarter longer than predicted.
-           We did not measure which of its steps takes longer. On an H100, clustered takes about an
-           eighth longer than its bytes with 16384 classes, and a sixth longer with 262144. There
-           ring takes a quarter longer, and pushed hardly longer than its bytes. So most of the gain
-           over clustered comes from the push. linear_library is not recorded yet.
-Use when   The vocabulary is large. The gradient of the loss is known as soon as the loss is, so
-           compute both in the forward. Choose chunks so large that the products still fill the GPU:
-           here 1024 rows, whose gradient has 128 tiles of 128 x 128 for the 132 SMs of an H200.
+           fifth longer with 16384. torch sums the losses of all rows in a single block. With 1024
+           classes this may explain a part of the extra time. With 16384 classes there are too few
+           rows for that. We did not time its kernels alone. With 16384 classes, one_kernel takes a
+           sixth longer than predicted. compiled takes the time of a kernel whose second read comes
+           from DRAM. We did not look at the kernel that Inductor generated. On an H200,
+           fused_chunks takes more than a quarter longer than predicted. We did not measure which of
+           its steps takes longer. On an H100, clustered takes about an eighth longer than its
+           memory traffic alone with 16384 classes, and a sixth longer with 262144. With 262144
+           classes, ring takes a quarter longer than its bytes, and pushed hardly longer. So most of
+           the gain of pushed over clustered comes from st.async. linear_library is not recorded
+           yet.
+Use when   The vocabulary is large. The gradient needs nothing that the forward pass does not have,
+           so compute the loss and the gradient together in the forward pass. Choose chunks that are
+           large enough for their products to fill the GPU. Here a chunk has 1024 rows, and the
+           gradient of its hidden states has 128 tiles of 128 x 128 for the 132 SMs of an H200.
 """
 
 import functools
@@ -70,30 +84,31 @@ from pytest_aisp import Cost, Sweep, Variant, Work, compare, cuda_module
 
 kernels = cuda_module("cross_entropy.cu", options={"ftz": True})
 
-TOTAL = 2**28  # logits of the curve
+TOTAL = 2**28  # logits at each size of test_cross_entropy
 CLASSES = (1024, 16384, 262144)
 CHUNKS = 8
-ROWS = 512  # rows that the reference takes at once
-STEP = 4096  # logits that a program takes at once, 16 per thread
-LANES = 132 * 5 * STEP  # logits that an H200 has in registers at once: 48 registers per thread
-TORCH = 132 * 2  # blocks of 1024 threads of torch's log softmax that an H200 holds at once
+ROWS = 512  # rows that the reference computes at a time
+STEP = 4096  # logits that a program loads at a time, 16 per thread
+LANES = 132 * 5 * STEP  # logits in registers of an H200: 48 registers per thread
+TORCH = 132 * 2  # blocks of 1024 threads of torch's log softmax that run on an H200
 L2 = 60 * 2**20
-# Instructions of a thread for its 16 logits of a step, and once per row, counted in the machine
-# code that Triton 3.9 makes for sm_90.
+# Instructions of a thread: those for the 16 logits of each step, and those executed once per row.
+# They were counted in the machine code that Triton 3.9 generates for sm_90.
 LOSS, GRADIENT, BOTH = (284, 301), (328, 51), (625, 312)
-# Instructions per logit, counted in the machine code for sm_90. Those of ring and pushed contain
-# the exchange.
+# Instructions per logit, counted in the machine code for sm_90. The counts of ring and pushed
+# include the exchange between blocks.
 CLUSTERED, RING, PUSHED = 404 / 32, 601 / 32, 580 / 32
-BLOCK, MOST_BLOCKS = 256, 8  # threads of a block of clustered, blocks of the largest cluster
-SLICE = 32 * 2**10  # bytes of a row that a block keeps, or more if the largest cluster needs it
-# Threads of a block of ring and pushed, rows in its shared memory, and the bytes of each.
+BLOCK, MOST_BLOCKS = 256, 8  # clustered: threads per block, and most blocks per cluster
+SLICE = 32 * 2**10  # bytes of a row that a block keeps; more if 8 blocks are not enough
+# For ring and pushed: threads per block, rows whose parts are in a block's shared memory, and the
+# bytes of each part.
 THREADS, STAGES, RING_SLICE = 1024, 2, 64 * 2**10
 MOST = {"chunked": 0.35, "fused_chunks": 0.2, "linear_library": 0.6}
 
 
 @triton.jit
 def in_bf16(value):
-    """Round to even. On a GPU a cast does so, but Triton's interpreter truncates."""
+    """Round to bf16, ties to even. A GPU's cast rounds so, but Triton's interpreter truncates."""
     bits = value.to(tl.int32, bitcast=True)
     bits += 0x7FFF + ((bits >> 16) & 1)
     return ((bits >> 16) << 16).to(tl.float32, bitcast=True).to(tl.bfloat16)
@@ -101,7 +116,7 @@ def in_bf16(value):
 
 @triton.jit
 def log_sum(logits, row, n, STEP: tl.constexpr):
-    """Return the logarithm of the sum of the exponentials of a row."""
+    """Return the log-sum-exp of a row that begins at element `row` of `logits`."""
     lanes = tl.arange(0, STEP)
     most = tl.full((STEP,), -3.4028234e38, tl.float32)
     total = tl.zeros((STEP,), tl.float32)
@@ -145,12 +160,12 @@ def gradient_kernel(logits, labels, sums, grad, n, rows, STEP: tl.constexpr):
 
 @triton.jit
 def both_kernel(logits, labels, losses, grad, n, rows, STEP: tl.constexpr):
-    """Store loss and gradient of a row. `grad` may be `logits`, because a row has one program."""
+    """Store a row's loss and gradient. `grad` may be `logits`: no other program uses the row."""
     row = tl.program_id(0).to(tl.int64) * n
     label = tl.load(labels + tl.program_id(0))
     found = log_sum(logits, row, n, STEP)
     tl.store(losses + tl.program_id(0), found - tl.load(logits + row + label).to(tl.float32))
-    # In place, the label's logit is overwritten only after every thread has read it.
+    # If `grad` is `logits`, every thread has to read the label's logit before it is overwritten.
     tl.debug_barrier()
     store_gradient(logits, grad, row, n, label, found, rows, STEP)
 
@@ -211,7 +226,7 @@ def compiled(logits, labels):
 
 
 def in_steps(n):
-    """Return the step and the warps for rows of n. A thread has 16 logits of a step."""
+    """Return STEP and num_warps for rows of n logits. A thread has 16 logits of each step."""
     step = min(STEP, triton.next_power_of_2(n))
     return {"STEP": step, "num_warps": max(step // 512, 1)}
 
@@ -226,7 +241,7 @@ def two_kernels(logits, labels):
 
 
 def both(logits, labels, losses, grad, rows):
-    """Store the losses of some of `rows` rows, and the gradient of the mean over all of them."""
+    """Store losses, and the gradient of their mean over `rows` rows. `logits` may have fewer."""
     given, n = logits.shape
     both_kernel[(given,)](logits, labels, losses, grad, n, rows, **in_steps(n))
 
@@ -239,7 +254,7 @@ def one_kernel(logits, labels):
 
 
 def blocks_of(n, each=SLICE):
-    """Return how many blocks share a row, if each keeps so many bytes."""
+    """Return how many blocks share a row, if each block keeps `each` bytes."""
     return min(triton.next_power_of_2(triton.cdiv(2 * n, each)), MOST_BLOCKS)
 
 
@@ -256,7 +271,7 @@ def clustered(logits, labels):
 
 
 def staying(kernel, logits, labels):
-    """Run a kernel with as many clusters as fit the GPU, but at most one for every 8 rows."""
+    """Run a kernel with as many clusters as fit on the GPU, but at most one for every 8 rows."""
     (rows, n), grad = logits.shape, torch.empty_like(logits)
     if n % 8 or 2 * n > MOST_BLOCKS * RING_SLICE:
         raise ValueError(f"rows of {n} logits; needs a multiple of 8, and at most 262144")
@@ -325,7 +340,7 @@ def moved(rows, n, read, write, exponentials=0, instructions=0, blocks=0):
     """Return the cost of a kernel, from the bytes per logit that it moves.
 
     Args:
-        instructions: those of a logit. Each takes the slot of a multiply-add, two operations.
+        instructions: the number per logit. Each counts as a multiply-add, which is two operations.
     """
     elements = rows * n
     return Cost(
@@ -339,18 +354,19 @@ def moved(rows, n, read, write, exponentials=0, instructions=0, blocks=0):
 
 
 def issued(n, each, once):
-    """Return the instructions per logit, if a thread has `each` per step and `once` per row."""
+    """Return a thread's instructions per logit: `each` for every step, and `once` for the row."""
     step = in_steps(n)["STEP"]
     return (each * triton.cdiv(n, step) + once) * step / (16 * n)
 
 
 def exponentials_of(n):
-    """Return how many `log_sum` computes per logit: two in each step, and one at the end."""
+    """Return the exponentials per logit of `log_sum`: two, and one per lane after the last step."""
     return 2 + in_steps(n)["STEP"] / n
 
 
 def eager_cost(rows, n):
-    # Log softmax reads for maximum, sum and result, and its backward for sum and result.
+    # Log softmax reads its input for the maximum, the sum and the result. Its backward reads its
+    # inputs for the sum and the result.
     fits = 4 * n * min(rows, TORCH) < L2, 8 * n * min(rows, TORCH) < L2
     forward, backward = 1 if fits[0] else 3, 1 if fits[1] else 2
     return (
@@ -373,7 +389,7 @@ def two_kernels_cost(rows, n):
 
 
 def bytes_read(rows, n):
-    """Return the bytes per logit that one kernel for both reads from DRAM."""
+    """Return the bytes per logit that one_kernel reads from DRAM: 2, or 4 if rows exceed the L2."""
     in_work = 2 * n * min(rows, LANES // min(n, STEP))
     return 2 if in_work < L2 else 4
 
@@ -455,9 +471,9 @@ def in_chunks(rows, n, k, loss):
     inputs=inputs,
     reference=reference,
     sizes=[{"rows": TOTAL // n, "n": n} for n in CLASSES],
-    # Rows begin at multiples of 16 bytes. With 40008, clusters have at least two blocks, which
-    # differ in their number of vectors, as some of their threads do. A cluster of ring has more of
-    # the 9 rows than fit its shared memory.
+    # Rows begin at multiples of 16 bytes. With 40008 logits, a cluster has at least two blocks. Its
+    # blocks have different numbers of vectors, and some of its threads do too. A cluster of ring
+    # gets more of the 9 rows than its shared memory can hold.
     check_sizes=[{"rows": 17, "n": 248}, {"rows": 2, "n": 9000}, {"rows": 9, "n": 40008}],
     work=lambda rows, n: Work(read=2 * rows * n, write=2 * rows * n, terms=n, roundings=4),
     bound="dram",
@@ -480,7 +496,7 @@ def test_cross_entropy(pair):
 @compare(
     baseline=whole,
     optimized=[
-        # Chunks may be slower: memory is their point.
+        # Chunks may be slower, because their purpose is to save memory.
         Variant(chunked, at_least="yardstick"),
         Variant(fused_chunks, at_least="yardstick"),
         Variant(

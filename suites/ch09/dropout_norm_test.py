@@ -1,21 +1,24 @@
 """Dropout, residual and norm: the three steps between two layers as one kernel.
 
 Problem    sum = residual + x * mask / (1 - p), and the RMS norm of sum, on rows of 4096 fp16
-           elements, computed in fp32. Both are returned, since the next block adds to the sum. The
-           mask is an input of bytes. Its backward needs it anyway, and with it all sides drop the
-           same elements.
-Baseline   separate: product with the mask, product with the scale, addition, and
-           `torch.nn.functional.rms_norm`, which already is one kernel.
-Optimized  compiled: of separate, through `torch.compile`.
-           added: of separate. A Triton kernel drops and adds. The library's norm follows.
-           fused: of added. The norm is in the same kernel, while the sum is in registers.
-Bound      DRAM. fused reads 5 bytes and writes 4 for each element. The norm of added reads the
-           sum again, which is 2 bytes more. The four kernels of separate move 19 bytes.
-Seen       separate takes half as long again as its bytes. Its kernels were not timed alone. The
-           other sides take as long as predicted.
-Use when   A norm follows pointwise work. Fuse into the norm all that its row needs: dropout, bias,
-           residual. Inductor does that too. The random numbers can also be drawn in the kernel from
-           a counter, which saves the mask's byte. Then the backward draws them again.
+           elements, computed in fp32. Both are returned, because the next block of the model adds
+           to the sum. The mask is an input with one byte per element. The backward pass needs it in
+           any case, and it lets all sides drop the same elements.
+Baseline   separate: multiplies by the mask, multiplies by the scale, adds the residual, and calls
+           `torch.nn.functional.rms_norm`, which is one kernel already.
+Optimized  compiled: separate through `torch.compile`.
+           added: changes separate. One Triton kernel does the dropout and the addition. The
+           library's norm follows.
+           fused: changes added. The same Triton kernel also computes the norm, from the sum that it
+           has in registers.
+Bound      DRAM. For each element, fused reads 5 bytes and writes 4. added moves 11 bytes, because
+           its norm reads the sum again. The four kernels of separate move 19 bytes.
+Seen       separate takes 1.5 times as long as its memory traffic alone. We did not time its kernels
+           alone. The other sides take as long as predicted.
+Use when   A norm follows pointwise work. Fuse the operations that produce its input into the norm:
+           dropout, bias and residual. Inductor does this fusion too. A kernel can also generate the
+           random numbers itself, from a counter. This saves the byte of the mask, and the backward
+           pass generates the same numbers again.
 """
 
 import functools
@@ -51,7 +54,7 @@ def fused_kernel(x, mask, residual, weight, total, out, n, factor, eps, BLOCK: t
     summed = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32) + kept
     stored = summed.to(tl.float16)
     tl.store(total + at, stored, mask=inside)
-    # The norm is that of the rounded sum, as on the other sides.
+    # The norm is computed from the rounded sum, as on the other sides.
     value = stored.to(tl.float32)
     scale = 1 / tl.sqrt(tl.sum(value * value) / n + eps)
     scaled = value * scale * tl.load(weight + lanes, mask=inside)

@@ -1,8 +1,8 @@
-// Products of a matrix w (n, k) and few vectors x (m, k) in bf16, with fp32 sums.
-// out is (m, n). Each warp has a row of w.
+// Products of a matrix w (n, k) and a few vectors x (m, k) in bf16, with fp32 sums. out is (m, n).
+// Each warp computes one row of w.
 //
-// scalar: one vector. A lane loads one element of 2 bytes at a time.
-// vectorized: one vector. A lane loads eight elements of 16 bytes at a time. k is a multiple of 8.
+// scalar: for one vector. A lane loads one element of 2 bytes at a time.
+// vectorized: for one vector. A lane loads 8 elements (16 bytes) at a time. k is a multiple of 8.
 // together_2, together_4, together_8, together_16: vectorized for 2 to 16 vectors. Each element of
 //     w is loaded once and multiplied with every vector.
 
@@ -17,7 +17,7 @@ __device__ float summed_over_lanes(float total) {
   return total;
 }
 
-// Eight neighbors in one access.
+// Eight neighboring elements, loaded in one access.
 struct Octet {
   uint4 bits;
   __device__ float2 pair(unsigned i) const {
@@ -34,7 +34,7 @@ __device__ void rows_times(const __nv_bfloat16* __restrict__ w, const __nv_bfloa
   const uint4* vectors = reinterpret_cast<const uint4*>(x);
   const unsigned octets = k / 8;
   float total[m] = {};
-  // Many vectors need many registers, so only one vector's loop is unrolled further.
+  // Many vectors need many registers, so the loop is unrolled further only for one vector.
 #pragma unroll(m == 1 ? 4 : 1)
   for (unsigned i = lane; i < octets; i += 32) {
     const Octet a = {weights[i]};

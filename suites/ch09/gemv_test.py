@@ -1,33 +1,37 @@
-"""GEMV and small batches: decoding reads each weight once, whatever it computes with it.
+"""GEMV and small batches: decoding has to read each weight once, for one token or for several.
 
-Problem    x w^T with w (n, k), x (m, k) and results in bf16, sums in fp32. A layer does this when
-           it decodes m tokens. test_gemv has one token. test_small_batch is a curve over 2 to 16.
-Baseline   scalar: a warp per row of w, CUDA C++. A lane loads one element of 2 bytes at a time.
-           one_by_one: a GEMV by `torch.mv` for each token.
-Optimized  vectorized: of scalar. A lane loads eight elements of 16 bytes at a time.
+Problem    x w^T, where w is (n, k) and x is (m, k). Inputs and results are bf16, and sums are fp32.
+           A linear layer computes this product to decode m tokens. test_gemv has one token.
+           test_small_batch has 2, 4, 8 and 16 tokens.
+Baseline   scalar: a CUDA C++ kernel with one warp per row of w. A lane loads one element of 2 bytes
+           at a time.
+           one_by_one: calls `torch.mv` once per token.
+Optimized  vectorized: changes scalar. A lane loads 16 bytes at a time, which are eight elements.
            gemv_library: `torch.mv`.
-           together: of one_by_one. One kernel that multiplies each weight it has loaded with all
-           tokens, on the CUDA cores. With one token it would be vectorized.
-           gemm_library: of one_by_one. `torch.nn.functional.linear` with all tokens.
-Bound      DRAM, which has to deliver w once. In test_gemv scalar has too few bytes in flight.
-           The compiler unrolls its loop, but keeps a test between the loads. So a thread waits for
-           each of its weights. 2048 threads of an SM with one load of 2 bytes have 4 KiB, and about
-           13 KiB are needed. vectorized has eight times as many bytes per load.
-           In test_small_batch one_by_one reads w again for each token, since w is larger than the
-           L2. together needs m multiply-adds, and conversions for them, for each weight. From about
-           6 tokens on, these instructions take longer than the bytes of w. x of 16 tokens has
-           512 KiB, which is more than an L1 holds, so each block reads it from the L2 again. This
-           takes less time than the instructions, if the warps of a block share what they read. The
-           tensor cores of gemm_library are idle most of the time at all these sizes.
-Seen       From 4 tokens on, together takes longer than its cost, and gemm_library is faster. Its
-           times are near to those of a kernel in which each warp reads all tokens from the L2
-           again. So probably the warps of a block share little of what they read. No counter has
-           shown that yet. gemm_library takes the same time for 2 tokens as for 16.
-Use when   You write a kernel for weights that no library knows, such as quantized ones: give each
-           lane 16 bytes of weights per load, and keep one sum for each token. For bf16 weights call
-           the library, which is faster from 4 tokens on. And batch: while the bytes of w are the
-           limit, another token is almost free. `../ch12/decode_loop_test.py` runs one layer after
-           another as a CUDA graph.
+           together: changes one_by_one. One kernel loads each weight once and multiplies it with
+           all tokens, on the CUDA cores. With one token, this kernel is vectorized.
+           gemm_library: changes one_by_one. `torch.nn.functional.linear` with all tokens.
+Bound      DRAM, because w has to be read once. In test_gemv, scalar has too few bytes in flight.
+           The compiler unrolls its loop, but keeps a branch between the loads. So a thread waits
+           for each weight before it loads the next one. An SM with 2048 threads and one 2-byte load
+           per thread has 4 KiB in flight, and it needs about 13 KiB. vectorized loads eight times
+           as many bytes at a time.
+           In test_small_batch, one_by_one reads w again for each token, because w is larger than
+           the L2. For each weight, together needs m multiply-adds and the conversions to fp32. With
+           about 6 tokens or more, these instructions take longer than loading w. With 16 tokens, x
+           has 512 KiB. This is more than an L1 holds, so each block reads x from the L2 again. If
+           the warps of a block share these reads, they take less time than the instructions.
+           gemm_library uses tensor cores, which are idle most of the time at all these sizes.
+Seen       From 4 tokens on, together takes longer than its cost, and gemm_library is faster. The
+           times of together are close to those of a kernel in which each warp reads all tokens from
+           the L2 again. So the warps of a block probably share few of their reads. We have not
+           confirmed this with hardware counters. gemm_library takes the same time for 2 tokens as
+           for 16.
+Use when   You write a kernel for weights that no library supports, such as quantized weights. Let
+           each lane load 16 bytes of weights at a time, and keep one sum for each token. For bf16
+           weights, call the library, which is faster with 4 tokens or more. Batch tokens: as long
+           as loading w is the limit, another token costs almost no time.
+           `../ch12/decode_loop_test.py` captures a decode loop in a CUDA graph.
 """
 
 import torch
@@ -36,12 +40,12 @@ import torch.nn.functional as F
 from pytest_aisp import Cost, Sweep, Variant, Work, compare, cuda_module
 
 kernels = cuda_module("gemv.cu")
-WARPS = 8  # of a block, and each has a row
+WARPS = 8  # of a block; each warp computes one row of w
 SMS = 132  # of an H200
 L1 = 256 * 2**10  # of an SM
 THREADS = 2048  # of an SM
-# A load takes about 0.4 us: 0.34 us for an idle DRAM, and the rest for the instructions around it.
-# In that time, the GPU could do this many operations at its fp32 rate.
+# A load takes about 0.4 us: 0.34 us from an idle DRAM, and the rest for the instructions around it.
+# WAIT is the number of fp32 operations that the GPU could do in that time.
 WAIT = 2.4e7
 
 
@@ -92,16 +96,16 @@ def gemm_library(x, w):
 
 
 def scalar_cost(m, n, k):
-    # The threads of all SMs wait for one weight each, and then for the next one.
+    # Each thread waits for one weight, and only then loads the next one.
     ops = {"fp32": WAIT * n * k / (SMS * THREADS)}
     return Cost(read=2 * (n + m) * k, write=2 * m * n, ops=ops, launches=1)
 
 
 def together_cost(m, n, k):
-    # Eight weights need a load and 8 conversions; with each token, as many again and 8 sums.
-    # Each instruction takes the slot of a multiply-add.
+    # Eight weights need one load and 8 conversions. Each token adds one load, 8 conversions and 8
+    # multiply-adds. Each instruction counts as a multiply-add.
     ops = {"fp32": 2 * (9 + 17 * m) / 8 * n * k}
-    # Every block of 8 rows reads all tokens. An L1 of 256 KiB keeps them if they are few.
+    # Every block of 8 rows reads all tokens. They come from the L1 if they fit in its 256 KiB.
     tokens = 2 * m * k * (n // WARPS if 2 * m * k >= L1 else SMS)
     return Cost(read=2 * (n + m) * k, write=2 * m * n, l2=2 * n * k + tokens, ops=ops, launches=1)
 

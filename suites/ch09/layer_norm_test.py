@@ -1,29 +1,30 @@
-"""Layer norm: the variance of a row that is already in registers costs no traffic.
+"""Layer norm: with the row in registers, the variance needs no extra memory traffic.
 
 Problem    (x - mean) / sqrt(variance + eps) * weight + bias for rows of 4096 fp16 elements,
-           computed in fp32. Mean and 1 / deviation are returned too, because the backward needs
-           them.
-Baseline   chain: the formula in torch: to fp32, mean, difference, its square, the variance as the
-           mean of that, root, products, sum, and back to fp16.
-Optimized  compiled: of chain, through `torch.compile`.
-           one_sweep: of chain. One Triton kernel walks the row twice, in steps of 2048. The first
-           walk adds up x and x^2, since variance = mean(x^2) - mean^2.
-           in_registers: of one_sweep. The row is loaded once and stays in registers. The variance
-           is the mean of (x - mean)^2, computed after the mean. All loads of both kernels are of
-           16 bytes, and an SM holds 6 programs of either, as their registers allow.
+           computed in fp32. The mean and 1 / sqrt(variance + eps) of each row are returned too,
+           because the backward pass needs them.
+Baseline   chain: the formula in torch. It converts to fp32, computes the mean, the differences,
+           their squares and the mean of the squares, then the root, the products and the sum, and
+           converts to fp16.
+Optimized  compiled: chain through `torch.compile`.
+           one_sweep: changes chain. One Triton kernel makes two passes over the row, in steps of
+           2048. The first pass sums x and x^2, because variance = mean(x^2) - mean^2.
+           in_registers: changes one_sweep. The row is loaded once and stays in registers. The
+           variance is computed after the mean, as the mean of (x - mean)^2. Both Triton kernels
+           load 16 bytes at a time, and their registers allow 6 programs per SM.
            library: `torch.native_layer_norm`, which `torch.nn.functional.layer_norm` calls.
 Bound      DRAM for all fused sides: 2 bytes read and 2 written per element. The rows of all running
-           programs are 6 MiB, so the second walk of one_sweep reads from the L2 and should cost
-           little. in_registers also has the loads of a whole row in flight at once, and one_sweep
-           those of half a row.
-Seen       chain takes half as long again as its bytes, and so does library. compiled takes about a
-           quarter longer than its bytes. None of their kernels was timed alone. one_sweep and
-           in_registers take as long as predicted.
+           programs are 6 MiB together, so the second pass of one_sweep reads from the L2 and should
+           take little time. in_registers has the loads of a whole row in flight at once, and
+           one_sweep only those of half a row.
+Seen       chain and library take 1.5 times as long as their memory traffic alone. compiled takes
+           about a quarter longer than its memory traffic. We did not time their kernels alone.
+           one_sweep and in_registers take as long as predicted.
 Use when   A row fits in registers: load it once and compute the variance from differences. Sums of
-           x and x^2 lose digits where the mean is much larger than the deviation. The inputs here
-           have a mean of about one deviation, where both forms are exact enough. A row that does
-           not fit needs Welford's form. See rms_norm_test.py for other lengths of rows, and
-           norm_backward_test.py for the gradients.
+           x and x^2 lose digits if the mean is much larger than the standard deviation. In the
+           inputs of this page, the two are about equal, and both formulas are accurate enough. For
+           a row that does not fit in registers, use Welford's algorithm. See rms_norm_test.py for
+           other row lengths, and norm_backward_test.py for the gradients.
 """
 
 import functools
@@ -136,7 +137,7 @@ def library(x, weight, bias):
 
 
 def per_element(rows, n, read, write):
-    """Return the cost of a kernel of torch, from the bytes per element that it moves."""
+    """Return the cost of one of torch's kernels that moves these bytes per element."""
     return Cost(read=read * rows * n, write=write * rows * n, launches=1)
 
 

@@ -1,32 +1,39 @@
-"""Norm backward: compute the gradients of input and weights in one pass over the data.
+"""Norm backward: compute the gradients of the input and the weights in one pass over the data.
 
-Problem    Backward of layer norm (test_norm_backward) and of RMS norm (test_rms_backward) over rows
-           of 4096 fp16 elements, computed in fp32. The forward has saved the mean and 1 / deviation
-           of each row. The gradients of weight and bias are sums over all rows.
+Problem    Backward pass of the layer norm (test_norm_backward) and of the RMS norm
+           (test_rms_backward) over rows of 4096 fp16 elements, computed in fp32. The forward pass
+           has saved each row's mean and 1 / standard deviation. The gradients of weight and bias
+           are sums over all rows.
 Baseline   chain: the formula of the layer norm's backward in torch, in fp32.
            rms_chain: the formula of the RMS norm's backward.
-Optimized  compiled: of chain, through `torch.compile`.
-           two_passes: of chain, in Triton. One kernel has a row per program and computes the
-           gradient of the input. A second one reads both matrices again for sums over columns.
-           one_pass: of two_passes. The first kernel also adds up the gradients of the weights, so
-           nothing is read again. A program takes many rows and keeps its sums in registers.
-           library: torch's own kernels, called as autograd calls them.
-           rms_compiled: of rms_chain, through `torch.compile`.
-           rms_one_pass: of rms_chain. The kernel of one_pass, without mean and bias.
+Optimized  compiled: chain through `torch.compile`.
+           two_passes: changes chain. One Triton kernel has a program for each row and computes the
+           gradient of the input. A second kernel reads both matrices again and sums over the rows
+           for the gradients of the weights.
+           one_pass: changes two_passes. The first kernel also sums the gradients of the weights, so
+           the matrices are read only once. A program processes many rows and keeps its sums in
+           registers.
+           library: torch's own backward kernels, which autograd calls.
+           rms_compiled: rms_chain through `torch.compile`.
+           rms_one_pass: changes rms_chain. It is the kernel of one_pass without the mean and the
+           bias.
            rms_library: torch's own kernels for the RMS norm.
 Bound      DRAM. one_pass reads two matrices and writes one. Its partial sums add little to that.
-           two_passes reads four matrices. A chain also reads and writes fp32 copies. An SM holds
-           only two programs of one_pass, and three of the first kernel of two_passes. A program
-           loads nothing while it adds up a row, so both may miss some of the rate of DRAM.
-Seen       On an H100, both compiled sides take less time than DRAM needs to deliver the matrices
-           twice. So Inductor also reads them once, and their costs are those of one_pass. library
-           takes longer than two_passes, whose cost it has. Its kernels were not examined.
-Use when   You write a norm whose backward no library has: keep the sums of the weights in the
-           kernel that already holds the row. Otherwise compile the formula. It is nearly as fast
-           as the kernel written by hand, and faster than torch's own kernels for the layer norm.
-           One program per row would need atomic additions to each weight from every row. So a
-           program takes many rows, and a last small kernel adds up the programs' sums, always in
-           the same order.
+           two_passes reads four matrices. chain and rms_chain also read and write fp32 copies. An
+           SM holds only two programs of one_pass, and three programs of the first kernel of
+           two_passes. A program loads nothing while it sums over a row, so both sides may not reach
+           the full rate of DRAM.
+Seen       On an H100, both compiled sides take less time than it takes to read the matrices from
+           DRAM twice. So Inductor's kernels also read them once, and the costs of these sides are
+           those of one_pass. library has the cost of two_passes, but takes longer. We did not
+           examine its kernels.
+Use when   You write a norm whose backward pass no library has. Sum the gradients of the weights in
+           the kernel that already has the row in registers. If you do not need your own kernel,
+           compile the formula. Compiled code is nearly as fast as the hand-written kernel, and
+           faster than torch's own kernels for the layer norm.
+           With one program per row, every row would have to update each weight's gradient with an
+           atomic addition. So a program processes many rows, and a last small kernel adds the
+           programs' sums, always in the same order.
 """
 
 import functools
@@ -38,7 +45,7 @@ import triton.language as tl
 from pytest_aisp import Cost, Variant, Work, compare
 
 PROGRAMS = 264  # two for each SM of an H200: 128 registers per thread
-SPLITS = 16  # programs that share the rows of some columns
+SPLITS = 16  # programs that share the rows of a tile of columns
 TILE = 64
 
 
@@ -58,7 +65,7 @@ def row_kernel(
     SUMS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute dx row by row, and with SUMS this program's share of the weights' gradients."""
+    """Compute dx row by row. With SUMS, also sum the weights' gradients over these rows."""
     lanes = tl.arange(0, BLOCK)
     inside = lanes < n
     factor = tl.load(weight + lanes, mask=inside, other=0.0).to(tl.float32)
@@ -89,7 +96,7 @@ def row_kernel(
 
 @triton.jit
 def column_kernel(grad, x, mean, scale, dweights, dbiases, rows, n, TILE: tl.constexpr):
-    """Add up the gradients of TILE weights over this program's share of the rows."""
+    """Sum the gradients of TILE weights over this program's share of the rows."""
     column = tl.program_id(0) * TILE + tl.arange(0, TILE)
     share = tl.cdiv(rows, tl.num_programs(1))
     first = tl.program_id(1) * share
@@ -192,7 +199,7 @@ def rms_compiled(grad, x, weight, scale):
 
 
 def by_rows(grad, x, weight, mean, scale, programs, summed):
-    """Return dx, and a sum for each program and weight."""
+    """Return dx, and the programs' sums, of shape (2, programs, n): weight and bias."""
     rows, n = x.shape
     dx = torch.empty_like(x)
     shares = torch.empty(2, programs if summed else 0, n, device=x.device)
@@ -241,7 +248,7 @@ def rms_one_pass(grad, x, weight, scale):
 
 
 def library(grad, x, weight, mean, scale):
-    # It asks for the bias, but does not read it.
+    # The function requires a bias, but does not read it.
     return torch.ops.aten.native_layer_norm_backward(
         grad, x, x.shape[1:], mean, scale, weight, weight, [True] * 3
     )
@@ -261,15 +268,15 @@ def work_of(rows, n, rows_read, vectors):
 
 
 def in_turn(rows, n, kernels):
-    """Return the cost of kernels of torch, each given as bytes per element read and written."""
+    """Return the cost of torch's `kernels`, given as (bytes read, bytes written) per element."""
     first, *others = (
         Cost(read=read * rows * n, write=write * rows * n, launches=1) for read, write in kernels
     )
     return sum(others, first)
 
 
-# Two conversions, then the normalized input, the gradient times the weight, the two sums, the
-# differences, and the conversion to fp16.
+# The kernels convert two matrices to fp32, then compute the normalized input, the gradient times
+# the weight, the two sums and the differences, and convert to fp16.
 WIDENED = [(2, 4), (2, 4)]
 SUMMED = [(8, 4), (4, 0)]  # a product of two matrices, and its sum
 
@@ -286,7 +293,7 @@ def rms_chain_cost(rows, n):
 
 
 def two_kernels(rows, n):
-    # Rows, columns, the sums of the columns' shares, and their conversion.
+    # The row kernel, the column kernel, the sum of the column kernel's results, and a conversion.
     return in_turn(rows, n, [(4 + 8 / n, 2), (4 + 8 / n, 0), (0, 4 / rows), (0, 4 / rows)])
 
 
@@ -297,7 +304,7 @@ def one_kernel(rows, n, vectors=2):
 
 
 SIZES = [{"rows": 65536, "n": 4096}]
-# With 300 rows, some programs of one_pass have two.
+# With 300 rows, some programs of one_pass process two rows.
 CHECK_SIZES = [{"rows": 33, "n": 41}, {"rows": 300, "n": 9}, {"rows": 3, "n": 1023}]
 
 

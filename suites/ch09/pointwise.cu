@@ -1,13 +1,13 @@
-// out[i] = GELU(x[i]) in its tanh form, as x / (1 + exp(-2 u)).
+// out[i] = GELU(x[i]) in its tanh approximation, computed as x / (1 + exp(-2 u)).
 //
-// gelu: a thread has four neighboring elements in one 16-byte access.
+// gelu: a thread computes four neighboring elements, with 16-byte accesses.
 
 constexpr unsigned BLOCK = 256;
 
 __device__ float gelu_of(float x) {
   const float u = 0.7978845608028654f * (x + 0.044715f * x * x * x);
-  // __fdividef would return 0 for divisors above 2^126, which is right here: exp(-2 u) is that
-  // large only where GELU is below every normal number.
+  // __fdividef returns 0 for divisors above 2^126. That is correct here: exp(-2 u) is so large only
+  // if GELU is smaller than every normal number.
   return __fdividef(x, 1.0f + expf(-2.0f * u));
 }
 
@@ -22,7 +22,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
     four.w = gelu_of(four.w);
     reinterpret_cast<float4*>(out)[i] = four;
   }
-  // The last elements fill no vector.
+  // The last elements do not fill a vector.
   const unsigned rest = n / 4 * 4 + threadIdx.x;
   if (blockIdx.x == 0 && rest < n) out[rest] = gelu_of(x[rest]);
 }

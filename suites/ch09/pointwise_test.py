@@ -1,21 +1,21 @@
-"""Pointwise chain: one kernel instead of eight, whichever tool writes the kernel.
+"""Pointwise chain: one kernel instead of eight, in Triton, in CUDA C++ or from the compiler.
 
-Problem    GELU in its tanh form on n fp32 elements:
+Problem    GELU in its tanh approximation on n fp32 elements:
            x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))).
-Baseline   eager: the formula in torch, as GPT-2's code has it. Eight kernels run, and each one
-           reads its operands from DRAM and writes its result there.
-Optimized  compiled: of eager, through `torch.compile`.
-           in_triton: of eager, as a Triton kernel written by hand.
-           in_cuda: of eager, as a CUDA C++ kernel with 16-byte accesses.
+Baseline   eager: the formula in torch, as in GPT-2's code. Each of its eight kernels reads its
+           operands from DRAM and writes its result to DRAM.
+Optimized  compiled: eager through `torch.compile`.
+           in_triton: eager as a Triton kernel written by hand.
+           in_cuda: eager as a CUDA C++ kernel with 16-byte accesses.
            library: `torch.nn.functional.gelu`.
-           The hand-written kernels use tanh(u) = 1 - 2 / (1 + exp(2 u)), so that GELU becomes
-           x / (1 + exp(-2 u)). The number of passes over the data is the same in all four.
-Bound      DRAM. A fused kernel reads and writes each element once. eager makes 18 such passes.
-           The arithmetic of the fused kernels takes less time than their bytes.
-Use when   Several pointwise operations follow one another on data larger than the L2. Let the
-           compiler do it first, because no hand-written kernel can move fewer bytes. Write a kernel
-           when the compiler cannot be used, or when the chain ends in something that it does not
-           fuse. See `compiled` of chapter 1 for a chain with several operands.
+           The hand-written kernels use tanh(u) = 1 - 2 / (1 + exp(2 u)), so that GELU becomes x /
+           (1 + exp(-2 u)). All four variants make the same number of passes over the data.
+Bound      DRAM. A fused kernel reads and writes each element once. eager makes 18 passes. In the
+           fused kernels, the arithmetic takes less time than the memory traffic.
+Use when   Several pointwise operations follow one another on data larger than the L2. Try the
+           compiler first, because no hand-written kernel can move fewer bytes. Write a kernel if
+           the compiler cannot be used, or if the chain ends in an operation that the compiler does
+           not fuse. `../ch01/compiled_test.py` has a chain with several operands.
 """
 
 import functools
@@ -30,7 +30,7 @@ from pytest_aisp import Cost, Variant, Work, compare, cuda_module
 kernels = cuda_module("pointwise.cu")
 ROOT = 0.7978845608028654  # sqrt(2 / pi)
 CUBIC = 0.044715
-TILE = 1024  # elements of a program
+TILE = 1024  # elements per program
 THREADS = 256
 
 
@@ -84,12 +84,12 @@ def library(x):
 
 
 def pass_over(n, operands):
-    """Return the cost of a kernel of torch that reads `operands` arrays and writes one."""
+    """Return the cost of one of torch's kernels, which reads `operands` arrays and writes one."""
     return Cost(read=4 * operands * n, write=4 * n, launches=1)
 
 
 def fused(n):
-    """Return the cost of one kernel. It has about 12 instructions per element."""
+    """Return the cost of one fused kernel, with about 12 instructions per element."""
     return Cost(read=4 * n, write=4 * n, sfu=2 * n, ops={"fp32": 24 * n}, launches=1)
 
 
@@ -104,11 +104,11 @@ def fused(n):
     inputs=inputs,
     reference=reference,
     sizes=[{"n": 2**28}],
-    # A block of in_cuda has 1024 elements. The last 1 to 3 elements may fill no vector.
+    # A block of in_cuda has 1024 elements. The last 1 to 3 elements do not fill a vector.
     check_sizes=[{"n": 1023}, {"n": 2050}],
     cpu_sizes=[{"n": 2**20}],
-    # Near -3 the sum 1 + tanh(u) cancels. The reference computes the same sum, so its traced
-    # rounding errors include that.
+    # Near x = -3, the sum 1 + tanh(u) loses digits. The reference computes the same sum, so the
+    # tolerance that is traced from it includes this error.
     work=lambda n: Work(read=4 * n, write=4 * n, roundings=4),
     bound="dram",
     costs={

@@ -1,10 +1,10 @@
 // RMS norm of fp16 rows: x divided by the root of its row's mean square, times the weight.
 //
-// clustered: the blocks of a cluster share a row and keep it in their shared memory, so it is read
-//   once. They read each other's sums from shared memory too.
-// ring: a cluster takes row after row, while bulk copies bring the next ones. So a block loads its
-//   part of the weight once. The blocks meet at the cluster's barrier once per row.
-// pushed: ring, but the blocks store their sums to each other, and wait for these alone.
+// clustered: the blocks of a cluster share a row and keep it in their shared memory, so the row is
+//   read from DRAM once. The blocks read each other's sums from shared memory.
+// ring: a cluster processes many rows, while bulk copies load the next rows. So a block loads its
+//   part of the weight only once. The blocks wait at the cluster's barrier once per row.
+// pushed: like ring, but the blocks send their sums to each other, and wait only for these.
 //
 // Rows begin at multiples of 16 bytes, which are 8 elements.
 
@@ -14,7 +14,7 @@
 
 constexpr unsigned AHEAD = 4;  // vectors of the weight that a thread loads before it uses the first
 
-// 8 elements. A pair has 4 bytes.
+// 8 elements, as pairs of 4 bytes.
 union Vector {
   uint4 bytes;
   __half2 pair[4];
@@ -71,7 +71,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 4)
   cluster.barrier_wait();
 }
 
-// The clusters that stay --------------------------------------------------------------------------
+// The persistent clusters
+// --------------------------------------------------------------------------
 
 constexpr unsigned THREADS = 512, PER = 8, STAGES = 3;
 

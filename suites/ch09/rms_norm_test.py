@@ -1,56 +1,61 @@
-"""RMS norm: one pass over the data instead of eight kernels, over the length of a row.
+"""RMS norm: one pass over the data instead of eight kernels, for rows of 256 to 262144.
 
 Problem    x / sqrt(mean(x^2) + eps) * weight for each row of fp16 matrices with 2^28 elements,
            computed in fp32. The rows have 256 to 262144 elements.
-Baseline   chain: the norm as model code has it: convert to fp32, square, mean, sum with eps, root,
-           product, convert back, product with the weight. Six of the eight kernels pass over the
-           matrix. The other two have one number per row.
-Optimized  compiled: of chain, through `torch.compile`.
-           fused: of chain. One Triton kernel keeps the row in registers. A program takes several
-           short rows at once. It exists up to rows of 32768 elements.
-           walked: of chain. One Triton kernel walks the row twice in steps of 4096, once for the
-           sum of squares and once for the results. It exists from rows of 4096 on.
-           clustered: of fused. In CUDA C++, the blocks of a cluster share a row and keep it in
-           their shared memory. Each adds up its own squares and reads the sums of the others. It
-           exists from rows of 32768 on, and needs a multiple of 8 elements (16 bytes). An SM of an
-           H200 holds three blocks with 64 KiB of a row each. At 32768, a row has a single block,
-           which is smaller than that of fused.
-           ring: of clustered. The clusters stay and take row after row. While they have one in
-           registers, bulk copies bring the next ones to shared memory, which is a ring of three
-           rows. So only one block fits an SM. It has 512 threads instead of 256, and loads its part
-           of the weight once. It exists for rows of more than 32768 elements, up to 262144.
-           pushed: of ring. Each block pushes its sum to the shared memory of the others by
-           st.async, and an mbarrier there counts the bytes. In ring it stores the sum too, but all
-           meet at the cluster's barrier.
+Baseline   chain: the norm as model code writes it. It converts to fp32, squares, takes the mean,
+           adds eps, takes the root, multiplies, converts to fp16, and multiplies by the weight. Six
+           of the eight kernels make a pass over the matrix. The other two process one number per
+           row.
+Optimized  compiled: chain through `torch.compile`.
+           fused: changes chain. One Triton kernel keeps the row in registers. A program processes
+           several short rows at once. This kernel runs for rows of up to 32768 elements.
+           walked: changes chain. One Triton kernel makes two passes over the row in steps of 4096:
+           one for the sum of squares and one for the results. This kernel runs for rows of 4096 or
+           more elements.
+           clustered: changes fused. In CUDA C++, the blocks of a cluster share a row and keep it in
+           their shared memory. Each block sums its own squares and reads the sums of the other
+           blocks. This kernel runs for rows of 32768 or more elements, in multiples of 8 elements
+           (16 bytes). An SM of an H200 holds three blocks, each with 64 KiB of a row. A row of
+           32768 elements has a single block, with fewer threads than a program of fused.
+           ring: changes clustered. The clusters are persistent: each processes many rows. While one
+           row is in registers, bulk copies load the next rows into shared memory, which is a ring
+           buffer of three rows. So only one block fits on an SM. A block has 512 threads instead of
+           256, and loads its part of the weight only once. This kernel runs for rows of more than
+           32768 and up to 262144 elements.
+           pushed: changes ring. Each block sends its sum to the shared memory of the other blocks
+           with st.async, and an mbarrier there counts the bytes. In ring, a block uses ordinary
+           stores, and then all blocks wait at the cluster's barrier.
            library: `torch.nn.functional.rms_norm`.
-Bound      DRAM. fused and the kernels in CUDA C++ read and write each element once, 4 bytes in
-           all. The chain also reads and writes fp32 copies. walked reads a row twice. As long as
-           the rows of all running programs fit the L2 together, only the first of its reads comes
-           from DRAM. That is so up to rows of 16384 elements. torch's kernel has a block of 128
-           threads for each row. With rows of 256 elements, the starts of a million blocks take
-           longer than the bytes.
-           The costs do not know that blocks wait for each other. In clustered, a block moves
-           nothing while it waits for the sums, and the others of its SM have to make up for that.
-           In ring, the copies of the next rows go on. But a thread that arrives at a cluster's
-           barrier releases all that it has written: in the machine code for sm_90 it first waits at
-           a MEMBAR.ALL.GPU, for its stores of the row before. An st.async waits for no store.
-Seen       On an H100, chain takes a quarter longer than its bytes. We did not time its kernels
-           alone. compiled with rows of 32768 takes less time than two reads from DRAM, and as long
-           as fused. So Inductor's code reads these rows from DRAM only once, and its cost counts
-           that. It probably has fewer rows at work at a time than walked, so that they fit the L2.
-           library takes longer than its bytes at all lengths, and it is the slowest of the fused
-           sides. We did not examine its kernel. On an H100, clustered takes an eighth longer than
-           its bytes with rows of 32768, and a sixth longer with 262144. There pushed takes as long
-           as clustered, and ring a quarter longer than its bytes. A standalone program with such
-           loops ran on an H200. In it pushed was faster than clustered, and reached more than nine
-           tenths of the copy rate with rows of 65536 to 262144. So the order of the two may depend
-           on the GPU.
-Use when   Always fuse a norm. Up to rows of 32768 the compiler does it as well as a kernel by hand,
-           and torch's own kernel takes longer. Write your own kernel when it does more than the
-           norm, as in dropout_norm_test.py. Keep the row in registers while it fits, then on a
-           cluster. Where the blocks of a cluster exchange a few numbers in every turn of a loop,
-           push them to mbarriers. `../ch10/cluster_reduction_test.py` is about sharing sums in a
-           cluster. The backward is norm_backward_test.py.
+Bound      DRAM. fused and the kernels in CUDA C++ read and write each element once, 4 bytes in all.
+           The chain also reads and writes fp32 copies. walked reads a row twice. If the rows of all
+           running programs fit in the L2 together, only the first read comes from DRAM. They fit if
+           rows have up to 16384 elements. torch's kernel has a block of 128 threads for each row.
+           With rows of 256 elements, starting a million blocks takes longer than the memory
+           traffic.
+           The costs do not include the time that blocks wait for each other. In clustered, a block
+           moves no data while it waits for the sums, and only the other blocks of its SM keep DRAM
+           busy. In ring, the copies of the next rows continue. But a thread that arrives at the
+           cluster's barrier has to make its earlier stores visible first. In the machine code for
+           sm_90, it waits at a MEMBAR.ALL.GPU until its stores of the previous row are done. An
+           st.async does not wait for earlier stores.
+Seen       On an H100, chain takes a quarter longer than its memory traffic alone. We did not time
+           its kernels alone. With rows of 32768, compiled takes as long as fused, and less time
+           than two reads from DRAM. So Inductor's code reads these rows from DRAM only once, as its
+           cost assumes. It probably processes fewer rows at a time than walked, and so they fit in
+           the L2. library takes longer than its memory traffic at all lengths, and it is the
+           slowest of the fused sides. We did not examine its kernel. On an H100, clustered takes an
+           eighth longer than its memory traffic with rows of 32768, and a sixth longer with 262144.
+           With rows of 262144, pushed takes as long as clustered, and ring takes a quarter longer
+           than its memory traffic. We also ran a standalone program with the same loops on an H200.
+           There pushed was faster than clustered, and reached more than nine tenths of the copy
+           rate with rows of 65536 to 262144. So which of the two is faster may depend on the GPU.
+Use when   Always fuse a norm. For rows of up to 32768 elements, compiled code is as fast as a
+           hand-written kernel, and torch's own kernel takes longer. Write your own kernel if it
+           does more than the norm, as in dropout_norm_test.py. Keep the row in registers if it
+           fits, and in the shared memory of a cluster if it does not. If the blocks of a cluster
+           exchange a few numbers in every iteration of a loop, send them with st.async.
+           `../ch10/cluster_reduction_test.py` compares ways to share sums between blocks. The
+           backward pass is in norm_backward_test.py.
 """
 
 import functools
@@ -70,11 +75,11 @@ EPS = 1e-5
 STEP = 4096
 LONGEST = 32768  # elements of a row that fused keeps in registers
 LENGTHS = (256, 4096, 32768, 262144)
-RUNNING = 132 * 8  # programs of walked that an H200 holds at once: 32 registers per thread
+RUNNING = 132 * 8  # programs of walked that run on an H200: 32 registers per thread
 L2 = 60 * 2**20
-BLOCK, MOST_BLOCKS = 256, 8  # threads of a block of clustered, blocks of its largest cluster
-SLICE = 64 * 2**10  # bytes of a row that a block keeps, or more if the largest cluster needs it
-THREADS, STAGES = 512, 3  # threads of a block of ring and pushed, and rows in its shared memory
+BLOCK, MOST_BLOCKS = 256, 8  # clustered: threads per block, and most blocks per cluster
+SLICE = 64 * 2**10  # bytes of a row that a block keeps; more if 8 blocks are not enough
+THREADS, STAGES = 512, 3  # ring and pushed: threads per block, and rows in its ring
 
 
 @triton.jit
@@ -153,7 +158,7 @@ def walked(x, weight):
 
 
 def blocks_of(n):
-    """Return how many blocks share a row."""
+    """Return how many blocks share a row of n elements."""
     return min(triton.next_power_of_2(triton.cdiv(2 * n, SLICE)), MOST_BLOCKS)
 
 
@@ -169,7 +174,7 @@ def clustered(x, weight):
 
 
 def staying(kernel, x, weight):
-    """Run a kernel with as many clusters as fit the GPU, but at most one for every 8 rows."""
+    """Run a kernel with as many clusters as fit on the GPU, but at most one for every 8 rows."""
     (rows, n), out = x.shape, torch.empty_like(x)
     if n % 8 or 2 * n > MOST_BLOCKS * SLICE:
         raise ValueError(f"rows of {n} elements; needs a multiple of 8, and at most 262144")
@@ -194,7 +199,7 @@ def library(x, weight):
 
 
 def per_element(rows, n, read, write):
-    """Return the cost of a kernel of torch, from the bytes per element that it moves."""
+    """Return the cost of one of torch's kernels that moves these bytes per element."""
     return Cost(read=read * rows * n, write=write * rows * n, launches=1)
 
 
@@ -260,9 +265,9 @@ def library_cost(rows, n):
     inputs=inputs,
     reference=reference,
     sizes=[{"rows": TOTAL // n, "n": n} for n in LENGTHS],
-    # Rows begin at multiples of 16 bytes. With 40008, clusters have at least two blocks, which
-    # differ in their number of vectors, as some of their threads do. A cluster of ring has more of
-    # the 9 rows than fit its shared memory.
+    # Rows begin at multiples of 16 bytes. With 40008 elements, a cluster has at least two blocks.
+    # Its blocks have different numbers of vectors, and some of its threads do too. A cluster of
+    # ring gets more of the 9 rows than its shared memory can hold.
     check_sizes=[
         {"rows": 17, "n": 248},
         {"rows": 2, "n": 9000},

@@ -1,15 +1,15 @@
-// Clusters that stay: each takes row after row. While it has one row in registers, bulk copies
-// bring the next ones to its shared memory.
+// Persistent clusters: each cluster processes many rows. While one row is in registers, bulk copies
+// load the next rows into shared memory.
 //
-// The grid is (blocks of a cluster, clusters). Cluster i takes the rows i, i + clusters, and so on.
-// A block keeps at most THREADS * PER vectors of a row.
+// The grid is (blocks of a cluster, clusters). Cluster i processes the rows i, i + clusters, and so
+// on. A block keeps at most THREADS * PER vectors of a row.
 
 #include "../tma.cuh"
 #include "cluster_rows.cuh"
 
 constexpr unsigned MOST_BLOCKS = 8;  // of a cluster
 
-// Copies `bytes`, a multiple of 16, to shared memory. `barrier` counts them when they are there.
+// Copies `bytes`, a multiple of 16, to shared memory. `barrier` counts the bytes as they arrive.
 __device__ inline void load_bytes(void* to, const void* from, unsigned bytes,
                                   unsigned long long* barrier) {
   asm volatile(
@@ -19,14 +19,15 @@ __device__ inline void load_bytes(void* to, const void* from, unsigned bytes,
       : "memory");
 }
 
-// The address of the same variable in the shared memory of block `rank` of the cluster.
+// Returns the address of the variable at `p` in the shared memory of block `rank` of the cluster.
 __device__ inline unsigned address_in(unsigned rank, const void* p) {
   unsigned there;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(p)), "r"(rank));
   return there;
 }
 
-// Stores `value` to the `to` of block `rank`. Its `barrier` counts the bytes when they are there.
+// Stores `value` at `to` in the shared memory of block `rank`. That block's `barrier` counts the
+// bytes as they arrive.
 __device__ inline void push(unsigned rank, float* to, float value, unsigned long long* barrier) {
   asm volatile(
       "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(
@@ -44,7 +45,8 @@ __device__ inline void push(unsigned rank, Exponentials* to, Exponentials value,
       : "memory");
 }
 
-// What a block has of its rows. `Value` is what the blocks of a row exchange.
+// A block's slices of its rows, as a ring buffer. `Value` is the type that the blocks of a row
+// exchange.
 template <typename Value, unsigned THREADS, unsigned PER, unsigned STAGES>
 class Ring {
  public:
@@ -52,9 +54,9 @@ class Ring {
     unsigned long long full[STAGES], arrived[2];
     Value part[THREADS / 32], inbox[2][MOST_BLOCKS];
   };
-  const Slice part;  // of the row of the first turn
+  const Slice part;  // the block's slice of its first row
 
-  // Asks for the first rows. `stages` has room for STAGES * THREADS * PER vectors.
+  // Starts the copies of the first rows. `stages` has room for STAGES * THREADS * PER vectors.
   __device__ Ring(Shared& shared, uint4* stages, const uint4* x, unsigned vectors, unsigned rows)
       : part(slice(vectors)), shared(shared), stages(stages), x(x), vectors(vectors), rows(rows) {
     if (threadIdx.x == 0) {
@@ -66,10 +68,11 @@ class Ring {
     for (unsigned turn = 0; turn < STAGES; ++turn) fetch(turn);
   }
 
-  // A block leaves only when the others have sent it all that they will.
+  // A block exits only after the other blocks have sent all their values to it.
   __device__ ~Ring() { cooperative_groups::this_cluster().sync(); }
 
-  // Waits for the row of this turn, and loads the thread's vectors. The last may be `none`.
+  // Waits for this turn's row, and loads the thread's vectors. A vector past the end of the slice
+  // is `none`.
   __device__ void take(uint4 (&v)[PER], unsigned turn, uint4 none) const {
     wait_phase(&shared.full[turn % STAGES], turn / STAGES % 2);
 #pragma unroll
@@ -79,16 +82,16 @@ class Ring {
     }
   }
 
-  // Returns the result of `over_lanes` over the row to every thread, and asks for a later row.
-  // PUSHED: each block stores its value to the others, and waits only for theirs. If not, it waits
-  // at the cluster's barrier.
+  // Reduces `value` over the row as `over_lanes` does, returns the result to every thread, and
+  // starts the copy of a later row. With PUSHED, each block sends its value with st.async and waits
+  // only for the other blocks' values. Without PUSHED, it waits at the cluster's barrier.
   template <bool PUSHED>
   __device__ Value over_row(Value value, unsigned turn) const {
     constexpr unsigned WARPS = THREADS / 32;
     const unsigned lane = threadIdx.x % 32, blocks = gridDim.x;
     value = over_lanes(value, 32);
     if (lane == 0) shared.part[threadIdx.x / 32] = value;
-    __syncthreads();  // also: all threads have their vectors in registers
+    __syncthreads();  // from here on, all threads have their vectors in registers
     fetch(turn + STAGES);
     Value* inbox = shared.inbox[turn % 2];  // a block may be one row ahead of another
     unsigned long long* arrived = &shared.arrived[turn % 2];
@@ -104,8 +107,8 @@ class Ring {
       }
     }
     if constexpr (PUSHED) {
-      // This acquires for the block alone, which is enough for its own shared memory. A wait that
-      // acquires for the cluster would also drop what the L1 holds.
+      // This wait has acquire semantics for the block only, which is enough for its own shared
+      // memory. A wait at cluster scope would also invalidate the L1.
       wait_phase(arrived, turn / 2 % 2);
     } else {
       cooperative_groups::this_cluster().sync();
@@ -113,20 +116,21 @@ class Ring {
     return over_lanes(inbox[lane % blocks], blocks);
   }
 
-  // Which vector of the slice is vector k of this thread, and whether the slice has it.
+  // Returns the index in the slice of this thread's vector k. `holds` tells whether it exists.
   __device__ unsigned index(unsigned k) const { return threadIdx.x + k * THREADS; }
   __device__ bool holds(unsigned k) const { return index(k) < part.count; }
 
-  // The block's slice of a row, until `over_row` of its turn.
+  // Returns the block's slice of this turn's row. It is valid until `over_row` of the same turn.
   __device__ uint4* stage(unsigned turn) const { return stages + turn % STAGES * THREADS * PER; }
 
-  // Where the block's slice of a row begins, in vectors.
+  // Returns where the block's slice of a row begins in x, in vectors.
   __device__ size_t begin(unsigned row) const {
     return static_cast<size_t>(row) * vectors + part.begin;
   }
 
  private:
-  // One thread asks, of the second warp, because the first has the exchange to do.
+  // Starts the copy for a turn. A thread of the second warp does it, because the first warp is busy
+  // with the exchange.
   __device__ void fetch(unsigned turn) const {
     const unsigned row = blockIdx.y + turn * gridDim.y;
     if (threadIdx.x == 32 && row < rows) {

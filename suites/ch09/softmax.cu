@@ -1,7 +1,8 @@
 // Softmax of fp32 rows.
 //
 // clustered: the blocks of a cluster share a row. A thread keeps its first elements in registers
-//   and the others in shared memory. So the row is read once, and an element has one exponential.
+//   and the others in shared memory. So the row is read once, and each element needs one
+//   exponential.
 //
 // Rows begin at multiples of 16 bytes, which are 4 elements.
 

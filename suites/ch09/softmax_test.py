@@ -1,37 +1,41 @@
-"""Softmax: one kernel that keeps a row in registers, and where a row no longer fits.
+"""Softmax: one kernel that keeps a row in registers, and what to do when it does not fit.
 
 Problem    Softmax of each row of fp32 matrices with 2^28 elements. The rows have 256 to 262144
            elements.
-Baseline   unfused: five operations of torch: the maximum of each row, difference, exponential, sum
-           of each row, and quotient. This is how the formula reads.
-Optimized  fused: of unfused. One Triton kernel loads a row, keeps it in registers, and writes the
-           result. A program takes several short rows at once, so that it has at least 4096
-           elements. It exists up to rows of 32768 elements, which take 32 registers per thread of
-           a block of 1024.
-           online: of unfused. One Triton kernel that walks the row twice in steps of 4096. The
-           first pass finds maximum and sum together, as in `../ch07/online_softmax_test.py`. It
-           exists from rows of 4096 on.
-           clustered: of fused. In CUDA C++, the blocks of a cluster share a row. Each thread keeps
-           8 vectors of 16 bytes in registers and the others in shared memory. The blocks exchange
-           their maxima and sums once. It exists from rows of 32768 on, and needs a multiple of 4
-           elements. An SM of an H200 holds two blocks with 128 KiB of a row each.
-           compiled: of unfused, through `torch.compile`.
+Baseline   unfused: the formula in torch, with five operations: the maximum of each row, the
+           differences, the exponentials, the sum of each row, and the quotients.
+Optimized  fused: changes unfused. One Triton kernel loads a row, keeps it in registers, and writes
+           the result. A program processes several short rows at once, at least 4096 elements
+           together. This kernel runs for rows of up to 32768 elements. They take 32 registers per
+           thread in a block of 1024 threads.
+           online: changes unfused. One Triton kernel makes two passes over the row in steps of
+           4096. The first pass finds the maximum and the sum together, as in
+           `../ch07/online_softmax_test.py`. This kernel runs for rows of 4096 or more elements.
+           clustered: changes fused. In CUDA C++, the blocks of a cluster share a row. Each thread
+           keeps 8 vectors of 16 bytes in registers and its other vectors in shared memory. The
+           blocks exchange their maxima and sums once. This kernel runs for rows of 32768 or more
+           elements, in multiples of 4. An SM of an H200 holds two blocks, each with 128 KiB of a
+           row.
+           compiled: unfused through `torch.compile`.
            library: `torch.softmax`.
-Bound      DRAM. fused and clustered read and write each element once. unfused makes five reads and
-           three writes of the matrix. online reads a row twice. The second read comes from the L2
-           as long as the rows of all running programs fit there together, which is so up to 16384
-           elements. compiled does the same, because Inductor knows the online form. library reads
-           rows that do not fit shared memory three times. Of fused with rows of 32768, one block
-           fits an SM, so the SM loads nothing while the block reduces or stores.
-Seen       On an H200, unfused takes up to two fifths longer than its bytes, and library with rows
-           of 4096 and 32768 three fifths longer. With rows of 256, library takes as long as
-           predicted. We did not time its kernels alone. With rows of 4096, compiled takes a fifth
-           longer than fused. We did not look at its code. fused with rows of 32768 takes as long as
-           its bytes, though its SMs do not load all the time. On an H100 with rows of 262144,
-           clustered takes a tenth longer than its bytes, and compiled as long as its three passes.
-Use when   Fuse always. Keep the row in registers as long as it fits, and longer rows on a cluster.
-           Without clusters, go online. If the softmax is part of attention or of a loss, do not
-           write its result at all: see attention_test.py and cross_entropy_test.py.
+Bound      DRAM. fused and clustered read and write each element once. unfused reads the matrix five
+           times and writes it three times. online reads a row twice. If the rows of all running
+           programs fit in the L2 together, the second read comes from the L2. They fit if rows have
+           up to 16384 elements. compiled does the same, because Inductor also uses the online
+           method. library reads a row three times if it does not fit in shared memory. With rows of
+           32768, only one block of fused fits on an SM, so the SM loads nothing while the block
+           reduces or stores.
+Seen       On an H200, unfused takes up to two fifths longer than its memory traffic alone. library
+           takes three fifths longer with rows of 4096 and 32768, and as long as predicted with rows
+           of 256. We did not time its kernels alone. With rows of 4096, compiled takes a fifth
+           longer than fused. We did not look at its code. With rows of 32768, fused takes as long
+           as its memory traffic, although its SMs do not load all the time. On an H100 with rows of
+           262144, clustered takes a tenth longer than its memory traffic, and compiled takes as
+           long as its three passes.
+Use when   Always fuse a softmax. Keep a row in registers if it fits, and in a cluster's shared
+           memory if it does not. On GPUs without clusters, use the online method. If the softmax is
+           part of attention or of a loss, do not write its result at all: see attention_test.py and
+           cross_entropy_test.py.
 """
 
 import functools
@@ -48,12 +52,12 @@ TOTAL = 2**28  # elements of a matrix
 STEP = 4096
 LONGEST = 32768  # elements of a row that fused keeps in registers
 LENGTHS = (256, 4096, 32768, 262144)
-RUNNING = 132 * 4  # programs of online that an H200 holds at once: 60 registers per thread
-TORCH = 132 * 2  # blocks of 1024 threads of torch's kernel that it holds at once
+RUNNING = 132 * 4  # programs of online that run on an H200: 60 registers per thread
+TORCH = 132 * 2  # blocks of torch's kernel, of 1024 threads each, that run on an H200
 L2 = 60 * 2**20
-BLOCK, MOST_BLOCKS = 256, 8  # threads of a block of clustered, blocks of its largest cluster
+BLOCK, MOST_BLOCKS = 256, 8  # clustered: threads per block, and most blocks per cluster
 HELD = 8 * 16 * BLOCK  # bytes of a row that a block keeps in registers
-SLICE = 64 * 2**10  # bytes of a row that a block keeps, or more if the largest cluster needs it
+SLICE = 64 * 2**10  # bytes of a row that a block keeps; more if 8 blocks are not enough
 
 
 @triton.jit
@@ -62,7 +66,7 @@ def fused_kernel(x, out, rows, n, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     lanes = tl.arange(0, BLOCK)
     at = row[:, None] * n + lanes[None, :]
     inside = (row[:, None] < rows) & (lanes[None, :] < n)
-    # The lowest number instead of -inf: a row outside would compute -inf - -inf.
+    # Not -inf: rows beyond the last would compute -inf - -inf, which is NaN.
     value = tl.load(x + at, mask=inside, other=-3.4028234e38)
     value = tl.exp(value - tl.max(value, axis=1)[:, None])
     scale = 1 / tl.sum(value, axis=1)
@@ -148,7 +152,7 @@ def library(x):
 
 
 def matrix(rows, n, reads, writes, row_reads=0, row_writes=0):
-    """Return the cost of a kernel that reads and writes whole matrices and a number per row."""
+    """Return the cost of a kernel that reads and writes whole matrices and numbers per row."""
     return Cost(
         read=4 * rows * (reads * n + row_reads),
         write=4 * rows * (writes * n + row_writes),
@@ -178,7 +182,7 @@ def one_kernel(rows, n, reads=1, exponentials=1):
 
 
 def walked(rows, n, times, exponentials, running):
-    """Return the cost of a kernel that walks a row several times, in the L2 if the rows fit."""
+    """Return the cost of `times` passes over a row, later ones from the L2 if the rows fit."""
     in_work = 4 * n * min(rows, running)
     return one_kernel(rows, n, reads=1 if in_work < L2 else times, exponentials=exponentials)
 
@@ -188,7 +192,7 @@ def walked_twice(rows, n):
 
 
 def library_cost(rows, n):
-    """Return the cost of torch's kernel, which walks rows that exceed shared memory three times."""
+    """Return the cost of torch's kernel. It reads rows that exceed shared memory three times."""
     return walked(rows, n, times=3, exponentials=2, running=TORCH)
 
 
@@ -209,8 +213,8 @@ def library_cost(rows, n):
     inputs=inputs,
     reference=reference,
     sizes=[{"rows": TOTAL // n, "n": n} for n in LENGTHS],
-    # Rows begin at multiples of 16 bytes. With 17000, clustered has two blocks. Some of their
-    # threads have one vector in shared memory, the others none.
+    # Rows begin at multiples of 16 bytes. With 17000 elements, clustered has two blocks. Some of
+    # their threads have one vector in shared memory, and the others have none.
     check_sizes=[
         {"rows": 17, "n": 252},
         {"rows": 2, "n": 9004},
@@ -221,7 +225,7 @@ def library_cost(rows, n):
     costs={
         unfused: unfused_cost,
         **dict.fromkeys([fused, clustered], one_kernel),
-        **dict.fromkeys([online, compiled], walked_twice),  # compiled finds the online form too
+        **dict.fromkeys([online, compiled], walked_twice),  # compiled is online too
         library: library_cost,
     },
     sweep=Sweep("n"),

@@ -1,31 +1,35 @@
-"""SwiGLU: an epilogue that joins two products.
+"""SwiGLU: an epilogue that combines two matrix products.
 
-Problem    silu(x gate^T) * (x up^T) in fp16, sums in fp32, at the shape of an 8-billion model's
-           MLP. x is (m, k). The weights gate and up, (n, k) each, are the halves of one (2n, k)
-           tensor. test_swiglu_narrow has a smaller k, so that the sums are short.
-Baseline   separate: two products by the library, then `silu`, then the product of both.
-Optimized  activated: of separate. One Triton kernel instead of the two pointwise kernels.
-           one_product: of activated. One product of the library with the (2n, k) tensor.
-           own_products: of activated. A Triton product that computes a tile of both and writes
-           both. It is here only to be compared with fused, and nothing is claimed for it.
-           fused: of own_products. It joins the two tiles in registers, and writes only the result.
-           Both choose their tiles from the same three by timing, and may choose differently.
-Bound      The tensor cores in test_swiglu, where the pointwise traffic is a tenth of the time. So
-           activated can gain only a few percent. Nothing is claimed for one_product, because how
-           well the library multiplies the wider matrix may count for as much.
-           DRAM in test_swiglu_narrow, with k = 256. separate writes both products, reads them back
-           in two kernels with a tensor between them, and writes the result. fused only writes the
-           result. A block multiplies, and then it stores. The costs add these phases up, because
-           few steps of k leave little to overlap. What a product leaves in the L2 for the next
-           kernel is not counted.
-Seen       On an H100, own_products and fused take longer than predicted, and the library's products
-           do not: a Triton product with these tiles does not reach the library's rate. In
-           test_swiglu, fused takes as long as own_products, and both are slower than separate. In
-           test_swiglu_narrow, fused is the fastest side, although own_products is slower than
-           separate. activated and one_product gain equally at both shapes.
-Use when   The sums are short or DRAM is slow. Otherwise one pointwise kernel is enough, and the
-           library's faster product matters more than what the epilogue saves. GELU with a bias,
-           which the library has as an epilogue, is `../ch10/epilogue_test.py`.
+Problem    silu(x gate^T) * (x up^T) in fp16, with sums in fp32. test_swiglu has the shape of the
+           MLP of an 8-billion-parameter model. test_swiglu_narrow has a smaller k, so its sums are
+           short. x is (m, k). The weights gate and up are (n, k) each, and are the halves of one
+           (2n, k) tensor.
+Baseline   separate: the library's two matrix products, then `silu`, then an elementwise product.
+Optimized  activated: changes separate. One Triton kernel instead of the two pointwise kernels.
+           one_product: changes activated. The library multiplies by the whole (2n, k) tensor in one
+           matrix product.
+           own_products: changes activated. One Triton kernel computes a tile of both products and
+           writes both tiles. It is only for comparison with fused, and the page claims no speedup
+           for it.
+           fused: changes own_products. It combines the two tiles in registers, and writes only the
+           result. own_products and fused are autotuned over the same three configurations, and may
+           choose different ones.
+Bound      The tensor cores in test_swiglu, where the pointwise kernels take a tenth of the time. So
+           activated can gain only a few percent. The page claims no speedup for one_product,
+           because the library's rate for the wider matrix may matter just as much.
+           DRAM in test_swiglu_narrow, with k = 256. separate writes both products. Its two
+           pointwise kernels read them, pass a tensor from the first kernel to the second, and write
+           the result. fused writes only the result. A block first multiplies and then stores. The
+           costs add the times of these phases, because with few steps of k little of them can
+           overlap. The costs ignore data that a product leaves in the L2 for the next kernel.
+Seen       On an H100, own_products and fused take longer than predicted, because a Triton product
+           with these tiles does not reach the library's rate. The library's products take as long
+           as predicted. In test_swiglu, fused takes as long as own_products, and both are slower
+           than separate. In test_swiglu_narrow, fused is the fastest side, although own_products is
+           slower than separate. At each shape, activated and one_product gain the same.
+Use when   The sums are short or DRAM is slow. With long sums, use the library's products and one
+           pointwise kernel: the library's faster product gains more than the epilogue saves. The
+           library has an epilogue for GELU with a bias, which is in `../ch10/epilogue_test.py`.
 """
 
 import torch
@@ -35,7 +39,7 @@ import triton.language as tl
 
 from pytest_aisp import Cost, Variant, Work, compare
 
-# Three stages of the largest tiles are 96 KiB, which a block may have on every arch.
+# The configurations need at most 96 KiB of shared memory, which a block can get on every arch.
 CONFIGS = [
     triton.Config({"M": 128, "N": 64, "K": 64}, num_warps=8, num_stages=3),
     triton.Config({"M": 128, "N": 128, "K": 64}, num_warps=8, num_stages=2),
@@ -46,7 +50,7 @@ BLOCK = 2048
 
 @triton.jit
 def joined(gate, up):
-    """Join two tiles. Each is rounded first, as it is where it passes through memory."""
+    """Return silu(gate) * up. Values are rounded to fp16 wherever `separate` stores them."""
     gate = gate.to(tl.float16).to(tl.float32)
     active = (gate / (1 + tl.exp(-gate))).to(tl.float16)
     return active.to(tl.float32) * up.to(tl.float16).to(tl.float32)
@@ -54,7 +58,7 @@ def joined(gate, up):
 
 @triton.jit
 def join_kernel(gate, up, out, n, gate_stride, up_stride, BLOCK: tl.constexpr):
-    """Join rows of two tensors. A program has a piece of a row."""
+    """Store silu(gate) * up for rows of two tensors. A program has BLOCK elements of a row."""
     row = tl.program_id(0).to(tl.int64)
     j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     left = tl.load(gate + row * gate_stride + j, mask=j < n).to(tl.float32)
@@ -64,7 +68,7 @@ def join_kernel(gate, up, out, n, gate_stride, up_stride, BLOCK: tl.constexpr):
 
 @triton.jit
 def tile_of(m, n, M: tl.constexpr, N: tl.constexpr):
-    """Return which tile this program computes. Eight rows of tiles at a time reuse the L2."""
+    """Return the first row and column of this tile. Groups of 8 tile rows share the L2."""
     rows, columns = tl.cdiv(m, M), tl.cdiv(n, N)
     group = tl.program_id(0) // (8 * columns)
     height = min(rows - 8 * group, 8)
@@ -159,7 +163,7 @@ def fused(x, w):
 
 
 def multiplied(m, n, k, results):
-    """Return the cost of a product with `results` times n columns, without what it writes."""
+    """Return the cost of a product with `results` * n columns, without its writes."""
     return Cost(
         read=2 * (m * k + results * n * k),
         ops={"fp16": 2 * results * m * n * k},
@@ -176,7 +180,7 @@ def stored(m, n, results):
 
 
 def products(m, n, k):
-    """Return the cost of both products. Blocks multiply, and then they store."""
+    """Return the cost of both products in one kernel, whose blocks first multiply, then store."""
     return multiplied(m, n, k, results=2) + stored(m, n, results=2)
 
 
