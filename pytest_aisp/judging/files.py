@@ -1,4 +1,4 @@
-"""Run the file of a problem or of a candidate. This happens in worker processes alone."""
+"""Run the file of a problem or of a candidate. Only worker processes do this."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Names = dict[str, object]
 
 
 class ProblemError(PageError):
-    """The problem makes no sense, so no candidate can be judged."""
+    """The problem is invalid, so no candidate can be judged."""
 
     code = "problem_error"
 
 
 class Misfit(PageError):
-    """A candidate lacks what the problem asks for, or returns something else."""
+    """A candidate does not define the name that the problem requires, or returns no tensors."""
 
     code = "wrong_structure"
 
@@ -69,7 +69,7 @@ def run_problem(file: Path, sizes: Mapping[str, Json], device: str) -> Names:
 def run_candidate(file: Path, sizes: Mapping[str, Json]) -> Names:
     """Run a candidate's file with other constants.
 
-    Environment variables that it sets for a compiler are put back, because they outlast the call.
+    Environment variables that the file changes, for example for a compiler, are restored.
 
     Raises:
         ImportFailed: if the file raises an exception.
@@ -95,7 +95,7 @@ def constants(file: Path) -> set[str]:
 
 
 def _assigned(statement: ast.stmt) -> str:
-    """Return the name that a statement assigns, or an empty text."""
+    """Return the name that a statement assigns to, or an empty string."""
     if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
         target: ast.expr = statement.targets[0]
     elif isinstance(statement, ast.AnnAssign):
@@ -117,10 +117,10 @@ def _override(module: ast.Module, sizes: Mapping[str, Json]) -> None:
 def _run(file: Path, module: ast.Module) -> Names:
     """Run a file as a module of its own, even if another file has the same name."""
     if (folder := str(file.parent)) not in sys.path:
-        sys.path.append(folder)  # for the modules beside it
+        sys.path.append(folder)  # so that the file can import modules in its folder
     name = f"aisp_judged_{file.stem}_{zlib.crc32(str(file).encode()):08x}"
     made = types.ModuleType(name)
     made.__file__ = str(file)
-    sys.modules[name] = made  # `torch.compile` and dataclasses look there
+    sys.modules[name] = made  # `torch.compile` and dataclasses look up modules there
     exec(compile(module, str(file), "exec"), vars(made))
     return vars(made)

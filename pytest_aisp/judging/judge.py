@@ -1,10 +1,10 @@
-"""Judge candidates against a problem, each in processes of its own.
+"""Judge candidates against a problem. Each candidate runs in its own processes.
 
 A `Judge` keeps one worker process, the referee, which runs the problem and never a candidate. For
-each candidate, it starts two more. One checks the candidate and times it against the baseline. The
-other is a sandbox: it receives inputs and returns outputs, which the referee compares, and this
-process times its answers. So in the sandbox, a candidate can reach neither the expected outputs nor
-the clock.
+each candidate, it starts two more processes. The first checks the candidate and times it against
+the baseline. The second is a sandbox: it receives inputs and returns outputs. The referee compares
+these outputs, and the process of the `Judge` times the sandbox from outside. So a candidate in the
+sandbox cannot access the expected outputs or the clock.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ from .verdict import BY_ERROR, Refused, Verdict, refused_by, set_speedup
 T = TypeVar("T")
 
 LIMIT = {"graph": 1.25, "host": 1.5, "cpu": 1.5}
-"""The largest allowed ratio, on each clock, of the speedup and the one between separate processes.
+"""For each clock, the largest allowed ratio of the speedup to the speedup measured from outside.
 
-The clock ``queue`` has no limit, because calls behind a blocking kernel cannot be timed from
-outside.
+The clock ``queue`` has no limit, because its calls wait behind a blocking kernel, and such calls
+cannot be timed from outside.
 """
 ATTEMPTS = 3
-"""Number of attempts to confirm a time. The machine may be busy during one of them."""
+"""Number of attempts to confirm a time, because the machine may be busy during an attempt."""
 LEAST, TIMES = 0.02, 3
-"""Seconds and number of the answers that confirm a time."""
+"""The least seconds of one timing from outside, and the number of timings."""
 MOST_SEED = 2**31 - 1
 
 PAGE = """from pytest_aisp.judging.problem import page_of
@@ -70,20 +70,20 @@ class Judge:
     Args:
         problem: the file of the problem.
         sizes: constants of the problem to replace, by name.
-        seeds: number of draws of the weights and inputs on which outputs are compared.
+        seeds: number of random draws of weights and inputs on which outputs are compared.
         device: ``cuda`` or ``cpu``. The default is the GPU, if there is one.
         timed: whether candidates are timed.
-        untrusted: whether candidates also run in a sandbox. Without it, a candidate can cheat by
-            reading the expected outputs or by changing the clock in its own process.
+        untrusted: whether candidates also run in a sandbox. Without a sandbox, a candidate can
+            cheat: it can read the expected outputs or change the clock in its own process.
         precision: the lower precision that candidates may use, such as ``bf16``.
         timeout: seconds without progress after which a process is killed.
         memory: bytes of host memory that a process may use.
         timer: a timer that simulates the device, for tests.
-        processes: the processes to take, if several judges share them.
+        processes: the pool of worker processes, if several judges share one.
 
     Raises:
         FileNotFoundError: if there is no such file.
-        CliError: if there is no GPU, but `device` says so.
+        CliError: if `device` is ``cuda``, but there is no GPU.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class Judge:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Take turns on the GPU, or for times on the host, with other judges and runs."""
+        """Lock the GPU, or the host for timing on the CPU, against other judges and runs."""
         on_host = self.timed and not self._gpus and self.timer is None
         with ExitStack() as leases:
             leases.enter_context(lease("host", shared=not on_host))
@@ -167,7 +167,7 @@ class Judge:
         page, verdict = self._write_page(file), Verdict(accepted=True, reason="accepted")
         timing: TimeResult | None = None
         if self.device != "cpu":
-            self._processes.start_spares()  # on a CPU, they would disturb the timing
+            self._processes.start_spares()  # on a CPU, starting processes would disturb the timing
         with closing(self._processes.fresh()) as worker:
             self._ask(worker, page, CheckTask, CheckResult)
             if self.timed:
@@ -214,7 +214,7 @@ class Judge:
         speedup: float,
         limit: float,
     ) -> None:
-        """Refuse a speedup that is not seen from outside, with each side in its own process."""
+        """Refuse a speedup that is not confirmed from outside, with each side in its own process."""
 
         def seconds(role: str, worker: WorkerProcess, unit: int) -> float:
             def work(count: int) -> float:
@@ -253,7 +253,7 @@ class Judge:
         return reply.read(result)
 
     def _ask_referee(self, page: _Page, kind: type[CaseTask], **fields: Json) -> None:
-        """Ask the referee with the secret seed, which no candidate's process gets."""
+        """Send the referee a task with the secret seed, which no candidate's process gets."""
         assert self._referee is not None
         task = page.task(kind, self.device, **fields, seed=page.secret)
         reply = self._referee.ask(task, self.timeout, lambda text: None)
@@ -288,7 +288,7 @@ class Judge:
 
 
 class _Page(Struct, frozen=True):
-    """The page of one judgement. `secret` is a seed that no candidate's process gets."""
+    """The page of one judgement. The seed `secret` is never sent to a candidate's process."""
 
     path: Path
     seed: int
@@ -310,17 +310,19 @@ class _Page(Struct, frozen=True):
 
 
 _warm: dict[object, Judge] = {}
-"""The judge of the last problem, by its file and options."""
+"""The judge of the last problem, keyed by the problem's file and options."""
 
 
 def judge(
     problem: str | os.PathLike[str], candidate: str | os.PathLike[str], **options: Json
 ) -> Verdict:
-    """Return the verdict on `candidate`, a file, as an answer to `problem`, a file.
+    """Return the verdict on a candidate for a problem.
 
-    The processes stay warm for the next candidate of the same problem with the same options.
+    The worker processes are kept for the next candidate of the same problem with the same options.
 
     Args:
+        problem: the file of the problem.
+        candidate: the file of the candidate.
         options: the keyword arguments of `Judge`, such as ``sizes={"batch": 8}``.
 
     Raises:
@@ -336,6 +338,6 @@ def judge(
 
 @atexit.register
 def close_warm() -> None:
-    """End the processes that `judge` keeps."""
+    """End the worker processes that `judge` keeps."""
     while _warm:
         _warm.popitem()[1].close()

@@ -2,9 +2,9 @@
 
 A problem in KernelBench's form has a module class `Model`, `get_inputs()` and `get_init_inputs()`.
 The parameters and buffers of the model are inputs of the page, so every draw of the inputs has
-other ones. Constant ones, such as the weight of a norm, get random values, because a candidate
-that ignores them would be right otherwise. A problem in the plain form has a function `baseline`
-and a function `inputs`. The reference is the baseline in float64, or the problem's own.
+different weights. Constant weights, such as those of a norm, get random values, because a candidate
+must not pass if it ignores them. A problem in the plain form has a function `baseline` and a
+function `inputs`. The reference is the problem's function `reference`, or the baseline in float64.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 BASELINE, CANDIDATE = "baseline", "candidate"
 """The names of both sides in messages."""
 INIT_SEED = 0
-"""The seed of constructors. Apart from the weights, model and candidate draw the same values."""
+"""The seed for constructors, so that model and candidate draw the same random numbers in them."""
 KINDS = {"Model": "get_inputs", "baseline": "inputs", "reference": "inputs"}
-"""The function that draws the inputs, keyed by what a problem defines to compare with."""
+"""The name of the function that draws the inputs, keyed by the name of what is compared with."""
 
 
 class Problem(Protocol):
@@ -69,8 +69,9 @@ def page_of(
 
     Args:
         sizes: constants of the problem to replace, by name.
-        seeds: seeds of weights and inputs. The page is timed with the first one.
-        precision: the lower precision that the candidate may use. With ``tf32``, so does the model.
+        seeds: seeds of weights and inputs. The page is timed with the first seed.
+        precision: the lower precision that the candidate may use. With ``tf32``, the model uses
+            TF32 too.
     """
     import torch
 
@@ -80,7 +81,7 @@ def page_of(
     file = Path(candidate)
 
     def inputs(device: str, seed: int) -> tuple[object, ...]:
-        torch.manual_seed(torch.initial_seed() ^ seed)  # the plugin seeds each draw before
+        torch.manual_seed(torch.initial_seed() ^ seed)  # the plugin has set a seed for each draw
         with torch.device(device):
             made = load(*given).inputs(device)
         return pytree.map_tensors(lambda tensor: tensor.to(device), made)
@@ -88,7 +89,7 @@ def page_of(
     def build_candidate() -> Side:
         with seeded(INIT_SEED):
             names = run_candidate(file, sizes)
-            drive_interpreter()  # the kernels that the file defines
+            drive_interpreter()  # for the Triton kernels that the file defines
             return load(*given).candidate(names, device)
 
     def test_judged(pair: Any) -> None:
@@ -111,7 +112,7 @@ def page_of(
 
 
 def _side(name: str, build: Callable[[], Side]) -> Side:
-    """Return a side that is built at its first call, whose output must consist of tensors."""
+    """Return a side that calls `build` at its first call. Its output must consist of tensors."""
     import torch
 
     built: list[Side] = []
@@ -140,7 +141,7 @@ def load(file: str, sizes: tuple[tuple[str, Json], ...], device: str) -> Problem
     """Return the problem in `file`. A process runs the file once.
 
     Raises:
-        ProblemError: if it is not a problem, or does not have the constants that `sizes` replaces.
+        ProblemError: if the file is not a problem, or lacks a constant that `sizes` replaces.
     """
     path, replaced = Path(file), dict(sizes)
     names = run_problem(path, replaced, device)
@@ -167,7 +168,7 @@ def _keywords(function: Any) -> dict[str, object]:
 
 
 class FunctionProblem:
-    """A problem of functions: `baseline`, `inputs`, and perhaps `reference`."""
+    """A problem in the plain form: functions `baseline`, `inputs`, and optionally `reference`."""
 
     def __init__(self, file: Path, names: Names, kind: str, sizes: Mapping[str, Json]) -> None:
         self.file, self.names, self.kind, self.sizes = file, names, kind, sizes
@@ -228,7 +229,7 @@ class ModelProblem:
         init: Any = self.names.get("get_init_inputs", list)
         with torch.device(device):
             made = init()
-            # Some problems of this form give keywords.
+            # In some problems, `get_init_inputs` returns keyword arguments.
             model = kind(**made) if isinstance(made, dict) else kind(*made)
         if not isinstance(model, torch.nn.Module):
             raise Misfit(f"{kind.__name__} is not a torch.nn.Module")
@@ -236,11 +237,11 @@ class ModelProblem:
 
 
 class Bound:
-    """A module that computes with the weights that each call gives it.
+    """A module as a function of its weights, which are the first argument of each call.
 
-    The storage of a parameter is replaced, not the parameter, because modules such as `LSTM` keep
-    their parameters in lists too. A call may update buffers, as a batch norm does in training, so
-    each call gets copies of them.
+    A call replaces the storage of each parameter, and not the parameter object, because modules
+    such as `LSTM` also keep references to their parameters in lists. A call may update buffers, as
+    a batch norm does in training, so each call works on copies of the buffers.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -248,12 +249,12 @@ class Bound:
         self.bind(_shapes(dict(model.named_parameters())), _shapes(dict(model.named_buffers())))
 
     def bind(self, parameters: Shapes, buffers: Shapes) -> None:
-        """Find the weight for each tensor of the module, by its name or else by its place.
+        """Find the weight for each tensor of the module, by name or by position.
 
         A buffer without a weight keeps its own values, because it may be a workspace.
 
         Args:
-            parameters, buffers: the shapes of the weights that calls will give, by name.
+            parameters, buffers: the shapes of the weights that calls will pass, by name.
 
         Raises:
             Misfit: if a parameter has no weight.
@@ -285,7 +286,10 @@ def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
 
 
 def _match(own: Shapes, given: Shapes) -> dict[str, str] | None:
-    """Return the given name for each own name: the same one, or the one at the same place."""
+    """Return a given name for each own name: the same name, or the name at the same position.
+
+    Return None if neither fits the shapes.
+    """
     if all(given.get(name) == shape for name, shape in own.items()):
         return dict(zip(own, own, strict=True))
     if list(own.values()) == list(given.values()):
@@ -303,7 +307,7 @@ def _misfit(own: Shapes, given: Shapes) -> str:
 
 
 def _varied(tensor: torch.Tensor) -> torch.Tensor:
-    """Return random values in place of constant ones. A positive constant stays positive."""
+    """Return `tensor`, or random values if all its elements are equal. Nonzero signs are kept."""
     import torch
 
     if not tensor.is_floating_point() or (tensor != tensor.flatten()[:1]).any():
@@ -313,7 +317,7 @@ def _varied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _arguments(made: object, source: str) -> tuple[object, ...]:
-    """Return the arguments that a problem has drawn, at least one of which has elements."""
+    """Return the drawn arguments as a tuple. Refuse them if no tensor among them has elements."""
     import torch
 
     if isinstance(made, torch.Tensor):
@@ -331,7 +335,7 @@ def _in_float64(tree: Any) -> Any:
 
 
 def _find(names: Names, wanted: Sequence[str], fits: Callable[[object], bool]) -> Any:
-    """Return the first of the `wanted` names that a candidate defines."""
+    """Return the object with the first of the `wanted` names that the candidate defines."""
     for name in wanted:
         if fits(names.get(name)):
             return names[name]
@@ -339,7 +343,7 @@ def _find(names: Names, wanted: Sequence[str], fits: Callable[[object], bool]) -
 
 
 def _function(function: Any) -> Side:
-    """Return a plain function, so that none of its attributes reaches the plugin."""
+    """Wrap `function` in a plain function, to hide its attributes from the plugin."""
     import torch
 
     def run(*arguments: object) -> object:

@@ -1,4 +1,4 @@
-"""Worker processes that have run nothing, each for one purpose."""
+"""New worker processes, which have run no code of a problem or a candidate yet."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from pathlib import Path
 from ..worker.client import WorkerProcess
 
 COUNT = 2
-"""Processes that each candidate needs, which are started before it comes."""
+"""Number of processes that each candidate needs. They are started in advance."""
 MEMORY_SHARE = 0.5
-"""The share of the available memory that a process may use, unless a limit is given."""
+"""The default memory limit of a process, as a share of the available host memory."""
 
 
 class Processes:
     """New worker processes. Some are started before they are needed.
 
     Args:
-        gpus: the UUIDs of the GPUs that they use; none for the CPU.
+        gpus: the UUIDs of the GPUs that the processes use. Empty for the CPU.
         memory: bytes of host memory that a process may use, or None for the default.
     """
 
@@ -40,7 +40,7 @@ class Processes:
             worker.close()
 
     def start_spares(self) -> None:
-        """Start the processes for the next candidate, which import torch meanwhile."""
+        """Start the processes for the next candidate in advance, to hide the import of torch."""
         while len(self._spares) < COUNT:
             self._spares.append(self._start())
 
@@ -48,12 +48,12 @@ class Processes:
         changes: dict[str, str | None] = {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)}
         changes["TRITON_INTERPRET"] = None if self.gpus else "1"
         worker = WorkerProcess(changes)
-        with suppress(ProcessLookupError):  # it has ended already
+        with suppress(ProcessLookupError):  # the process has ended already
             resource.prlimit(worker.pid, resource.RLIMIT_DATA, (self.memory, self.memory))
         return worker
 
     def close(self) -> None:
-        """End the processes that nobody has used."""
+        """End the processes that `fresh` has not returned."""
         for worker in self._spares:
             worker.close()
         self._spares.clear()
@@ -67,7 +67,7 @@ def _available_bytes() -> int:
 
 
 def peak_bytes(pid: int) -> int:
-    """Return the most host memory that a process has used; 0 if it has ended."""
+    """Return the peak host memory of a process in bytes, or 0 if it has ended."""
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("VmHWM:"):

@@ -39,24 +39,25 @@ BY_ERROR = {
     "died": "died",
     "timeout": "timeout",
 }
-"""The reason for each kind of error, unless the exception has its own. For others: disturbed."""
+"""The reason code for each kind of error. An exception may have its own code."""
 
 
 class Verdict(Struct, kw_only=True):
     """The verdict on a candidate.
 
     Attributes:
-        candidate: its file.
-        accepted: whether its outputs are right, and its time is credible.
+        candidate: the candidate's file.
+        accepted: whether the candidate's outputs are right and its time is credible.
         reason: one of `REASONS`.
         message: the reason in words.
         trace: the lines of the candidate that raised an exception.
-        speedup, low, high: the speedup, and its 99 % interval. None if nothing was timed.
-        clock: the clock of the speedup.
+        speedup, low, high: the speedup and its 99 % interval. None if nothing was timed.
+        clock: the name of the clock that the speedup was measured with.
         seconds: seconds per call of ``baseline`` and ``candidate``.
-        memory: bytes: on a GPU, those that a call of ``baseline`` and of ``candidate`` needs beyond
-            the inputs; ``process`` is the peak of the candidate's process on the host.
-        spent: seconds that the judgement took.
+        memory: bytes by name. On a GPU, ``baseline`` and ``candidate`` are the bytes that a call of
+            each needs beyond the inputs. ``process`` is the peak host memory of the candidate's
+            process.
+        spent: seconds that the whole judgement took.
     """
 
     candidate: str = ""

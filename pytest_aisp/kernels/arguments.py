@@ -1,7 +1,7 @@
 """The signature of a CUDA C++ kernel, and its arguments: tensors, numbers and tensor maps.
 
-A tensor map describes to the tensor memory accelerator (TMA) where a tensor's tiles are. A kernel
-has a parameter ``const __grid_constant__ CUtensorMap map`` for it.
+A tensor map tells the tensor memory accelerator (TMA) where the tiles of a tensor are. A kernel
+takes it as a parameter ``const __grid_constant__ CUtensorMap map``.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 Integer: TypeAlias = "ctypes._SimpleCData[int]"
 Float: TypeAlias = "ctypes._SimpleCData[float]"
 Convert: TypeAlias = Callable[[Any, int], object]
-"""A function that converts an argument on a device for cuda.core. It returns None if the argument
-does not match the parameter."""
+"""A function of an argument and a device index. It returns the argument converted for cuda.core, or
+None if the argument does not match the parameter."""
 
-# PyTorch's names for C types. `_dtype` derives the names of integers from their number of bits.
+# PyTorch's names of C types. `_dtype` derives the names of integer types from their bits.
 _DTYPES = {"float": "float32", "double": "float64", "bool": "bool", "size_t": "uint64"}
 _DTYPES |= {"half": "float16", "__half": "float16", "__nv_bfloat16": "bfloat16"}
 _DTYPES |= {"__nv_fp8_e4m3": "float8_e4m3fn", "__nv_fp8_e5m2": "float8_e5m2"}
@@ -40,12 +40,12 @@ _KERNEL = re.compile(r'extern\s*"C"\s*__global__([^{;]*)[{;]')
 _ATTRIBUTE = re.compile(r"__\w+__\s*\((?:[^()]|\([^()]*\))*\)")
 _QUALIFIER = re.compile(r"\b(const|volatile|__restrict__|__restrict|__grid_constant__)\b|std::")
 
-# The dtype that a tensor map uses for elements of this size in bytes.
+# The dtype that a tensor map uses, keyed by the element size in bytes.
 _SAME_WIDTH = {1: "uint8", 2: "uint16", 4: "int32", 8: "int64"}
 SWIZZLES = {0: "NONE", 32: "SWIZZLE_32B", 64: "SWIZZLE_64B", 128: "SWIZZLE_128B"}
 PROMOTIONS = {0: "NONE", 64: "L2_64B", 128: "L2_128B", 256: "L2_256B"}
 MAX_BOX = 256
-"""The largest number of elements of a tile in one dimension."""
+"""The largest size of a tile in one dimension, in elements."""
 TMA_ALIGNMENT = 16
 """Required alignment, in bytes, of a tensor, of its rows and of a tile's rows."""
 MAX_RANK = 5
@@ -113,10 +113,11 @@ def _torch_name(dtype: torch.dtype) -> str:
 def _tensor(
     dtypes: frozenset[str], align: int, cast: int, arg: torch.Tensor, device: int
 ) -> int | None:
-    """Return the tensor's address if it matches.
+    """Return the tensor's address, or None if it does not match the parameter.
 
     Args:
-        cast: if not 0, a tensor of any type matches if its size is a multiple of this many bytes.
+        align: the required alignment of the address in bytes.
+        cast: if not 0, a tensor of any dtype matches if its size is a multiple of this many bytes.
     """
     try:
         fits = not dtypes or _torch_name(arg.dtype) in dtypes or (cast and not arg.nbytes % cast)
@@ -129,7 +130,8 @@ def _tensor(
 
 
 def _integer(ctype: type[Integer], arg: object, device: int) -> Integer | None:
-    # ctypes, because cuda.core treats a Python int as an address. A number that is too large wraps.
+    # Use ctypes, because cuda.core treats a Python int as an address. Too large a number wraps, and
+    # then differs from `arg`.
     number = ctype(int(arg)) if isinstance(arg, (int, Integral)) else None
     return number if number is not None and number.value == arg else None
 
@@ -155,9 +157,9 @@ def without_comments(source: str) -> str:
 
 
 def only_kernel(source: str, name: str) -> str:
-    """Return `source` with the bodies of all kernels except `name` empty, and without comments.
+    """Return `source` without comments, with the bodies of all kernels except `name` removed.
 
-    Line numbers stay the same. Kernels that a macro defines are left as they are.
+    Line numbers stay the same. Kernels that are defined by a macro keep their bodies.
     """
     plain = without_comments(source)
     kept, end = [], 0
@@ -171,7 +173,7 @@ def only_kernel(source: str, name: str) -> str:
 
 
 def _closing_brace(plain: str, start: int) -> int:
-    """Return the index of the brace that closes the block whose first character is at `start`."""
+    """Return the index of the brace that closes the block that begins at index `start`."""
     depth = 1
     for match in re.finditer(r'"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'|[{}]', plain[start:]):
         depth += {"{": 1, "}": -1}.get(match[0], 0)
@@ -181,7 +183,7 @@ def _closing_brace(plain: str, start: int) -> int:
 
 
 def signatures(file: str, sources: Iterable[str]) -> Iterator[tuple[str, tuple[Param, ...]]]:
-    """Yield the name and the parameters of every kernel in `sources`, which belong to `file`."""
+    """Yield the name and parameters of each kernel in `sources`. `file` is for error messages."""
     for source in sources:
         for header in _KERNEL.findall(without_comments(source)):
             words = " ".join(_ATTRIBUTE.sub("", header).split())
@@ -206,13 +208,13 @@ def _param(text: str) -> Param:
     if not stars and width == 1 and ctype:
         convert = _real if dtype.startswith("float") else _integer
         return Param(text, name, f"a number that {dtype} holds", partial(convert, ctype))
-    # Refused at the launch, so that the other kernels of the file can run.
+    # A launch raises an error, but the other kernels of the file can run.
     return Param(text, name, f"a type that can be passed; legal are {PASSED}", lambda *_: None)
 
 
 def _pointer(dtype: str, width: int) -> tuple[str, Convert]:
     """Return a description of valid pointer arguments, and the function that converts them."""
-    # PyTorch has few operations for wide unsigned dtypes, so signed tensors are accepted too.
+    # Signed tensors are accepted too, because PyTorch has few operations for unsigned dtypes.
     signed = dtype if dtype == "uint8" else dtype.removeprefix("u")
     names = " or ".join(dict.fromkeys((dtype, signed)))
     bits = re.search(r"\d+", dtype)
@@ -220,14 +222,14 @@ def _pointer(dtype: str, width: int) -> tuple[str, Convert]:
     align = min(16, size // 3 if width == 3 else size)
     needs = f"a contiguous {names} tensor" if names else "a contiguous tensor"
     needs += " on cuda:{device}" + f" at a multiple of {align} bytes" * (width > 1)
-    # Kernels load any type in such vectors. They calculate with half2, so its type must match.
+    # Kernels load any type as float4 or similar. But half2 is for arithmetic, so it must match.
     cast = size if width in (2, 4) and dtype not in ("float16", "bfloat16") else 0
     needs += f", or one of another type whose size is a multiple of {size} bytes" * bool(cast)
     return needs, partial(_tensor, frozenset((dtype, signed)) - {""}, align, cast)
 
 
 def _element(c_type: str) -> tuple[str, int]:
-    """Return the PyTorch dtype and the vector width of a C type: for float4, float32 and 4."""
+    """Return a C type's PyTorch dtype and vector width: ``("float32", 4)`` for ``float4``."""
     if dtype := _dtype(c_type):
         return dtype, 1
     vector = re.fullmatch(r"(.+)([1-4])", c_type)
@@ -246,7 +248,7 @@ def _dtype(c_type: str) -> str:
 
 @dataclass(frozen=True)
 class TensorMap:
-    """A kernel argument that maps `tensor` in tiles of `box` elements. It keeps `tensor` alive."""
+    """A kernel argument that describes `tensor` in tiles of `box` elements, and keeps it alive."""
 
     tensor: torch.Tensor
     box: tuple[int, ...]
@@ -256,17 +258,18 @@ class TensorMap:
 def tensor_map(
     tensor: torch.Tensor, box: Sequence[int], *, swizzle: int = 0, promotion: int = 128
 ) -> TensorMap:
-    """Return a map of `tensor` in tiles of `box` elements.
+    """Return a TMA descriptor of `tensor` in tiles of `box` elements, to pass to a kernel.
 
-    Elements beyond the tensor's edge are read as zero and never written. The map treats elements of
-    one and two bytes as integers, so a kernel can load and store them, but not reduce into them.
+    Elements beyond the tensor's edge are read as zero and never written. The TMA treats elements of
+    one or two bytes as integers. A kernel can load and store such elements, but must not use TMA
+    reductions on them.
 
     Args:
         box: the tile's size in each dimension, 1 to 256 elements. A row (the last dimension) must
             be a multiple of 16 bytes.
         swizzle: 32, 64 or 128 bytes, or 0 for none. It selects the pattern in which 16-byte pieces
-            of a tile's rows are exchanged in shared memory. A row must not be longer than this.
-        promotion: 64, 128 or 256, the number of bytes that a miss loads into the L2.
+            of a tile's rows are exchanged in shared memory. A tile's row must fit into this length.
+        promotion: bytes that a miss loads into the L2: 64, 128 or 256, or 0 for no promotion.
 
     Raises:
         LaunchError: the TMA cannot access this tensor in such tiles.
@@ -308,7 +311,7 @@ def _tma_faults(
 def _encode_tensor_map(
     tensor: torch.Tensor, box: tuple[int, ...], swizzle: int, promotion: int
 ) -> cuda.core.TensorMapDescriptor:
-    """Return the descriptor. It is legal during a capture, because it does not wait for the GPU."""
+    """Return the descriptor. This does not wait for the GPU, so it is legal during a capture."""
     import torch
 
     maps = import_module("cuda.core._tensor_map")  # cuda.core does not export its enums

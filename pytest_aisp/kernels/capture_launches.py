@@ -4,8 +4,8 @@
 with its meta-parameters. An autotuned kernel is recorded in every configuration. Triton also
 compiles its kernels for the fake GPU's arch.
 
-`record_choices` records the autotuner's choices on a real device. They depend on measurements, so
-they may be different in the next process. That is why the choices are stored with a result.
+`record_choices` records the configurations that the autotuner chooses on a real device. It chooses
+by measured times, so the next process may choose others. Each result is stored with its choices.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ COLLECTIVES = (
     *("all_to_all", "all_to_all_single", "send", "recv", "isend", "irecv"),
     *("P2POp", "batch_isend_irecv", "new_group"),
 )
-"""Functions of torch.distributed that are replaced for fake ranks and do nothing."""
+"""Functions of torch.distributed that are replaced on fake ranks, where they do nothing."""
 Kernel: TypeAlias = "cuda_cpp.Kernel | FunctionType"
 """A CUDA C++ kernel, or the function inside a Triton kernel."""
 Choices: TypeAlias = Mapping[str, list[str]]
@@ -55,11 +55,11 @@ class CapturedLaunch:
     Attributes:
         config: the meta-parameters as text.
         threads: threads per block.
-        shared: bytes of shared memory per block; for CUDA C++, only the dynamic ones.
+        shared: bytes of shared memory per block. For CUDA C++, only dynamic shared memory.
         cubin: the machine code of a Triton kernel, if it was compiled.
         fault: the reason why the kernel could not be compiled, or an empty text.
         arguments: the kernel's arguments.
-        metadata: the options that Triton compiled the kernel with, and the resources that it needs.
+        metadata: Triton's compile options for the kernel, and the resources that the kernel needs.
     """
 
     kernel: Kernel
@@ -79,10 +79,10 @@ class CapturedLaunches:
     """The kernels that one side launches.
 
     Attributes:
-        order: the launches in order.
-        unique: the same without repetitions.
-        arguments: functions that were passed to kernels.
-        error: the exception that ended the side, or None.
+        order: all launches, in order.
+        unique: the launches without repetitions, keyed by kernel and config.
+        arguments: functions that were passed to kernels as arguments.
+        error: the exception that the side raised, or None.
     """
 
     order: list[CapturedLaunch] = field(default_factory=list)
@@ -122,7 +122,7 @@ def capture_launches(
         with fake_gpu(arch), _fake_ranks(count), _capturing(captured, assemble):
             try:
                 _run(pair, side, size, watch)
-            except Exception as error:  # such as a side that needs values or a real GPU
+            except Exception as error:  # the side may need tensor values or a real GPU
                 captured.error = error
     return captured
 
@@ -131,7 +131,7 @@ def capture_launches(
 def _fake_ranks(count: int) -> Iterator[None]:
     """Make this process appear to be rank 0 of `count` ranks. Collectives do nothing.
 
-    An ordinary tensor stands for each rank's symmetric memory.
+    Ordinary tensors replace the symmetric memory of each rank.
     """
     if count == 1:
         yield
@@ -210,7 +210,7 @@ def _clusters_at_once(self: cuda_cpp.Kernel, block: Dims, shared: int = 0, *, cl
 
 
 def _run_every_configuration(self: Autotuner, *args: object, **kwargs: object) -> None:
-    """Launch a kernel in every configuration that remains after pruning, as tuning does."""
+    """Launch a kernel in every configuration that the autotuner would try after pruning."""
     self.nargs = dict(zip(self.arg_names, args, strict=False))
     for config in self.prune_configs(kwargs):
         if config.pre_hook is not None:
@@ -224,7 +224,7 @@ def _launch_triton(
 ) -> Callable[..., None]:
     """Return a replacement for `JITFunction.run` that records launches.
 
-    If there is a `compile_kernel`, it also compiles the kernel.
+    The replacement also compiles each kernel with `compile_kernel`, if that is not None.
     """
 
     def run(
@@ -266,7 +266,7 @@ def _meta_parameters(kernel: JITFunction, values: Mapping[str, object]) -> str:
 
 @contextlib.contextmanager
 def record_choices(found: dict[str, set[str]]) -> Iterator[None]:
-    """Add the chosen configurations of every autotuned kernel launched inside the block to `found`.
+    """Record the configurations of autotuned kernels that are launched in the block, in `found`.
 
     Recording makes each launch some tenths of a microsecond slower, so time nothing in the block.
     """
@@ -293,7 +293,7 @@ def record_choices(found: dict[str, set[str]]) -> Iterator[None]:
 
 
 def merge_choices(parts: Iterable[Mapping[str, Iterable[str]]]) -> dict[str, list[str]]:
-    """Return the choices of several processes as one mapping, sorted."""
+    """Merge the choices of several processes into one sorted mapping, keyed by kernel."""
     found: dict[str, set[str]] = {}
     for part in parts:
         for kernel, configs in part.items():
@@ -302,12 +302,12 @@ def merge_choices(parts: Iterable[Mapping[str, Iterable[str]]]) -> dict[str, lis
 
 
 def choice_notes(choices: Choices) -> list[str]:
-    """Return a line for each autotuned kernel, with its choices."""
+    """Return one line per autotuned kernel that names its chosen configurations."""
     return [f"tuned {kernel}: {' | '.join(configs)}" for kernel, configs in choices.items()]
 
 
 def differing_choices(stored: Choices, now: Choices) -> list[str]:
-    """Return a line for each kernel whose choices now include one that is not stored."""
+    """Return one line per kernel with a choice now that is not among its stored choices."""
     return [
         f"{kernel} is tuned differently than in the stored result: {' | '.join(configs)},"
         f" stored {' | '.join(stored[kernel])}"

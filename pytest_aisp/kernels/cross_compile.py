@@ -1,8 +1,8 @@
 """Assemble the kernels that a case launches, and check them for promised instructions.
 
-Both sides run on a fake GPU of each arch at the case's real size. Every kernel that they launch
-must assemble and must not exceed the arch's limits. For each promised instruction, a kernel of the
-side must contain it. Every kernel of the page must be launched by one of the page's sides.
+Both sides run on a fake GPU of each arch at the case's real size. Every launched kernel must
+assemble and stay within the arch's limits. If a side promises an instruction, one of its kernels
+must contain it. Every kernel of the page must be launched by one of the page's sides.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from .cuda_cpp import DIM_LIMITS
 from .fake_gpu import interpreting
 
 PARTITIONS = 4
-"""Number of partitions of a processor. Each partition has its own registers and warps."""
+"""Number of partitions of an SM. Each partition has its own registers and warps."""
 NOT_CHECKED = "NOT CHECKED"
 """The start of a note that every run shows, even without -v."""
 ARCHS = "\0archs\0"
-"""Placeholder for the arch names in the text of a fault."""
+"""Placeholder for the archs in the text of an error."""
 ERROR_LINES = 12
-"""The largest number of lines of an assembler's error in a message."""
+"""The largest number of lines of an assembler error in a message."""
 
 
 class AssemblyError(PageError):
@@ -52,7 +52,7 @@ class AssembledKernel:
 
     @property
     def resident(self) -> int:
-        """Blocks that fit on one processor at once. Warps, registers and shared memory limit it."""
+        """Number of blocks that fit on one SM, as limited by warps, registers and shared memory."""
         limits = LIMITS[self.arch]
         registers = max(REGISTER_UNIT, _allocated(self.registers)) * 32
         return min(
@@ -64,7 +64,7 @@ class AssembledKernel:
 
     @property
     def occupancy(self) -> float:
-        """The share of a processor's warps that `resident` blocks occupy."""
+        """The share of an SM's warps that `resident` blocks occupy."""
         return self.resident * self.warps * 32 / LIMITS[self.arch].resident_threads
 
     def __str__(self) -> str:
@@ -75,7 +75,7 @@ class AssembledKernel:
         )
 
     def to_json(self) -> dict[str, object]:
-        """Return the kernel as JSON types, for the artifacts."""
+        """Return the kernel as JSON types, to be written to the artifacts."""
         launch = self.launch
         return {
             "arch": self.arch,
@@ -102,8 +102,8 @@ class Assembly:
         root: the folder of the page's own code.
         progress: a function that is called with the name of each step.
         assembled: the kernels that assembled.
-        refused: the archs of each assembler error, keyed by error message and kernel.
-        faults: the archs of each other fault, keyed by its text, which may contain `ARCHS`.
+        refused: the archs of each assembler error, keyed by the error message and then the kernel.
+        faults: the archs of all other errors, keyed by the text, which may contain `ARCHS`.
         notes: messages about promises that could not be checked.
     """
 
@@ -119,7 +119,7 @@ class Assembly:
     notes: list[str] = field(default_factory=list)
 
     def run(self, archs: Sequence[str]) -> None:
-        """Assemble for each of `archs`. Raise an `AssemblyError` if there are faults."""
+        """Assemble for each of `archs`. Raise an `AssemblyError` that lists all errors, if any."""
         if interpreting():
             raise AssemblyError(
                 "Triton's interpreter is on in this process, so nothing can be assembled\n"
@@ -131,7 +131,7 @@ class Assembly:
             self._check_promises(arch)
         reached = self._reached()
         if not self.assembled and not self.faults and not self.refused:
-            if reached:  # sides of other cases launch the kernels of the page
+            if reached:  # sides of other cases launch the page's kernels
                 self.notes.append("neither side launches a kernel of the page")
             else:
                 self._add("no kernel was launched, so nothing was assembled")
@@ -141,7 +141,7 @@ class Assembly:
             raise AssemblyError("\n".join(errors))
 
     def _refusals(self) -> Iterator[str]:
-        """Yield each assembler error once, with all kernels that have it on the same archs."""
+        """Yield each assembler error once, with the names of all kernels that have it."""
         for message, kernels in self.refused.items():
             by_archs: dict[str, list[str]] = {}
             for kernel, archs in kernels.items():
@@ -209,8 +209,9 @@ class Assembly:
     def _reached(self) -> set[Kernel]:
         """Return the kernels that some side of the page launches at a real size.
 
-        Each other kernel of the page is a fault. If only sides of other cases raised errors, they
-        are the likely cause. Each of these errors fails its own case, so here they are only noted.
+        A kernel of the page that no side launches is an error. But if sides of other cases raised
+        exceptions, those are the likely cause, and they fail their own cases. The unlaunched kernel
+        is then only noted here.
         """
         reached, failed = _launches_of_page(self.pairs)
         errors = dict.fromkeys(message for _, message in failed)
@@ -240,9 +241,9 @@ _latest: tuple[Sequence[Pair], PageLaunches] | None = None
 
 
 def _launches_of_page(pairs: Sequence[Pair]) -> PageLaunches:
-    """Return what the sides of a page launch at real sizes.
+    """Return the kernels that the sides of a page launch at real sizes, and the sides that fail.
 
-    All cases of a page need this, so the result of the latest page is kept.
+    All cases of a page need this result, so the result of the latest page is cached.
     """
     global _latest
     if _latest is None or not _same(_latest[0], pairs):
@@ -262,7 +263,7 @@ def _same(some: Sequence[Pair], others: Sequence[Pair]) -> bool:
 
 
 def _every_run(pairs: Sequence[Pair]) -> Iterable[tuple[Pair, Side, Size, str]]:
-    """Return each side at each size for each arch, once."""
+    """Return each combination of side, size and arch once."""
     runs = (
         (pair, side, size, arch)
         for pair in pairs
@@ -295,7 +296,7 @@ def _ended(launches: CapturedLaunches) -> str:
 
 
 def _assembled(arch: str, side: str, launch: CapturedLaunch) -> AssembledKernel:
-    """Return the kernel of `launch` as assembled for `arch`, with the resources it uses."""
+    """Return the kernel of `launch`, assembled for `arch`, with the resources that it uses."""
     if launch.fault:
         raise AssemblyError(launch.fault)
     cubin, usage = launch.cubin, dict[str, int]()

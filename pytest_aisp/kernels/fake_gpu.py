@@ -1,7 +1,7 @@
 """A fake GPU, on which code can create CUDA tensors and launch kernels without a real GPU.
 
-Tensors have shapes and dtypes but no values, and nothing is computed. Triton's interpreter uses the
-fake driver too, because Triton's autotuner gets its benchmark function from the driver.
+Tensors have shapes and dtypes but no values, and nothing is computed. Triton's interpreter also
+needs the fake driver, because Triton's autotuner gets its benchmark function from the driver.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from triton.backends.compiler import GPUTarget
 
 ADDRESS = 1 << 32
-"""The address of every tensor on a fake GPU. It is aligned like addresses of torch's allocator."""
+"""The address of every tensor on a fake GPU. It is aligned like real allocations of torch."""
 
 
 class FakeDriver:
@@ -38,7 +38,7 @@ class FakeDriver:
         self.utils = SimpleNamespace(get_device_properties=lambda device: properties)
 
     def get_current_device(self) -> int:
-        """Return a number that identifies the arch: Triton caches compiled kernels by device."""
+        """Return a number that identifies the arch, because Triton caches kernels by device."""
         return 10 * self.major + self.minor
 
     def get_device_capability(self, device: object = None) -> tuple[int, int]:
@@ -58,7 +58,7 @@ class FakeDriver:
         return torch.device("cuda", 0)
 
     def get_benchmarker(self) -> Callable[..., list[float]]:
-        """Return a benchmark function that runs nothing. The first configuration then wins."""
+        """Return a benchmark function that runs nothing, so the first configuration is chosen."""
         return lambda call, quantiles: [0.0 for _ in quantiles]
 
 
@@ -69,7 +69,7 @@ def interpreting() -> bool:
 
 
 def drive_interpreter() -> None:
-    """Without a GPU, give Triton's interpreter a fake driver, because autotuning needs a driver."""
+    """Give Triton's interpreter a fake driver if there is no GPU. Autotuning needs a driver."""
     import torch
 
     if interpreting() and not torch.cuda.is_available():
@@ -80,7 +80,7 @@ def drive_interpreter() -> None:
 
 @contextlib.contextmanager
 def fake_gpu(arch: str) -> Iterator[None]:
-    """Make this process appear to have a GPU of `arch`, for shapes and dtypes only.
+    """Make this process appear to have a GPU of `arch`. Only shapes and dtypes are computed.
 
     `torch.cuda.is_available` still returns False, because nothing can be captured or timed.
     """
@@ -88,7 +88,7 @@ def fake_gpu(arch: str) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.multiple(torch.cuda, **cuda_functions(arch)))
-        # torch's shape functions of some operators read this attribute, as of `_weight_int4pack_mm`
+        # some of torch's shape functions read this attribute, such as that of `_weight_int4pack_mm`
         cuda = torch.device("cuda", 0)
         stack.enter_context(mock.patch.object(torch.Tensor, "fake_device", cuda, create=True))
         if "triton" in sys.modules:
@@ -111,7 +111,7 @@ def cuda_functions(arch: str) -> dict[str, Any]:
         regs_per_multiprocessor=limits.registers,
         max_threads_per_multi_processor=2048,
         warp_size=32,
-        gcnArchName=arch,  # torch.compile reads this name where torch is built without CUDA
+        gcnArchName=arch,  # torch.compile reads this if torch is built without CUDA
     )
     return {
         **{name: mock.MagicMock() for name in ("current_stream", "stream", "Stream", "Event")},

@@ -1,8 +1,8 @@
 """Compare what two versions of a side launch, without a GPU.
 
 A side runs twice on a fake GPU, because its first call may do more than the others. Each launch is
-recorded with its geometry, its arguments, and the machine code of its kernel. Launches by libraries
-cannot be seen, so their operators are recorded instead.
+recorded with its grid and block, its arguments, and the machine code of its kernel. Kernels that
+libraries launch are not visible. Instead, the calls of torch's operators are recorded.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from .fake_gpu import FakeDriver
 
 CALLS = 2
 ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
-"""The operators that only allocate memory. They and views launch nothing."""
+"""The operators that only allocate memory. They launch no kernel, and are not recorded."""
 QUERIES: tuple[str, ...] = ("is_available", "device_count", "mem_get_info", "get_device_properties")
 QUERIES += ("get_device_capability", "get_device_name")
-"""Functions of torch.cuda whose results on a fake GPU may differ from those on the real one."""
+"""Functions of torch.cuda whose results may differ between a fake GPU and a real one."""
 MOST_LINES = 80
-"""How many lines of a diff of SASS are shown."""
+"""The largest number of lines of a SASS diff that is shown."""
 
 
 @dataclass
 class LaunchedCode:
-    """What `CALLS` calls of a side launch at one size.
+    """The kernels and operators that `CALLS` calls of a side launch at one size.
 
     Attributes:
-        launches: each launch: the kernel's name, its geometry, arguments and options.
-        code: the machine code of each launched kernel, and of each kernel file, with its name.
-        operators: the operators of torch that may launch kernels, with their arguments.
-        launched: the launched kernel files and Triton kernels.
+        launches: for each launch, the kernel's name, and its grid, block, arguments and options.
+        code: the name and machine code of each launched Triton kernel, and of each .cu file.
+        operators: the called operators of torch that may launch kernels, with their arguments.
+        launched: the Triton kernels, and the .cu files of the CUDA C++ kernels, that were launched.
         queries: the functions of `QUERIES` that were called.
-        error: why the side did not run to its end, or empty.
+        error: the reason why the record is incomplete, or an empty string.
     """
 
     launches: list[tuple[str, str]] = field(default_factory=list)
@@ -56,7 +56,7 @@ class LaunchedCode:
     error: str = ""
 
     def digest(self) -> str:
-        """Return a digest of the instructions and constants of all kernels; empty without any."""
+        """Return a digest of all kernels' instructions and constants, or "" without kernels."""
         parts = sorted(
             {(name, repr(sass.contents(code, code_alone=True))) for name, code in self.code}
         )
@@ -66,10 +66,10 @@ class LaunchedCode:
 def launched_code(
     pair: Pair, side: Side, size: Size, arch: str, files: Iterable[CudaModule] = ()
 ) -> LaunchedCode:
-    """Return what `side` launches at `size` on a GPU of `arch`.
+    """Return the kernels and operators that `side` launches at `size` on a GPU of `arch`.
 
     Args:
-        files: kernel files whose machine code is included, even if no kernel is launched.
+        files: .cu files whose machine code is included even if none of their kernels is launched.
     """
     found = LaunchedCode()
     if hasattr(side, "side") or tuple(pair.gpus) != (1,):
@@ -102,7 +102,7 @@ def launched_code(
 
 
 def difference(now: LaunchedCode, then: LaunchedCode) -> str:
-    """Return the first difference of what two versions launch, or an empty text."""
+    """Return a description of the first difference between two versions' launches, or ""."""
     for kind in ("launches", "operators"):
         pairs = zip_longest(getattr(now, kind), getattr(then, kind), fillvalue=("nothing", ""))
         for number, (new, old) in enumerate(pairs, start=1):
@@ -119,7 +119,7 @@ def difference(now: LaunchedCode, then: LaunchedCode) -> str:
 def sass_diff(now: LaunchedCode, then: LaunchedCode) -> list[str]:
     """Return the diff of the SASS of all kernels that two versions launch.
 
-    If it is not known, the only line says why.
+    If the SASS is not known, return one line with the reason.
     """
     if error := now.error or then.error:
         return [f"not known: {error}"]
@@ -139,7 +139,7 @@ def sass_diff(now: LaunchedCode, then: LaunchedCode) -> list[str]:
 
 
 def _sass(found: LaunchedCode) -> dict[str, list[str]]:
-    """Return the lines of each launched kernel. A tuned kernel has one entry per configuration."""
+    """Return the SASS lines of each launched kernel. Each tuned configuration has its own entry."""
     launched = {name for name, _ in found.launches}
     listings: dict[str, list[str]] = {}
     for cubin in dict.fromkeys(code for _, code in found.code):
@@ -161,10 +161,10 @@ def _text_of(launch: CapturedLaunch, storages: dict[int, int]) -> str:
 
 
 def _value(value: Any, storages: dict[int, int]) -> object:
-    """Return an argument in a form that is the same for equal values of two versions.
+    """Return an argument in a form that can be compared between two versions of a side.
 
     Args:
-        storages: the number of each memory allocation, in the order in which they are first passed.
+        storages: a number for each memory allocation, in the order in which they first appear.
     """
     import torch
 
@@ -192,7 +192,7 @@ def _watching(found: LaunchedCode) -> Iterator[None]:
     class Operators(TorchDispatchMode):
         @classmethod
         def _should_skip_dynamo(cls) -> bool:
-            return False  # otherwise the first operation imports torch._dynamo for 1.5 s
+            return False  # with True, torch._dynamo is imported, which takes 1.5 s
 
         def __torch_dispatch__(
             self, func: Any, types: object, args: Any = (), kwargs: Any = None

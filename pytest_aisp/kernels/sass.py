@@ -1,8 +1,8 @@
 """Read a cubin's registers, stack and instructions (SASS).
 
-The registers and the stack are in the ELF file's ``.nv.info``. ``nvdisasm`` reads the instructions.
-It comes with Triton, with CUDA, and as a package. An old version does not support newer archs. For
-example, Triton 3.6's ``nvdisasm`` cannot read sm103.
+The registers and the stack are in section ``.nv.info`` of the ELF file. The instructions are read
+with ``nvdisasm``, which comes with Triton, with CUDA, and as a package. An old ``nvdisasm`` does
+not support newer archs. For example, that of Triton 3.6 cannot read sm103.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ _LABEL = re.compile(r"\.L_\w+")
 def usage(cubin: bytes) -> dict[str, dict[str, int]]:
     """Return the ``registers`` and the bytes of ``stack`` per thread, keyed by kernel.
 
-    The stack is in local memory. It has spilled registers, and arrays that are not in registers.
+    The stack is in local memory. It contains spilled registers and arrays that do not fit in
+    registers.
     """
     sections = {name: content for name, _, content in _sections(cubin)}
     names = list(_symbols(sections[".symtab"], sections[".strtab"]))
@@ -54,12 +55,12 @@ def usage(cubin: bytes) -> dict[str, dict[str, int]]:
 def contents(cubin: bytes, *, code_alone: bool = False) -> list[Section]:
     """Return the name, header and content of each section that may affect how a kernel runs.
 
-    Line tables and other debug information, notes about the compiler, and names of symbols are left
-    out, because a comment or a new name of a variable changes them.
+    Debug information, such as line tables, compiler notes, and symbol names are left out, because
+    a changed comment or variable name would change them.
 
     Args:
-        code_alone: whether to return only instructions and initial values of variables. Other
-            sections differ from compiler to compiler.
+        code_alone: whether to return only instructions and initial values of variables. The other
+            sections depend on the compiler version.
     """
     (flags,) = struct.unpack_from("<I", cubin, 0x30)
     found: list[Section] = [] if code_alone else [("", (flags,), b"")]
@@ -74,7 +75,7 @@ def contents(cubin: bytes, *, code_alone: bool = False) -> list[Section]:
 def _sections(cubin: bytes) -> Iterator[Section]:
     """Yield the name, header and content of each section of a 64-bit little-endian ELF file.
 
-    The header has type, flags, size, link, info, alignment and size of an entry, but no addresses.
+    The header has type, flags, size, link, info, alignment and entry size, but no addresses.
     """
     (start,) = struct.unpack_from("<Q", cubin, 0x28)
     length, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
@@ -93,7 +94,7 @@ def _symbols(table: bytes, names: bytes) -> Iterator[str]:
 
 
 def _attributes(info: bytes) -> Iterator[tuple[int, int, int]]:
-    """Yield the attribute, symbol and value of each entry that has a symbol and a value."""
+    """Yield (attribute, symbol index, value) for each entry of `info` that has all three."""
     at = 0
     while at < len(info):
         kind, attribute, size = struct.unpack_from("<BBH", info, at)
@@ -109,7 +110,7 @@ class NoDisassembler(Exception):
 
 @functools.cache
 def disassemblers() -> tuple[str, ...]:
-    """Return the paths of every nvdisasm: that on the PATH, Triton's, and the package's."""
+    """Return the path of each nvdisasm: on the PATH, in Triton, and in NVIDIA's package."""
     on_path = shutil.which("nvdisasm")
     paths = [on_path] if on_path else []
     for package, folder in (("triton", "backends/nvidia/bin"), ("nvidia", "")):
@@ -133,9 +134,9 @@ def instructions(cubin: bytes) -> dict[str, frozenset[str]]:
 
 
 def listing(cubin: bytes) -> dict[str, list[str]]:
-    """Return the lines of each kernel's SASS: its instructions, without addresses, and its labels.
+    """Return the SASS of each kernel as lines: its instructions without addresses, and its labels.
 
-    The labels are numbered from the kernel's first line. The padding at its end is left out.
+    Labels are renumbered in order of appearance. The padding at the kernel's end is left out.
 
     Raises:
         NoDisassembler: no nvdisasm can read this machine code.
@@ -157,7 +158,7 @@ def _normalized(text: str) -> list[str]:
 
 @functools.cache
 def _disassembled(cubin: bytes) -> dict[str, str]:
-    """Return what nvdisasm prints about each kernel."""
+    """Return the output of nvdisasm for each kernel, by name."""
     fault = ""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -174,7 +175,7 @@ def _disassembled(cubin: bytes) -> dict[str, str]:
 
 
 def contains(instructions: Iterable[str], promised: str) -> bool:
-    """Return whether one of `instructions` matches `promised`. It may have additional modifiers.
+    """Return whether one of `instructions` matches `promised`, possibly with more modifiers.
 
     For example, LDG.E.128.CONSTANT matches ``LDG.128``, and UTMALDG.2D matches ``UTMALDG``.
     """
