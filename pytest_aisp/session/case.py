@@ -166,7 +166,7 @@ class CaseRun:
         """Measure, and drop the verdict if another process on the GPU may have caused it.
 
         Raises:
-            MachineDisturbed: if another process used the GPU, and the case is red or to be recorded.
+            MachineDisturbed: if another process used the GPU, and the case is red or recorded.
         """
         failure: Failed | None = None
         try:

@@ -164,7 +164,7 @@ def loop_of_all_reduces(sizes: Sequence[int], device: str) -> BoundSide:
 
 
 def _elements_per_rank(nbytes: int) -> int:
-    """Return how many elements each rank gets. One-shot requires a multiple of 16 bytes."""
+    """Return the number of elements per rank, a multiple of 16 bytes as one-shot requires."""
     return max(1, nbytes // (4 * ITEM * current_group().world)) * 4
 
 

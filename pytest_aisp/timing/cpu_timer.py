@@ -21,7 +21,8 @@ from .unseen_values import SHORT_WINDOW, UnseenValues, window_calls
 WINDOW = 10e-3
 """Shortest length of a window, in seconds."""
 SIMILAR = 4
-"""Windows with new values have the same number of calls if the numbers differ by less than this."""
+"""If the two sides' numbers of calls differ by less than this factor, both use the larger number.
+"""
 MALLOC_PARAMETERS = {
     -1: 64 << 20,  # M_TRIM_THRESHOLD
     -2: 128 << 10,  # M_TOP_PAD
@@ -37,8 +38,8 @@ process that has freed a block of 32 MiB or more.
 def reset_malloc() -> None:
     """Set malloc's parameters, unless the user has set some of them for the whole process.
 
-    A side may change them with `mallopt`, after which each large allocation of the other side maps
-    new pages. No function returns them, so nothing can compare them: each window sets them.
+    A side may change the parameters with `mallopt`, so that each large allocation of the other side
+    maps new pages. The current values cannot be read, so they are set before each window.
     """
     if MALLOPT is not None and enabled("malloc"):
         for number, value in MALLOC_PARAMETERS.items():
@@ -53,7 +54,7 @@ def find_mallopt() -> Callable[[int, int], int] | None:
 
 
 MALLOPT = find_mallopt()
-"""Found when this module is imported, so that a page cannot pretend to be the user."""
+"""Looked up when this module is imported, before a page can set malloc's environment variables."""
 
 
 class HostWindow:

@@ -29,7 +29,9 @@ WARMUP = 3
 """Number of calls before a callable is captured."""
 SCARCE = 1 / 4
 """The allocator's cache is emptied before a capture if less than this share of memory is free, or
-less than the cache holds: a capture needs about what the calls before it left in the cache."""
+if less memory is free than the cache holds. A capture needs about as much memory as earlier calls
+left in the cache.
+"""
 abandoned: list[_POOL_HANDLE] = []
 """Memory pools of failed captures.
 

@@ -256,9 +256,9 @@ class CudaPairTimer:
     def profile(self, seconds: Sequence[float]) -> dict[str, KernelProfile]:
         """Profile both sides. Refuse a side whose kernels run longer than its `seconds` per call.
 
-        This runs the sides again. On the graph clock, a replay must show the same. No side is
-        refused on the host's clock, which waits for all work anyway, or with several ranks, where
-        kernels may wait until the profilers of other ranks have started.
+        This runs the sides again. On the graph clock, a side is refused only if a profiled replay
+        takes too long as well. No side is refused on the host's clock, because its windows wait for
+        all work, or with several ranks, because kernels may wait for other ranks' profilers.
         """
         profiles = {}
         for side, window, expected in zip(self.sides, self.windows, seconds, strict=True):
@@ -272,7 +272,7 @@ class CudaPairTimer:
         return profiles
 
     def _runs_longer(self, window: CudaWindow, called: KernelProfile, expected: float) -> bool:
-        """Return whether kernels run longer than `expected` in a replay, if there is one, too.
+        """Return whether kernels run longer than `expected` seconds, also in a replay of the graph.
 
         Kernels of several streams, or with programmatic dependent launch, overlap in a graph. When
         Python launches them, they often do not. The replay must run the same kernels.

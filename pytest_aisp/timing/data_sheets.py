@@ -1,4 +1,4 @@
-"""Rates of GPUs that nobody here has, from NVIDIA's data sheets.
+"""Rates of GPUs without stored measurements, estimated from NVIDIA's data sheets.
 
 A prediction from a data sheet is not a measurement. It assumes that each rate reaches the same
 share of its data-sheet value as on the H200, whose rates are measured. Fixed times, such as that of
@@ -64,7 +64,7 @@ _FIGURES = {
 _ONE_WAY = ("peer", "busbw", "h2d", "d2h")
 """Rates in one direction of a link, of which the table has the sum of both."""
 _OTHER_KERNEL = 1.3
-"""How much faster than the library's kernel another may be if no data sheet limits it."""
+"""Without a data sheet, a kernel may exceed the library kernel's rate by this factor."""
 
 
 def _parse() -> dict[str, DataSheet]:
@@ -82,7 +82,7 @@ SHEETS = _parse()
 
 
 def full_rate(product: str, rate: str) -> float | None:
-    """Return what the data sheet of `product` says about `rate`, in its unit; None if nothing."""
+    """Return the value of `rate` in the data sheet of `product`; None if it has none."""
     figure, sheet = _FIGURES.get(rate), SHEETS.get(product)
     if figure is None or sheet is None or figure not in sheet.figures:
         return None
@@ -94,8 +94,8 @@ def most_above(product: str, rate: str, measured: float) -> float:
     """Return by which factor a side may exceed the `measured` rate before its work is doubted.
 
     The rate of a matrix product is measured with a library's kernel and random values. A better
-    kernel is faster, and so is the same one with values that need less power. So the data sheet
-    decides, if it has the rate.
+    kernel can be faster, and so can values that need less power. So the limit is the rate in the
+    data sheet, if it has one.
     """
     if rate not in MATRIX:
         return TOLERANCE
@@ -110,9 +110,9 @@ def shares(measured: Peaks) -> dict[str, float]:
 
 
 def estimate(product: str, measured: Peaks) -> Peaks:
-    """Return the rates of `product` that follow from its data sheet and the H200's `measured` ones.
+    """Return estimated rates of `product`, from its data sheet and the H200's `measured` rates.
 
-    A rate that its data sheet lacks is missing.
+    Rates that the data sheet lacks are left out.
     """
     theirs, ours = SHEETS[product].figures, SHEETS[REFERENCE].figures
     rates = {rate: value for rate, value in measured.rates.items() if rate in SECONDS}

@@ -128,7 +128,7 @@ class Process:
         return join(parts)
 
     def chain(self) -> Slices:
-        """Return what a chain of kernels of 4 ms sees of the other process."""
+        """Return the other process's time slices during a chain of kernels that takes 4 ms."""
         lost = self.lost(4e-3)
         return Slices(lost, SLICE_SECONDS if lost else 0.0, 4e-3 + lost)
 

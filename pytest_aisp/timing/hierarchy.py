@@ -1,6 +1,7 @@
 """Measure the memory hierarchy of a GPU: the bandwidth and the latency of each of its levels.
 
-Latency is the time of one load in a chain, in which each load needs the result of the last one.
+Latency is the time of one load in a chain of loads, each of which needs the result of the load
+before it.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ def list_of(nbytes: int, device: str = "cuda") -> torch.Tensor:
 
 
 def near_and_far(cycles: Sequence[int]) -> tuple[float, float]:
-    """Return the cycles that the fastest and the slowest tenth of all lines reach."""
+    """Return the latencies, in cycles, at the first and the last decile of all lines."""
     tenths = quantiles(cycles, n=10)
     return tenths[0], tenths[-1]
 
@@ -127,7 +128,7 @@ def near_and_far(cycles: Sequence[int]) -> tuple[float, float]:
 def linked(count: int, stride: int, device: str = "cuda") -> torch.Tensor:
     """Return a list of `count` links in random order, which ends where it begins.
 
-    Link `i` is the number at `i * stride`. It is the place of the next link.
+    Link `i` is at index `i * stride`. Its value is the index of the next link.
     """
     import torch
 

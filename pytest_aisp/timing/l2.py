@@ -65,8 +65,8 @@ def measure(
 ) -> Latency:
     """Measure the latency with `read` after `work`; return the coldest attempt.
 
-    All three latencies are measured right after the work. It may have heated the GPU so much that
-    its clock is lower, and then a load from DRAM takes fewer cycles than on an idle GPU.
+    All three latencies are measured right after the work, on the warm GPU. A warm GPU may lower its
+    clock rate, and a load from DRAM then takes fewer cycles than on an idle GPU.
     """
     attempts = []
     for _ in range(ATTEMPTS):

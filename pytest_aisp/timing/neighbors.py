@@ -1,9 +1,9 @@
 """Detect other processes that compute on the GPU while a case is measured.
 
-Processes on one GPU take turns. Each turn, a time slice, lasts about a millisecond. Containers and
-virtual machines may hide the other processes, but not the time that their turns take. A chain of
-short kernels reads the GPU's own nanosecond counter all the time. If the counter jumps between two
-readings, somebody else had the GPU. NVML adds who it was, where it can see that.
+Processes on one GPU run in turn, each for a time slice of about a millisecond. Containers and
+virtual machines may hide the other processes, but cannot hide the lost time. So a chain of short
+kernels reads the GPU's nanosecond counter continuously. If the counter jumps between two readings,
+another process used the GPU in between. Where possible, NVML names that process.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ UNEVEN = 1.25
 NAMED, NO_VERDICT = 0.05, 0.20
 """The shares of the GPU at which other processes are named, and at which no verdict is given."""
 EXCUSED = 0.01
-"""At this share or more, times that contradict each other are not blamed on the side."""
+"""If others use at least this share of the GPU, contradictory times are not the side's fault."""
 
 
 class Slices(NamedTuple):

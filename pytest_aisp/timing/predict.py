@@ -55,9 +55,9 @@ def how_to_measure(rate: str) -> str:
 def predict(cost: Cost, peaks: Peaks, *, graph: bool) -> Prediction:
     """Return the time of a call that costs `cost`.
 
-    In a graph, each kernel starts after the one before it, so starts and work add up. Without one,
-    the host launches kernels while the GPU works, so the longer of the two counts. After a wait for
-    the GPU, both begin again.
+    In a CUDA graph, each kernel starts after the kernel before it, so start times and work add up.
+    Without a graph, the host launches kernels while the GPU works, so only the longer of the two
+    times counts. A wait for the GPU ends such an overlap.
 
     Raises:
         RateMissing: if a rate is missing. The message names it.

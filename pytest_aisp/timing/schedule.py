@@ -29,7 +29,7 @@ MOST_STEPS = 16
 MOST_DROPPED = 20
 """A measurement fails when this many blocks were disturbed."""
 FEW_DROPPED, DROPPED_SECONDS = 3, 10.0
-"""It also fails when this many disturbed blocks have taken this many seconds."""
+"""A measurement also fails when this many blocks were disturbed and took this many seconds."""
 LISTS = ("blocks", "baseline", "optimized", "orders", "dropped", "laps", "firsts")
 """Fields of `Samples` that are lists, which `join` concatenates."""
 
@@ -323,8 +323,8 @@ def calls_a_round(seconds_per_call: float, slots: int) -> int:
 def calls_for(seconds_per_call: float, window: float, slots: int) -> int:
     """Return the number of calls, in whole rounds, that takes closest to `window` seconds.
 
-    The windows of both sides then have about the same length, so the start of a window takes about
-    the same share of both.
+    So both sides' windows take about the same time, and the fixed cost of starting a window is
+    about the same share of each.
     """
     calls = calls_a_round(seconds_per_call, slots)
     rounds = max(1, round(window / max(seconds_per_call * calls, 1e-9)))
@@ -337,7 +337,7 @@ def extra_calls(counted: int, planted: float) -> int:
 
 
 def calls_to_plant(calls: int, slots: int, planted: float) -> int:
-    """Return the number of calls near `calls` at which whole extra calls come closest to `planted`.
+    """Return a number of calls near `calls` that whole extra calls can slow by nearly `planted`.
 
     The number is a multiple of `slots`. For 1 %, 100 calls need one extra call, which is exact, but
     101 calls would need two.

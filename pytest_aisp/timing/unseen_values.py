@@ -1,10 +1,10 @@
-"""Give every timed call on the CPU's clock values that no side has seen, and keep some calls.
+"""Give every call timed on the CPU's clock new input values, and keep some calls for checking.
 
 A window of the CPU's clock runs each call on its own slot. Immediately before the window, values
 that another process draws from a secret seed are written to these slots. No code of a side runs
 between this write and the start of the clock. So no answer can be computed in advance, and none can
-be remembered. One call on earlier values comes before the write. It is not timed. It leaves memory
-for the outputs that needs no new pages.
+be remembered. Before the write, one untimed call runs on earlier values, so that the allocator
+already has memory pages for the outputs.
 
 After the window, randomly chosen calls are kept, with their inputs and outputs.
 """
@@ -43,7 +43,7 @@ DRAW_SECONDS, MOST_DRAW_SECONDS = 0.01, 0.1
 SLOWEST_DRAW = 0.5
 """If it takes longer to draw one value set, windows repeat their values."""
 SHORT_WINDOW = 1e-3
-"""The seconds that the calls of a window take in total if drawing is slow."""
+"""If drawing values is slow, all calls of a window together take this many seconds."""
 SEVERAL = 32
 """Value sets that are drawn together to find out how long one takes."""
 KEPT_CALLS, KEPT_BYTES, KEPT_OF_WINDOW = 512, 128 << 20, 32
@@ -88,7 +88,7 @@ class UnseenValues:
         seconds = self._seconds_to_draw(like, 1)
         if seconds > SLOWEST_DRAW:
             return 0
-        if seconds < DRAW_SECONDS:  # then most of it may be the way to the other process
+        if seconds < DRAW_SECONDS:  # then it may be mostly the cost of the round trip
             seconds = self._seconds_to_draw(like, SEVERAL)
         self.draw_seconds = seconds
         fit = SLOT_BYTES // max(1, pytree.nbytes(like) + output_bytes)
@@ -172,8 +172,8 @@ def window_calls(
 ) -> int:
     """Return the number of counted calls in a window.
 
-    With the extra calls, they fit the slots. There are at least two if possible, so that an output
-    that two calls share is found.
+    Together with the extra calls, they use at most `slots` slots. If possible, there are at least
+    two calls, because two calls reveal a shared output buffer.
 
     Args:
         seconds: time of a call.

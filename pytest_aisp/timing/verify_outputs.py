@@ -116,7 +116,7 @@ class OutputVerifier:
             self._compare(side, call.outputs, (turn,), precision)
 
     def _limits(self, precision: Precision | None) -> list[float | None]:
-        """Return for each output the largest error that the first value set allows, or None."""
+        """Return, for each output, the largest allowed error on the first value set, or None."""
         leaves = self.reference.leaves((0,), precision)
         return [
             None if leaf.sigma is None else leaf.worst_limit * largest(leaf.sigma)
