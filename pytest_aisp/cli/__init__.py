@@ -1,1 +1,1 @@
-"""The command line `aisp`: its commands and their options. `tools` computes the results."""
+"""The command line `aisp`: its commands and their options. Other packages compute the results."""

@@ -1,9 +1,9 @@
 """The command line `aisp`: its groups of commands, and the exit codes.
 
-Exit code 0 means that everything is fine. Exit code 1 means that something is wrong, such as a
-missing GPU, a slow link, or a result below its claim. Exit code 2 means that the command cannot
-work here, or that its arguments are wrong. A command that runs pytest or a script returns the exit
-code of that program.
+Exit code 0 means that all is well. Exit code 1 means that the command found a problem, such as a
+missing GPU, a slow link, or a result below its claim. Exit code 2 means that the command cannot run
+here, or that its arguments are wrong. A command that runs pytest or a script returns the exit code
+of pytest or the script.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Command]]] = {
         "Run one suite on many machines: pytest --aisp-fleet.",
         {"start": fleet.start, "resume": fleet.resume, "boards": fleet.boards},
     ),
-    "ci": ("Combine the runs of several machines for a CI.", {"gate": results.gate}),
+    "ci": ("Combine the runs of several machines in CI.", {"gate": results.gate}),
 }
 OLD_SPELLINGS = {
     "suite list": "bench list-targets",
     "suite run": "bench run",
     "results checksums": "seals",
 }
-"""The old names of commands, if they are not just the last word of the new name."""
+"""Old names of commands. A command that is not listed has the last word of its name as old name."""
 CLASSES: Mapping[Command, type[TyperCommand]] = {
     suite.run: suite.PytestCommand,
     suite.verify: suite.PytestCommand,
@@ -82,7 +82,7 @@ CLASSES: Mapping[Command, type[TyperCommand]] = {
 
 
 def build() -> typer.Typer:
-    """Return the app with the groups of commands. The old names are hidden commands."""
+    """Return the app with all groups of commands. Old names of commands work, but are hidden."""
     app = _group("Measure pages with pytest, judge stored results, and inspect the machine.")
     bench = _group("The old spelling of `aisp suite`.")
     for name, (text, commands) in GROUPS.items():
@@ -100,7 +100,7 @@ def build() -> typer.Typer:
 
 
 def _group(text: str) -> typer.Typer:
-    # Print errors without a box around them, because boxes are hard to read in a log.
+    # Print errors without boxes, which are hard to read in a log.
     return typer.Typer(
         name="aisp", help=text, rich_markup_mode=None, pretty_exceptions_enable=False
     )

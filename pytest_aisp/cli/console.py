@@ -1,4 +1,4 @@
-"""Functions that all commands share: common options, printing results, and showing progress."""
+"""Common options of the commands, and functions that print results and show progress."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def finish(result: CliResult) -> NoReturn:
 
 
 def store_measured(result: CliResult, store: Callable[[], Sequence[str]]) -> CliResult:
-    """Call `store` and print its lines on stderr. Return the result even if storing fails."""
+    """Call `store` and print its lines on stderr. If that fails, `result` gets its exit code."""
     try:
         print_error("\n".join(store()))
     except CliError as error:
@@ -47,7 +47,7 @@ def store_measured(result: CliResult, store: Callable[[], Sequence[str]]) -> Cli
 
 
 def print_line(text: str) -> None:
-    """Print `text` and flush stdout, so that the output of child processes appears after it."""
+    """Print `text` and flush stdout, so that later output of child processes appears after it."""
     print(text, flush=True)
 
 
@@ -58,9 +58,10 @@ def print_error(text: str) -> None:
 
 @contextmanager
 def show_progress() -> Iterator[Progress]:
-    """Show a progress bar with the current step and its time, but only on a terminal.
+    """Yield a function that shows a text in a progress bar. It shows nothing without a terminal.
 
-    The bar fills if the texts come from `with_progress`. Otherwise it only moves back and forth.
+    If the texts are made by `with_progress`, the bar fills. For other texts, it only shows
+    activity.
     """
     if not sys.stderr.isatty():
         yield lambda text: None
@@ -80,7 +81,7 @@ def show_progress() -> Iterator[Progress]:
 
 
 def parse_option(option: str, parse: Callable[[str], T], text: str) -> T:
-    """Return `parse(text)`. Turn a ValueError into an error message about this option."""
+    """Return `parse(text)`. If it raises a ValueError, raise an error that names `option`."""
     try:
         return parse(text)
     except ValueError as error:

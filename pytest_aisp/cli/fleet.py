@@ -1,4 +1,4 @@
-"""`aisp fleet ...`: machines that run one suite together."""
+"""`aisp fleet ...`: run one suite on several machines."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import typer
 
 from .console import DEFAULT_BASELINES, Baselines, finish
 
-Head = Annotated[bool, typer.Option("--head", help="this machine is the first one")]
+Head = Annotated[
+    bool, typer.Option("--head", help="make this machine the first one of the cluster")
+]
 Address = Annotated[
     str | None, typer.Option(metavar="HOST:PORT", help="the address of the first machine")
 ]
-Show = Annotated[bool, typer.Option("--show", help="print the command of Ray; run nothing")]
-Block = Annotated[
-    bool, typer.Option("--block", help="wait until Ray ends, as a step of Slurm must")
-]
+Show = Annotated[bool, typer.Option("--show", help="print the Ray command, but do not run it")]
+Block = Annotated[bool, typer.Option("--block", help="wait until Ray ends; needed in a Slurm step")]
 Gpus = Annotated[int, typer.Option(metavar="N", min=0, help="the number of simulated GPUs")]
 Only = Annotated[str | None, typer.Option(metavar="PRODUCT", help="default: all products")]
 
@@ -28,7 +28,7 @@ def start(
     simulated_gpus: Gpus = 0,
     show: Show = False,
 ) -> None:
-    """Start Ray on this machine, as a fleet needs it."""
+    """Start Ray on this machine with the options that a fleet needs."""
     from ..fleet.probe import probe
     from ..fleet.start import start_command, start_result
 
@@ -37,14 +37,14 @@ def start(
 
 
 def resume(address: Address = None) -> None:
-    """Go on with the fleet run that was interrupted here."""
+    """Continue the fleet run that was interrupted in this folder."""
     from ..fleet.start import resume
 
     raise typer.Exit(resume(Path.cwd(), address))
 
 
 def boards(product: Only = None, baselines: Baselines = DEFAULT_BASELINES) -> None:
-    """Show how the boards of one product disagree in stored results."""
+    """Compare the stored results of different boards (GPUs) of the same product."""
     from ..fleet.boards import boards_result
 
     finish(boards_result(baselines, product))

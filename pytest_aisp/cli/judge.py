@@ -18,10 +18,12 @@ if TYPE_CHECKING:
 
 Sizes = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="NAME=VALUE", help="another value for a constant of the problem"),
+    typer.Option(
+        "--set", metavar="NAME=VALUE", help="replace the value of a constant of the problem"
+    ),
 ]
 CODES = {"accepted": 0, "problem_error": 2, "disturbed": 17}
-"""The exit code of each reason. All other reasons are about the candidate and have exit code 1."""
+"""The exit codes of reasons. Reasons that are not listed have exit code 1."""
 
 
 def judge(
@@ -33,7 +35,8 @@ def judge(
     ] = 3,
     check_only: Annotated[bool, typer.Option("--check-only", help="time nothing")] = False,
     trusted: Annotated[
-        bool, typer.Option("--trusted", help="run no sandbox, for candidates that do not cheat")
+        bool,
+        typer.Option("--trusted", help="skip the sandbox: only for candidates that do not cheat"),
     ] = False,
     precision: Annotated[
         str | None,
@@ -44,7 +47,9 @@ def judge(
     ] = None,
     timeout: Annotated[
         float,
-        typer.Option(metavar="SECONDS", help="end a candidate after so long without progress"),
+        typer.Option(
+            metavar="SECONDS", help="stop a candidate that makes no progress for this long"
+        ),
     ] = 120.0,
     memory: Annotated[
         float | None,
@@ -73,7 +78,7 @@ def judge(
             verdict = judge.judge(candidate)
             codes.append(CODES.get(verdict.reason, 1))
             print_line(to_json(verdict) if as_json else "\n".join(lines(verdict)))
-    # A refusal counts more than a missing verdict.
+    # If one candidate is refused, the exit code is 1, even if another has no verdict.
     raise typer.Exit(1 if 1 in codes else max(codes))
 
 

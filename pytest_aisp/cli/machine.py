@@ -76,7 +76,7 @@ def doctor(
 
 
 def clean(yes: Yes = False, as_json: Json = False) -> None:
-    """List files that runs left behind."""
+    """List files that runs left behind, and remove them with --yes."""
     from ..tools import catalog, maintenance
 
     with show_progress() as progress:
@@ -127,7 +127,7 @@ def nccl(
         str | None,
         typer.Option(
             metavar="SIZES",
-            help="a range that doubles, or a list, such as 4KiB,1MiB;"
+            help="a range of powers of two, such as 4KiB:512MiB, or a list, such as 4KiB,1MiB;"
             f" default: {SIZES['cuda']}, on CPUs {SIZES['cpu']}",
         ),
     ] = None,

@@ -73,7 +73,7 @@ def predictions(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Compare stored times with the times that the costs of their sides predict."""
+    """Compare stored times with the times predicted from the sides' costs."""
     from ..tools import catalog, predictions, stored_results
     from ..util.device import Machine
 
@@ -127,11 +127,11 @@ def checksums(
     artifacts: Annotated[
         list[Path] | None,
         typer.Option(
-            metavar="FOLDER", help="a run that recorded them, to compare with; repeatable"
+            metavar="FOLDER", help="compare with the run that recorded the results; repeatable"
         ),
     ] = None,
 ) -> None:
-    """Refuse stored results that were edited by hand, or that differ from their run."""
+    """Find stored results that were edited by hand, or that differ from their run."""
     from ..tools import checksums
 
     finish(checksums.checksums_result(files or (), baselines, against, artifacts or ()))
@@ -155,7 +155,7 @@ def report(
     ] = None,
     hierarchy: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="what aisp machine peak --hierarchy --json printed"),
+        typer.Option(metavar="FILE", help="the output of aisp machine peak --hierarchy --json"),
     ] = None,
 ) -> None:
     """Write a run as one HTML file."""

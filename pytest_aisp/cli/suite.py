@@ -19,13 +19,13 @@ OPTION = "--targets"
 PYTEST_ARGUMENTS = "pytest_aisp.pytest_arguments"
 """The key in a command's context for the arguments after ``--``."""
 LAST_TARGETS = "pytest_aisp.last_targets"
-"""The key for the targets at the end of the line, which exist only during completion."""
+"""The key for the targets at the end of the line. It is set only during shell completion."""
 
 
 def complete_target(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return completions of a target: chapters, or the pages of a chapter that is fully typed.
+    """Return completions of a target: chapters, or the pages of a fully typed chapter.
 
-    bash splits `ch10:ge` into three words and replaces only the last one.
+    bash splits `ch10:ge` into the words `ch10`, `:` and `ge`, and replaces only the last one.
     """
     words = list(ctx.meta.get(LAST_TARGETS) or ())
     prefix = f"{words[-2]}:" if words[1:] and words[-1] == ":" else ""
@@ -50,7 +50,8 @@ Targets = Annotated[
 
 def list_pages(
     chapter: Annotated[
-        str | None, typer.Option(metavar="CHAPTER", help="list only its pages, such as ch10")
+        str | None,
+        typer.Option(metavar="CHAPTER", help="list only this chapter's pages, such as ch10"),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -92,7 +93,7 @@ def show(
 def changed(
     ref: Annotated[str, typer.Argument(metavar="REF", help="a commit, such as origin/main")],
 ) -> None:
-    """Print the cases that may give other results than at the commit REF, a line each."""
+    """Print the cases whose results may have changed since the commit REF, one per line."""
     from ..tools.changed_cases import changed_result
 
     pages = _read_catalog(None)
@@ -111,13 +112,13 @@ def bisect(
 ) -> None:
     """Find the commits that made a case slower, with the code gate.
 
-    Ctrl-C keeps the measurements. The same command continues.
+    Measurements are kept after Ctrl-C. Run the same command again to continue.
     """
     import signal
 
     from ..tools.bisect import bisect_result
 
-    # Slurm sends SIGTERM. Like Ctrl-C, it must remove the worktree.
+    # Slurm sends SIGTERM. Handle it like Ctrl-C, so that the worktree is removed.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with show_progress() as progress:
         result = bisect_result(case, good, bad, tell=progress, say=print_line)
@@ -172,7 +173,7 @@ def replay(ctx: typer.Context, folder: Folder, targets: Targets = None) -> None:
 
 
 def _read_catalog(targets: list[str] | None) -> Catalog:
-    """Return the catalog without importing any page. Raise `CliError` if it lacks a target."""
+    """Return the catalog without importing any page. Raise `CliError` for an unknown target."""
     from ..tools import catalog
 
     with show_progress() as progress:
@@ -196,13 +197,13 @@ def _target_names(incomplete: str) -> list[str]:
 class TargetsCommand(TyperCommand):
     """A command whose `--targets` takes all words up to the next option.
 
-    `ctx` is a context of click, or of the copy of click that newer versions of Typer contain.
+    In its methods, `ctx` is a context of click, or of the copy of click in newer versions of Typer.
     """
 
     takes_pytest_arguments = False
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Repeat `--targets` before each of its words, because Typer only accepts that form."""
+        """Repeat `--targets` before each of its words, as Typer takes one word per option."""
         end = args.index("--") if "--" in args else len(args)
         own, has_dashes = args[:end], end < len(args)
         if has_dashes and not self.takes_pytest_arguments:
@@ -236,7 +237,7 @@ class PytestCommand(TargetsCommand):
 def _repeat_option(args: Sequence[str]) -> Iterator[str]:
     """Yield ``--targets=a --targets=b`` for ``--targets a b``.
 
-    Keep a ``--targets`` without words.
+    A ``--targets`` without words is kept.
     """
     in_targets = has_word = False
     for word in [*args, "--"]:  # the added "--" ends the last option

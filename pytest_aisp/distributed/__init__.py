@@ -1,1 +1,1 @@
-"""Pages on several ranks, and the links between their GPUs."""
+"""Run pages on several ranks, and measure the links between GPUs."""

@@ -1,8 +1,8 @@
 """`aisp links bandwidth`: copy between every pair of GPUs, and name the slow links.
 
-Each rate is compared with the limit of its link and with the other links of its kind. One process
-allocates one send and one receive buffer on each GPU. A window is a few copies that CUDA
-events time on the source's stream. The rate is computed from the median of several windows.
+Each rate is compared with the limit of its link and with other links of the same kind. One process
+allocates a send and a receive buffer on each GPU. A window is several copies, timed together by
+CUDA events on the stream of the source GPU. The rate comes from the median time of several windows.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from .topology import Route, read_topology
 
 WINDOWS = 7
 WINDOW_BYTES = 4 << 30
-"""The bytes that one window copies, unless that takes fewer than 4 or more than 64 copies."""
+"""The bytes that one window copies. But each window has at least 4 and at most 64 copies."""
 SLOW_SHARE = 0.8
-"""A hop is slow if its rate is below this share of the median rate of hops of its kind."""
+"""A hop is slow if its rate is below this share of the median rate of hops of the same kind."""
 NVLINK_FLOOR, NVLINK_FULL = 250e9, 450e9
-"""The lowest acceptable rate of a hop whose NVLink links can carry 450 GB/s, and that limit.
+"""The lowest acceptable rate of a hop whose NVLink links carry 450 GB/s in all, and this limit.
 
-For slower links the floor is lower in proportion: a bridge of 4 links can never carry 250 GB/s.
+For slower links, the floor is proportionally lower. For example, a bridge of 4 links cannot carry
+250 GB/s.
 """
 FULL_RATE_BYTES = 256 << 20
 """Smaller copies do not fill a link, so the floor does not apply to them."""
@@ -75,7 +76,7 @@ class Hop:
 
 
 class CudaCopier:
-    """Copies of `nbytes` between `devices`, timed by CUDA events. A pair is two indices into it."""
+    """Copies of `nbytes` between `devices`, timed by CUDA events. A pair is two device indices."""
 
     def __init__(self, devices: Sequence[str], nbytes: int) -> None:
         import torch
@@ -86,8 +87,8 @@ class CudaCopier:
             buffers = torch.empty(2, nbytes, dtype=torch.uint8, device=name)
             self._send.append(buffers[0].fill_(number + 1))
             self._receive.append(buffers[1])
-        # Use two streams per GPU. A copy waits for the current streams of both of its GPUs, so
-        # the two directions would take turns if each GPU had only one stream.
+        # Use two streams per GPU. A copy waits for the current streams of both GPUs. With only one
+        # stream per GPU, copies in opposite directions would take turns.
         self._streams = [[torch.cuda.Stream(name) for name in devices] for _ in range(2)]
 
     def _copy(self, direction: int, pair: Pair) -> None:
@@ -164,7 +165,7 @@ def measure(
 def flag_slow_hops(hops: Sequence[Hop], nbytes: int) -> list[Hop]:
     """Return `hops`, with `slow` set where the rate is too low.
 
-    It is too low if it is far below the median of the hop's kind, or below the hop's floor.
+    A rate is too low if it is far below the median of the hop's kind, or below the hop's floor.
     """
     kinds: dict[tuple[str, bool], list[float]] = {}
     for hop in hops:
@@ -182,7 +183,7 @@ def _why_slow(hop: Hop, usual: float, nbytes: int) -> str:
 
 
 def _floor(hop: Hop) -> float:
-    """Return the lowest acceptable rate of a hop, or 0 over PCIe or links of unknown rate."""
+    """Return the lowest acceptable rate of a hop. It is 0 for PCIe and for unknown link rates."""
     if not hop.kind.startswith("NVLink") or hop.limit is None:
         return 0.0
     directions = 2 if hop.both else 1
@@ -226,7 +227,7 @@ def measure_visible_gpus(nbytes: int, progress: Callable[[str], None]) -> tuple[
 
 
 def bandwidth_result(hops: Sequence[Hop], nbytes: int, *, as_json: bool) -> CliResult:
-    """Return the output, with exit code 1 if a hop is slow or loses data."""
+    """Return the output of the command. The exit code is 1 if a hop is slow or loses data."""
     bad = [hop for hop in hops if hop.slow or not hop.arrived]
     code = 1 if bad else 0
     if as_json:

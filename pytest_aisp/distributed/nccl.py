@@ -1,4 +1,4 @@
-"""`aisp links nccl`: time collectives on ranks; `nccl-env`: explain the variables that are set.
+"""`aisp links nccl` times collectives on several ranks. `nccl-env` explains the set variables.
 
 The ranks are started in the same way as for pages (`launcher.RankSet`), with NCCL on GPUs and Gloo
 on CPUs.
@@ -27,7 +27,7 @@ GLOO = "Gloo on a CPU (not a measurement of links)"
 
 
 class SweepRow(TypedDict):
-    """The measurement of one collective at one size: bytes, seconds per call, bytes/s."""
+    """The measurement of one collective at one size. Sizes are in bytes, rates in bytes/s."""
 
     op: str
     size: int
@@ -39,7 +39,7 @@ class SweepRow(TypedDict):
 
 @dataclass(frozen=True)
 class Sweep:
-    """The measurements of the ranks.
+    """The measured collectives on `ranks` ranks.
 
     Attributes:
         device: ``cuda`` or ``cpu``.
@@ -59,7 +59,7 @@ class Sweep:
 
     @property
     def title(self) -> str:
-        """The ranks, the device and the versions."""
+        """A title that names the number of ranks, the device and the versions."""
         versions = [f"{k} {self.backend[k]}" for k in ("nccl", "torch") if self.backend.get(k)]
         where = self.backend.get("device") or GLOO
         return f"{self.ranks} ranks, {where}, {', '.join(versions)}"
@@ -205,9 +205,9 @@ MULTICAST_OFF = {
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NVSHMEM_DISABLE_NVLS": "1",
 }
-"""The values of these variables that disable NVLink multicast.
+"""For each of these variables, the value that disables NVLink multicast.
 
-This plugin does not set the variables for its ranks, and the output states that.
+The plugin does not change these variables for its ranks, and the output says so.
 """
 MULTI_NODE_ADVICE = {
     "MASTER_ADDR": "the first node's address, the same on all: torchrun takes --rdzv-endpoint",

@@ -1,4 +1,4 @@
-"""Draw the plot of bandwidths as an SVG."""
+"""Draw a plot of bus bandwidth by size as an SVG."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Point = tuple[float, float]
 
 
 def draw(rows: Sequence[SweepRow], title: str) -> str:
-    """Return the SVG, which plots `busbw` against size in one curve for each collective."""
+    """Return an SVG that plots `busbw` against size, with one curve for each collective."""
     sizes, rates = [row["size"] for row in rows], [row["busbw"] for row in rows]
     across, up = (min(sizes) / 1.5, max(sizes) * 1.5), (min(rates) / 2, max(rates) * 2)
     curves: dict[str, list[Point]] = {}

@@ -1,11 +1,11 @@
-"""`aisp links diagnose`: why collectives are slow, from each rank's arrivals at them.
+"""`aisp links diagnose`: find out why collectives are slow, from when each rank arrives at them.
 
-A rank that arrives early waits in the collective, so its collective seems slow although another
-rank is the cause. `diagnosis` tells these causes apart:
+A rank that arrives early at a collective waits there for the last rank. So its collective seems
+slow, although another rank is the cause. `diagnosis` distinguishes these causes:
 
 - straggler: the same ranks arrive late in most calls, because of their own work.
-- dependency: they arrive late because they waited for data that another rank had yet to send.
-- contention: no rank is late, but once all are there, the transfer takes longer than it does alone.
+- dependency: ranks arrive late because they waited for data from another rank.
+- contention: no rank is late, but the transfer takes longer than the same transfer alone.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from ..worker.collective_arrivals import CALLS, Call, DiagnoseResult, Meeting, S
 from .nccl import GLOO, ask_ranks, choose_ranks
 
 CLOCK_FACTOR = 3
-"""A delay of less than three times the error of the clocks may be no delay at all."""
+"""Delays that are shorter than this many times the clock error are ignored."""
 WAIT_SHARE = 0.25
-"""A wait matters if it is at least this share of the transfers. It is a fifth of the time then."""
+"""Waits that are shorter than this share of the transfer time are ignored."""
 MOST_CALLS = 0.9
-"""A rank is late, or a transfer slow, if it is so in at least this share of the calls.
+"""A rank counts as late, or a transfer as slow, if it is in at least this share of the calls.
 
-By chance, one of two equal ranks is the later one in 27 of 30 calls with a probability of 1e-5.
+Of two equally fast ranks, the same one is later in 27 of 30 calls with a probability of 1e-5.
 """
 SLOWDOWN = 1.5
-"""There is contention if the median transfer takes at least this many times as long as alone."""
+"""There is contention if transfers take at least this many times longer than alone."""
 
 Verdict = Literal["healthy", "straggler", "contention", "dependency", "unclear"]
 
@@ -53,13 +53,13 @@ ADVICE: Mapping[Verdict, str] = {
 
 
 class RankFigures(Struct, frozen=True):
-    """What one rank does in the collectives of a call.
+    """The times of one rank in the collectives of a call, as medians over the calls.
 
     Attributes:
-        wait: seconds that it waits for the last rank (median of the calls).
-        last: the share of collectives in which it arrived last.
-        inside: seconds from its arrivals to its ends (median of the calls).
-        blocked: seconds that it waits for data before its collectives (median of the calls).
+        wait: seconds that the rank waits for the last rank.
+        last: the share of collectives in which the rank arrives last.
+        inside: seconds from the rank's arrivals to the ends of its collectives.
+        blocked: seconds that the rank waits for data before its collectives.
     """
 
     wait: float
@@ -69,10 +69,10 @@ class RankFigures(Struct, frozen=True):
 
 
 class Diagnosis(Struct, frozen=True):
-    """The verdict on one side, the figures that it rests on, and what to do.
+    """The verdict on one side, with evidence and advice.
 
     Attributes:
-        late: the ranks that are the cause. With a dependency, the ranks in order of arrival.
+        late: the ranks that are the cause. For a dependency, all ranks in order of arrival.
     """
 
     verdict: Verdict
@@ -83,12 +83,12 @@ class Diagnosis(Struct, frozen=True):
 
 
 def diagnosis(arrivals: SideArrivals, clock_error: float) -> Diagnosis:
-    """Return why the collectives of a side are slow, or that they are not.
+    """Return the diagnosis of a side's collectives.
 
-    All times are sums over the collectives of a call, and medians over the calls.
+    Each time is summed over the collectives of a call. The median over the calls counts.
 
     Args:
-        clock_error: seconds by which arrivals on two ranks may be off against each other.
+        clock_error: the largest error, in seconds, between the clocks of two ranks.
     """
     calls, alone = arrivals.calls, arrivals.alone
     verdict, evidence, late = _cause(calls, alone, CLOCK_FACTOR * clock_error * len(calls[0]))
@@ -132,9 +132,10 @@ def _cause(
 
 
 def _lateness(calls: Sequence[Call], *, own: bool = False) -> list[list[float]]:
-    """Return by rank and call the seconds by which it arrives after the first rank.
+    """Return each rank's lateness in each call: its seconds after the first rank's arrival.
 
-    With `own`, the time that a rank waited for data of others does not count.
+    Args:
+        own: whether to subtract the time that a rank waited for data from other ranks.
     """
     rows = []
     for rank in range(len(calls[0][0].arrived)):
@@ -143,16 +144,17 @@ def _lateness(calls: Sequence[Call], *, own: bool = False) -> list[list[float]]:
 
 
 def _arrivals(meeting: Meeting, own: bool) -> list[float]:
-    """Return the arrivals by rank in seconds after the first one."""
+    """Return the arrival of each rank in seconds after the first arrival."""
     pairs = zip(meeting.arrived, meeting.blocked, strict=True)
     times = [arrived - blocked * own for arrived, blocked in pairs]
     return [time - min(times) for time in times]
 
 
 def _late_ranks(lateness: Sequence[Sequence[float]], least: float) -> dict[int, float]:
-    """Return the ranks that are later than the earliest one in most calls, and by how much.
+    """Return the late ranks, with the median seconds by which each is late.
 
-    Of these, a rank counts if its median is at least half of the largest one.
+    A rank is late if it arrives after the earliest rank in most calls. Its median lateness must be
+    at least `least`, and at least half of the largest median lateness.
     """
     first = min(lateness, key=median)
     found = {}
@@ -167,7 +169,7 @@ def _late_ranks(lateness: Sequence[Sequence[float]], least: float) -> dict[int, 
 def _contention(
     calls: Sequence[Call], alone: Sequence[float | None], resolution: float
 ) -> tuple[float, str]:
-    """Return the seconds that the transfers take longer than alone, and the words if it is much."""
+    """Return the extra seconds compared with transfers alone, and a description if it is much."""
     known = [k for k, seconds in enumerate(alone) if seconds is not None]
     expected = sum(alone[k] or 0.0 for k in known)
     if not expected:
@@ -206,9 +208,9 @@ def record(
     timeout: float,
     progress: Callable[[str], None],
 ) -> tuple[DiagnoseResult, str]:
-    """Start the ranks, record the arrivals, stop the ranks, and return the title of the report too.
+    """Start the ranks, record their arrivals, and stop them. Return the record and a title for it.
 
-    Without a page, a loop of all-reduces is recorded on `ranks` ranks.
+    If the task names no page, a loop of all-reduces is recorded on `ranks` ranks.
 
     Raises:
         CliError: the case has one rank, a rank fails, or the case makes no collective.
@@ -228,7 +230,7 @@ def record(
 def diagnose_result(found: DiagnoseResult, title: str, *, as_json: bool = False) -> CliResult:
     """Return a table of the ranks and the verdict for each side.
 
-    The exit code is 0 if all sides are healthy, and 1 otherwise.
+    The exit code is 0 if all sides are healthy, and 1 if not.
     """
     sides = {name: diagnosis(side, found.clock_error) for name, side in found.sides.items()}
     code = 0 if all(side.verdict == "healthy" for side in sides.values()) else 1

@@ -19,17 +19,14 @@ from ..util.device import PCI, numa_node, query
 
 NVSWITCH = "NVSwitch"
 MAX_LINKS = 36
-"""The maximum number of links that NVML can report per GPU: NVML_NVLINK_MAX_LINKS, as of NVLink
-6.
-"""
-# NVML has its own numbers for NVLink versions (nvmlNvlinkVersion_t): for example, an A100
-# reports 5. LINK_RATES are the bytes/s of one link in one direction. They follow from NVIDIA's data
-# sheets: for example, an H200 has 18 links of NVLink 4, which carry 900 GB/s in both directions
-# together.
+"""The most links per GPU that NVML can report: NVML_NVLINK_MAX_LINKS as of NVLink 6."""
+# NVML has its own numbers for NVLink versions (nvmlNvlinkVersion_t). For example, an A100 reports
+# 5. LINK_RATES are the bytes/s of one link in one direction, from NVIDIA's data sheets. For
+# example, an H200 has 18 links of NVLink 4, with 900 GB/s in both directions together.
 NVLINK_VERSIONS = {1: "1", 2: "2", 3: "2.2", 4: "3", 5: "3", 6: "4", 7: "5", 8: "6"}
 LINK_RATES = {"1": 20e9, "2": 25e9, "2.2": 25e9, "3": 25e9, "4": 25e9, "5": 50e9}
 LANE_RATES = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
-"""The bytes/s of a PCIe lane in one direction, keyed by generation, minus encoding overhead."""
+"""The bytes/s of a PCIe lane in one direction, without encoding overhead, by generation."""
 ANCESTORS = {0: "one board", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 """The names that ``nvidia-smi topo -m`` shows, keyed by NVML's nvmlGpuTopologyLevel_t."""
 LEGEND = (
@@ -94,8 +91,8 @@ class Route:
     Attributes:
         ancestor: the topology level that PCIe traffic between the two GPUs crosses, one of the
             names in `ANCESTORS`, or an empty string.
-        access: ``OK``, or the reason why peer access is not available, keyed by capability. A
-            capability that is missing is unknown.
+        access: for each known capability of peer access, ``OK`` or the reason why it is not
+            available.
         links: the number of NVLink links between the two GPUs, direct or through switches.
         version: the version of NVLink.
         pcie: the PCIe generation and lanes of the slower of the two GPUs, or None.
@@ -136,7 +133,7 @@ class Route:
 
 @dataclass(frozen=True)
 class Topology:
-    """Every GPU that NVML knows, and the route between each ordered pair."""
+    """Every GPU that NVML reports, and the route between each ordered pair of GPUs."""
 
     gpus: tuple[Gpu, ...]
     routes: tuple[Route, ...]
@@ -199,7 +196,7 @@ def _bus_id(info: object) -> str:
 
 
 def _read_numa_node(nvml: ModuleType, handle: object, bus: str) -> int | None:
-    """Return the GPU's NUMA node as the kernel or else NVML reports it, or None."""
+    """Return the GPU's NUMA node from the Linux kernel or NVML, or None if it is unknown."""
     node = numa_node(bus, PCI)
     if node is not None:
         return node

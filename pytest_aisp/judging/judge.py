@@ -214,7 +214,7 @@ class Judge:
         speedup: float,
         limit: float,
     ) -> None:
-        """Refuse a speedup that is not confirmed from outside, with each side in its own process."""
+        """Refuse a speedup that timing from outside, with one process per side, contradicts."""
 
         def seconds(role: str, worker: WorkerProcess, unit: int) -> float:
             def work(count: int) -> float:
