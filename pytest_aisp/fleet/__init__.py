@@ -1,4 +1,4 @@
-"""A fleet: one suite over many GPU machines, on Ray. Only `bridge` and `start` import Ray."""
+"""Run one suite on many GPU machines with Ray. Only `bridge` imports Ray."""
 
 PROTOCOL = 1
-"""The version of the messages between pytest here and pytest on a node."""
+"""The version of the messages between the main pytest process and pytest on a node."""

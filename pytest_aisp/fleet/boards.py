@@ -1,4 +1,4 @@
-"""How the boards of one product disagree: a table from stored results with several boards."""
+"""Compare the boards of one product: a table from results that were recorded on several boards."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ HEADING = ("product", "board", "cases", "median", "worst", "on")
 
 @dataclass
 class Board:
-    """A board's values against those of the other boards of its product.
+    """The stored values of one board, compared with the other boards of its product.
 
     Attributes:
-        shifts: for each case, ln(speedup) here minus the mean over the other boards.
+        shifts: for each case, ln(speedup) on this board minus the mean over the other boards.
     """
 
     shifts: dict[str, float] = field(default_factory=dict)
 
     def row(self, product: str, name: str) -> tuple[str, ...]:
-        """Return the cells of the table."""
+        """Return the board's row of the table."""
         worst = max(self.shifts, key=lambda key: abs(self.shifts[key]))
         middle = median(self.shifts.values())
         return (
@@ -45,7 +45,7 @@ def _percent(shift: float) -> str:
 
 
 def boards_of(stored: Mapping[str, Stored]) -> dict[str, Board]:
-    """Return the boards of one product, by name. A case with fewer than two boards has no part.
+    """Return the boards of one product, by name. Cases with only one board are left out.
 
     Args:
         stored: the product's stored results, by chapter.
@@ -66,10 +66,10 @@ def boards_of(stored: Mapping[str, Stored]) -> dict[str, Board]:
 
 
 def boards_result(baselines: Path, product: str | None) -> CliResult:
-    """Return the table for all products with stored results, or for one.
+    """Return the table for one product, or for all products with stored results.
 
     Raises:
-        CliError: a file cannot be read, or no case was recorded on two boards.
+        CliError: if a file cannot be read, or no case was recorded on two boards.
     """
     rows: list[tuple[str, ...]] = [HEADING]
     stored: dict[str, dict[str, Stored]] = defaultdict(dict)

@@ -1,8 +1,8 @@
-"""The process beside pytest that speaks with Ray.
+"""The process that uses Ray for pytest.
 
-Ray may end the process that uses it, for example when the head is gone. So pytest never imports
-Ray: it sends commands to this process, and gets events. If this process ends, pytest keeps what is
-finished. The commands and events are tuples; `Bridge.run` and `Events` have their forms.
+Ray may end the process that imports it, for example when the head node is gone. So pytest never
+imports Ray, but sends commands to this process and receives events. If this process ends, pytest
+keeps the finished cases. Commands and events are tuples. The docstring of `Bridge` lists them.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from .seat import Seat, die_with, uuids_of
 
 SCAN_SECONDS = 1.0
 HEAD_SECONDS = 20.0
-"""Seconds after which a head that does not list its nodes is gone."""
+"""If the head node does not list the nodes for this many seconds, it counts as gone."""
 PROBE_SECONDS = 60.0
-"""Seconds that a node may take to tell its facts."""
+"""The longest time in seconds that `probe` may take on a node."""
 WAIT_SECONDS = 0.02
-"""Seconds between two looks at the commands, while no seat has a message."""
+"""Seconds between two checks for commands while no seat has a message."""
 CLOSE_SECONDS = 5.0
-"""Seconds that seats may take to end their pytest and to remove the tree."""
+"""The longest time in seconds for seats to end pytest and remove the tree."""
 PORT_SECONDS = 5.0
 LOST = "Ray lost it"
 THREADS = 4
-"""A seat is polled, and gets messages meanwhile."""
+"""Number of concurrent calls of a seat. It must receive messages while it is being polled."""
 
 
 class Bridge:
-    """Carries out commands with Ray, and sends events.
+    """Executes commands with Ray, and sends events.
 
     Commands: ``("tree", data)``, ``("start", seat, node, gpus, spec)``,
     ``("send", seat, message)``, ``("kill", seats)``.
@@ -65,13 +65,13 @@ class Bridge:
         self._listed = False
 
     def run(self) -> NoReturn:
-        """Connect to Ray, and serve until the other end closes."""
+        """Connect to Ray, and execute commands until pytest closes the pipe."""
         ray = _import_ray(self._fatal)
         try:
             _refuse_closed_port(self._address)
             quiet = {"log_to_driver": False, "logging_level": logging.CRITICAL}
             ray.init(address=self._address, **quiet)
-        except Exception as error:  # Ray and gRPC have many, and all end here
+        except Exception as error:  # Ray and gRPC raise many types of errors, and all are fatal
             self._fatal(_refused_connection(self._address, error))
         self._ray = ray
         self._pipe.send(("connected",))
@@ -118,7 +118,7 @@ class Bridge:
             )
             self._actors[seat] = actor
             started = actor.start.remote(self._tree, dict(spec))
-        except Exception as error:  # Ray may have lost the node just now
+        except Exception as error:  # Ray may have just lost the node
             self._pipe.send(("lost", seat, _reason(error)))
             return
         self._expect(started, seat, lambda _: self._poll(seat))
@@ -152,7 +152,7 @@ class Bridge:
         self._closing.append((time.monotonic() + CLOSE_SECONDS, seats, actors, closing))
 
     def _end_closed(self) -> None:
-        """Kill the actors that have closed, or had the time to. To wait would stop all polls."""
+        """Kill actors that have closed or timed out. Do not wait, because polling must go on."""
         for entry in list(self._closing):
             deadline, seats, actors, closing = entry
             left = (
@@ -285,7 +285,7 @@ def _refused_connection(address: str, error: Exception) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """Return one reason for Ray's texts, which end with the node's own error."""
+    """Return the node's own error in a Ray exception, or the first line of the exception."""
     cause = getattr(error, "cause", None)
     if isinstance(cause, Exception):
         return f"{type(cause).__name__}: {cause}"

@@ -1,4 +1,4 @@
-"""The process that speaks with Ray, as pytest sees it."""
+"""pytest's connection to the separate process that uses Ray."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 CONNECT_SECONDS = 60.0
-"""Seconds in which Ray has to answer."""
+"""The longest time in seconds to wait for a connection to Ray."""
 END_SECONDS = 15.0
-"""Seconds that the seats have to end, after which Ray ends them with the job."""
+"""Seconds to wait until the seats have ended. After that, Ray ends them with the job."""
 
 
 class HeadGone(Exception):
-    """The head of the cluster, or the process that speaks with it, is gone."""
+    """The head node of the cluster, or the process that uses Ray, has ended."""
 
 
 class NoCluster(Exception):
-    """There is no cluster to use. The message says what to do."""
+    """No Ray cluster can be reached. The message says what to do."""
 
 
 class RayProcess:
-    """The process of `bridge`. Commands and events are described there."""
+    """The process that runs the module `bridge`, which describes the commands and events."""
 
     def __init__(self, address: str) -> None:
         self._pipe, theirs = Pipe()
@@ -39,7 +39,7 @@ class RayProcess:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             env=environment,
-            start_new_session=True,  # Ctrl-C is for pytest, which then ends the seats
+            start_new_session=True,  # only pytest gets Ctrl-C; it then ends the seats
         )
         theirs.close()
         self._connect(address)
@@ -65,7 +65,7 @@ class RayProcess:
         """Send a command.
 
         Raises:
-            HeadGone: the process has ended.
+            HeadGone: if the process has ended.
         """
         try:
             self._pipe.send(command)
@@ -73,10 +73,10 @@ class RayProcess:
             raise HeadGone("the process that speaks with Ray has ended") from None
 
     def events(self, timeout: float) -> Iterator[tuple[Any, ...]]:
-        """Yield the events that have arrived. Wait up to `timeout` seconds for the first one.
+        """Yield the events that have arrived. Wait up to `timeout` seconds for the first event.
 
         Raises:
-            HeadGone: the process has ended, or it reports that the head is gone.
+            HeadGone: if the process has ended, or reports that the head node is gone.
         """
         try:
             while self._pipe.poll(timeout):
@@ -89,7 +89,7 @@ class RayProcess:
             raise HeadGone("the process that speaks with Ray has ended") from None
 
     def end_seats(self, seats: list[str]) -> None:
-        """Kill seats, and wait until they have ended, for `END_SECONDS` at most."""
+        """Kill seats, and wait up to `END_SECONDS` until they have ended."""
         deadline = time.monotonic() + END_SECONDS
         with contextlib.suppress(HeadGone):
             self.send("kill", seats)

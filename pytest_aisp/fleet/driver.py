@@ -1,4 +1,4 @@
-"""The plugin of a fleet run: it hands out the cases, and makes their reports this session's own."""
+"""The pytest plugin of a fleet run. It distributes the cases to nodes and emits their reports."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from .reports import Gateway, Process, Reporter
 from .scheduler import Finish, Give, Kill, Note, NoVerdict, Scheduler, Start, Unproved, Work
 
 TICK = 0.2
-"""The longest time in seconds between two looks at the clock."""
+"""The longest time in seconds that the loop waits for events."""
 BOARDS = 2
-"""A recording runs each case on so many nodes of its product, if there are as many."""
+"""When results are recorded, each case runs on this many nodes of its product, if possible."""
 
 
 class FleetRun:
@@ -47,7 +47,7 @@ class FleetRun:
         self._scheduler = Scheduler([], self._patience)
 
     def pytest_report_header(self) -> list[str]:
-        """Name the nodes, and how they differ from here."""
+        """Return header lines with the nodes, and how their versions differ from this machine's."""
         address = self._config.getoption("aisp_fleet")
         products = ", ".join(self._products)
         lines = [f"aisp: {self._settings.mode} by the fleet at {address}: {products}"]
@@ -58,7 +58,7 @@ class FleetRun:
         """Run all cases on the nodes."""
         stopped = session.testsfailed and not self._config.option.continue_on_collection_errors
         if stopped or self._config.option.collectonly:
-            return None  # pytest's own loop says why
+            return None  # pytest's own loop reports the reason
         self._session = session
         self._items = {item.nodeid: item for item in session.items}
         self._tree = self._pack()
@@ -97,7 +97,7 @@ class FleetRun:
         return tree
 
     def _resume(self) -> KeptFile:
-        """Report what an interrupted run has finished, and begin the file of this one."""
+        """Report the finished cases of an interrupted run, and begin the file of this run."""
         self._done: set[str] = set()
         cache = getattr(self._config, "cache", None)
         folder = Path(cache.mkdir(FOLDER)) if cache is not None else None
@@ -143,7 +143,7 @@ class FleetRun:
     def _run(self) -> None:
         self._ray.send("tree", self._tree.data)
         while not self._scheduler.done:
-            # First what has arrived: this process may have been suspended, and the seats not.
+            # Handle events first: they may have piled up while this process was suspended.
             for event in self._ray.events(TICK):
                 self._handle(event)
             self._stop_if_asked()
@@ -196,7 +196,7 @@ class FleetRun:
         return {**self._spec, "seat": seat, "workerinput": worker}
 
     def _remote_id(self, work: Work) -> str:
-        """Return the node id of a case where only one product is."""
+        """Return the node id of a case on the node, where the id has no product."""
         end = f"@{work.product}]"
         return work.key.removesuffix(end) + "]" if work.key.endswith(end) else work.key
 
@@ -290,7 +290,7 @@ class FleetRun:
 
     @pytest.hookimpl(trylast=True)
     def pytest_terminal_summary(self) -> None:
-        """Name the cases that ran twice."""
+        """Write the number of cases that ran twice."""
         if count := len(self._reporter.confirmed):
             self._reporter.write(
                 f"{count} case{'s' * (count > 1)} ran a second time, on another node"

@@ -1,4 +1,4 @@
-"""What a fleet run has finished, in a file from which ``aisp fleet resume`` goes on."""
+"""The file with the finished cases of a fleet run. ``aisp fleet resume`` continues from it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Reports = list[dict[str, Any]]
 
 @dataclass
 class Kept:
-    """A run that ended early.
+    """A run that was interrupted.
 
     Attributes:
-        arguments, folder: the command line of pytest, and where it was given.
+        arguments, folder: the command line of pytest, and the folder in which it ran.
         code: the hash of the code that ran.
-        reports: by node id, those of each finished case whose verdict needs no other canary.
-        canaries: the canaries of the seats, as plain values.
+        reports: by node id, the reports of finished cases that are not waiting for a canary.
+        canaries: the canary results of the seats, as plain values.
     """
 
     arguments: list[str]
@@ -35,10 +35,10 @@ class Kept:
 
     @classmethod
     def read(cls, file: Path) -> Kept:
-        """Return the run in `file`. A last record that was cut off is left out.
+        """Return the run in `file`. An incomplete last record is ignored.
 
         Raises:
-            FileNotFoundError: there is none.
+            FileNotFoundError: if the file does not exist.
         """
         waiting: dict[str, Reports] = {}
         with open(file, "rb") as stream:
@@ -57,7 +57,7 @@ class Kept:
 
 
 class KeptFile:
-    """Appends to the file. A full disk stops it, and the run goes on."""
+    """Appends records to the file. If writing fails, it stops writing, and the run continues."""
 
     def __init__(self, file: Path, run: Kept) -> None:
         self._file: Path | None = file
@@ -71,7 +71,7 @@ class KeptFile:
         self._append(("case", key, reports, unproved))
 
     def proved(self, keys: Sequence[str], canary: dict[str, Any] | None) -> None:
-        """Add a seat's canary, which proves the verdicts of `keys`."""
+        """Add a seat's canary result, which confirms the verdicts of `keys`."""
         self._append(("proved", list(keys), canary))
 
     def _append(self, record: object) -> None:

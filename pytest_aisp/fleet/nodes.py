@@ -1,4 +1,4 @@
-"""Which nodes a fleet accepts, and how they differ from the machine here."""
+"""Decide which nodes a fleet accepts, and list how their versions differ from this machine's."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from . import PROTOCOL
 from .probe import Facts
 
 CLOCK_SECONDS = 60.0
-"""The most that a node's clock may differ from the clock here."""
+"""The largest allowed difference between a node's clock and this machine's."""
 LABEL = "product"
 """The Ray label that names a node's product."""
 VERSIONS = ("python", "plugin", "pytest", "torch", "triton")
-"""The versions that are compared with those here."""
+"""The versions of a node that are compared with this machine's."""
 SIMULATED = "simulated-"
 
 
 @dataclass(frozen=True)
 class RayNode:
-    """A node as Ray lists it: `gpus` is the number that Ray may give away."""
+    """A node in Ray's list. `gpus` is the number of GPUs that Ray can assign."""
 
     id: str
     name: str
@@ -29,15 +29,15 @@ class RayNode:
 
     @property
     def told(self) -> bool:
-        """Whether this node will be accepted or refused. Any other has no GPU, like many a head."""
+        """Whether this node is to be judged. Others have no GPU, like many head nodes."""
         return self.gpus > 0 or LABEL in self.labels
 
 
 def refusal(node: RayNode, facts: Facts, *, now: float) -> str:
-    """Return why a node cannot take part, with the remedy, or an empty text.
+    """Return the reason why a node cannot take part and what to do, or an empty string.
 
     Args:
-        now: seconds since 1970 here, when the facts arrived.
+        now: this machine's time when the facts arrived, in seconds since 1970.
     """
     if facts["plugin"] is None or facts["protocol"] is None:
         return f"it has no pytest-aisp for Python {facts['python']}\n    pip install pytest-aisp"
@@ -93,7 +93,7 @@ def _clock_refusal(ahead: float) -> str:
 
 
 def differences(facts: Facts, here: Mapping[str, str | None]) -> list[str]:
-    """Return the versions of a node that differ from those here: ``torch 2.11.0, here 2.13.0``."""
+    """Return the versions that differ from this machine's: ``torch 2.11.0, here 2.13.0``."""
     return [
         f"{name} {facts[name] or 'missing'}, here {here[name] or 'missing'}"
         for name in VERSIONS
@@ -102,7 +102,7 @@ def differences(facts: Facts, here: Mapping[str, str | None]) -> list[str]:
 
 
 def arch_of_product(product: str) -> str:
-    """Return the arch of a product such as ``nvidia-h200``, or an empty text if it is unknown."""
+    """Return the arch of a product such as ``nvidia-h200``, or an empty string if it is unknown."""
     words = product.split("-")
     for arch, names in GPUS.items():
         if any(name.lower() in words for name in names.split(", ")):

@@ -1,15 +1,15 @@
-"""The facts of a node. `probe` is sent there as source code, so the plugin may be missing."""
+"""Read facts about a node. `probe` is sent as code, so the node may lack the plugin."""
 
 from __future__ import annotations
 
 from typing import Any, TypeAlias
 
 Facts: TypeAlias = dict[str, Any]
-"""What `probe` returns. See there."""
+"""The type that `probe` returns. Its docstring lists the keys."""
 
 
 def probe() -> Facts:
-    """Return this machine's facts. Only the standard library is certain to be here.
+    """Return facts about this machine. It may have only Python's standard library.
 
     The keys: ``plugin``, ``protocol``, ``python``, ``pytest``, ``torch``, ``triton``, ``driver``
     (versions; None if missing), ``nice``, ``time`` (seconds since 1970), ``host``, ``product``,
@@ -30,7 +30,7 @@ def probe() -> Facts:
     def visible() -> list[str] | None:
         variable = "CUDA_VISIBLE_DEVICES"
         found = os.environ.get(variable)
-        if "RAY_JOB_ID" in os.environ:  # Ray sets the variable in this process; its own is above
+        if "RAY_JOB_ID" in os.environ:  # Ray changes the variable here, so read the parent's
             try:
                 with open(f"/proc/{os.getppid()}/environ", "rb") as file:
                     lines = file.read().decode(errors="replace").split("\0")

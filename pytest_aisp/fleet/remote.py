@@ -1,6 +1,6 @@
-"""pytest on a node: it collects the same files, runs the cases that it is given, and reports them.
+"""pytest on a node. It collects the same files, runs the cases that it receives, and reports them.
 
-To the other modules it is like an xdist worker: it records nothing and sends its rows.
+Other modules treat it like an xdist worker: it sends its rows and stores nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Cases:
         self._pipe.send_bytes(pickle.dumps(message))
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
-        self._items[item.nodeid] = item  # what was selected there is not deselected here
+        self._items[item.nodeid] = item  # the main process selects the cases
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
@@ -69,11 +69,11 @@ class Cases:
         self._send("done", item.nodeid)
 
     def _take(self) -> bool:
-        """Read what has arrived. Wait for the first case. Return whether there is one."""
+        """Read the messages that have arrived, or wait for one. Return whether a case is queued."""
         while self._open and (not self._queue or self._pipe.poll()):
             try:
                 kind, *rest = pickle.loads(self._pipe.recv_bytes())
-            except (EOFError, OSError):  # whoever gives cases is gone
+            except (EOFError, OSError):  # the process that sends cases is gone
                 os._exit(1)
             if kind == "run":
                 self._queue.append(*rest)
@@ -89,12 +89,12 @@ class Cases:
         plain = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
         try:
             data = pickle.dumps(plain)
-        except Exception as error:  # pickle raises whatever the object's own methods raise
+        except Exception as error:  # an object's own methods may raise anything
             data = pickle.dumps(self._unpicklable(report, error))
         self._send("report", report.nodeid, data)
 
     def _unpicklable(self, report: pytest.TestReport, error: Exception) -> Any:
-        """Return a red report in place of one that cannot be sent."""
+        """Return a failed report in place of a report that cannot be sent."""
         why = (
             f"the report of {report.nodeid} cannot be sent from the node: {error}\n"
             "Put only plain values into user_properties and into attributes of reports"
@@ -107,7 +107,7 @@ class Cases:
     def pytest_warning_recorded(
         self, warning_message: Any, when: str, nodeid: str, location: Any
     ) -> None:
-        if when == "config":  # pytest here has the same ones
+        if when == "config":  # the main process has the same warnings
             return
         text, category = str(warning_message.message), warning_message.category.__name__
         place = warning_message.filename, warning_message.lineno
@@ -126,7 +126,7 @@ class Cases:
 
 
 def main(descriptor: int, parent: int) -> int:
-    """Run pytest as the message on the pipe says. Return its exit code."""
+    """Run pytest with the settings from the pipe. Return its exit code."""
     die_with(parent)
     pipe = Connection(descriptor)
     spec = pickle.loads(pipe.recv_bytes())
@@ -144,7 +144,7 @@ def main(descriptor: int, parent: int) -> int:
 
 
 def _moved(value: Any, top: str, tree: str) -> Any:
-    """Return an option's value with paths below `top` here as paths below `tree` there."""
+    """Return an option's value with paths below `top` replaced by paths below `tree`."""
     if isinstance(value, list):
         return [_moved(each, top, tree) for each in value]
     if isinstance(value, str) and (value == top or value.startswith(top + os.sep)):

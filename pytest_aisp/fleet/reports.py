@@ -1,4 +1,4 @@
-"""The reports of nodes, made this session's own."""
+"""Emit the reports of nodes as reports of this pytest session."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .scheduler import Work
 
 @dataclass(frozen=True)
 class Gateway:
-    """The name that the terminal shows before each report."""
+    """The name of a seat, which the terminal shows before each report."""
 
     id: str
 
@@ -29,7 +29,7 @@ class Process:
     """pytest on a node, with the attributes that pytest expects of an xdist worker.
 
     Attributes:
-        tree: its working tree, whose paths are replaced by paths here.
+        tree: the working tree on the node. Its paths in reports are replaced by local paths.
         reports: the reports of the running case, by key.
     """
 
@@ -44,9 +44,9 @@ class Process:
     errors: Sequence[str] = ()
 
     def add(self, key: str, plain: dict[str, Any], top: Path) -> None:
-        """Add a report of a case, with the node id and the paths that it has here.
+        """Store a report of a case, with its local node id and local paths.
 
-        It is not emitted yet: if the case is lost, its reports come again from another node.
+        The report is not emitted yet: if the seat is lost, another node reports the case again.
         """
         plain = _replaced(plain, self.tree, str(top))
         plain["nodeid"] = key
@@ -87,7 +87,7 @@ class Reporter:
             self._hook.pytest_runtest_logfinish(nodeid=first["nodeid"], location=first["location"])
 
     def compare(self, key: str, process: Process, reports: Reports, rows: Sequence[Row]) -> None:
-        """Use a second run: record it, or report it if it is red and the first one was not."""
+        """Record the second run of a case. Report it if it is red and the first run was not."""
         recorder = self._config.stash.get(RECORDER, None)
         if self._config.stash[SETTINGS].update and rows and recorder is not None:
             recorder.add_session(rows[-1])
@@ -111,12 +111,12 @@ class Reporter:
             recorder.crashes.append(f"{key}: {why.splitlines()[0]}")
 
     def unproved(self, seat: str, keys: Sequence[str]) -> None:
-        """Record verdicts that no canary confirms."""
+        """Record that no canary confirms the verdicts of `keys`."""
         if (recorder := self._config.stash.get(RECORDER, None)) is not None:
             recorder.without_canary.append((seat, list(keys)))
 
     def process_ended(self, process: Process) -> None:
-        """Record what a process found at its end: its canary, and unused results."""
+        """Record the results that a process sent at its end: its canary and unused results."""
         if (gather := self._config.pluginmanager.get_plugin("aisp-gather")) is not None:
             gather.pytest_testnodedown(node=process, error=None)
 

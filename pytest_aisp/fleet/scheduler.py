@@ -1,8 +1,8 @@
-"""Which case runs on which GPUs: the queues, nodes and seats of a fleet, without Ray.
+"""Decide which case runs on which GPUs: the queues, nodes and seats of a fleet, without Ray.
 
-A seat is a set of GPUs of one node, with one pytest process that runs a case after the other. The
-scheduler gets events, and `plan` returns actions for the fleet and findings for the run. It knows
-no clock: each time is an argument, in seconds.
+A seat is a set of GPUs of one node, with one pytest process that runs cases one after another. The
+scheduler receives events, and `plan` returns actions to execute and findings to report. It reads no
+clock: each time is an argument, in seconds.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 ATTEMPTS = 2
-"""A case during which so many seats were lost is given up."""
+"""A case is given up if this many seats were lost while they ran it."""
 LOSSES = 2
-"""A node that lost so many seats is avoided."""
+"""A node that lost this many seats gets no more work."""
 SILENCE = 30.0
-"""Seconds after which a seat that reports nothing counts as lost. A living one reports each 2 s."""
+"""A seat that is silent for this many seconds counts as lost. Seats report every 2 s."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """A case to run: its node id here, its product, and the number of GPUs it asks for.
+    """A case to run: its local node id, its product, and the number of GPUs that it needs.
 
     Attributes:
-        again: True if the case has a verdict already. A second run confirms it, or records it on
-            a second board.
+        again: True if the case already has a verdict. The second run confirms the verdict, or
+            records the case on a second board.
     """
 
     key: str
@@ -36,7 +36,7 @@ class Work:
 
 @dataclass
 class Node:
-    """A machine with GPUs of one product. `why_avoided` is empty while it may get work."""
+    """A machine with GPUs of one product. It gets work as long as `why_avoided` is empty."""
 
     id: str
     name: str
@@ -48,12 +48,13 @@ class Node:
 
 @dataclass
 class Seat:
-    """GPUs of a node that run cases.
+    """Some GPUs of a node, and the pytest process that runs cases on them.
 
     Attributes:
         state: ``starting``, ``ready`` or ``finishing``.
-        queue: the works given to it that have not finished, the running one first.
-        unproved: the finished works whose verdicts wait for the seat's canary.
+        width: the number of GPUs.
+        queue: the unfinished cases of the seat. The first one is running.
+        unproved: the finished cases whose verdicts wait for the seat's canary.
     """
 
     id: str
@@ -98,7 +99,7 @@ class Kill:
 
 @dataclass(frozen=True)
 class NoVerdict:
-    """A case gets no verdict. `why` names the reason and the remedy."""
+    """A case gets no verdict. `why` gives the reason and says what to do."""
 
     work: Work
     why: str
@@ -123,11 +124,11 @@ Action = Start | Give | Finish | Kill | NoVerdict | Unproved | Note
 
 
 class Scheduler:
-    """Distributes works over nodes.
+    """Distributes cases over nodes.
 
     Args:
         works: the cases, in the order in which they should run.
-        patience: seconds to wait for a node of a product that has none.
+        patience: seconds to wait if a product has no node.
     """
 
     def __init__(self, works: list[Work], patience: float) -> None:
@@ -168,7 +169,7 @@ class Scheduler:
             seat.heard = now
 
     def finished(self, seat_id: str, work: Work, *, unproved: bool) -> None:
-        """Note the end of a case. If `unproved`, its verdict waits for the seat's canary."""
+        """Note the end of a case. If it is `unproved`, its verdict waits for the seat's canary."""
         if (seat := self.seats.get(seat_id)) is not None and work in seat.queue:
             seat.queue.remove(work)
             seat.unproved += [work] if unproved else []
@@ -179,7 +180,7 @@ class Scheduler:
             seat.unproved.clear()
 
     def ended(self, seat_id: str) -> None:
-        """Note that a seat ended as asked. Its GPUs are free."""
+        """Note that a seat's pytest has ended. Its GPUs are free."""
         seat = self.seats.get(seat_id)
         if seat is not None and (seat.queue or seat.unproved or seat.state != "finishing"):
             self.lost(seat_id, "its pytest ended before its work")
@@ -187,10 +188,10 @@ class Scheduler:
             self.seats.pop(seat_id, None)
 
     def lost(self, seat_id: str, why: str) -> None:
-        """Note that a seat ended by itself. Its cases run again, elsewhere if possible.
+        """Note that a seat ended unexpectedly. Its cases run again, on another node if possible.
 
-        Any case of its queue may have been running, because the last messages may be lost, too.
-        So each of them runs again with no other one behind it.
+        The last messages may be lost too, so any case in the queue may have been running. So when
+        one of these cases runs again, no other case waits behind it in the seat.
         """
         if (seat := self.seats.pop(seat_id, None)) is None:
             return
@@ -210,7 +211,7 @@ class Scheduler:
             self.again(work, seat)
 
     def again(self, work: Work, seat: Seat) -> None:
-        """Run `work`, which has a verdict from `seat`, once more, on another node if possible."""
+        """Run `work`, which has a verdict from `seat`, again, if possible on another node."""
         self._avoid[work.key].add(seat.node.id)
         self._queues[work.product][work.gpus].append(
             Work(work.key, work.product, work.gpus, again=True)
@@ -235,11 +236,11 @@ class Scheduler:
 
     @property
     def done(self) -> bool:
-        """Whether nothing is left to do and no seat is left."""
+        """Whether all cases are done and all seats have ended."""
         return not (self.seats or self._out or any(self._pending()))
 
     def plan(self, now: float) -> list[Action]:
-        """Return what to do now."""
+        """Return the actions to execute now, in order."""
         for seat in list(self.seats.values()):
             if seat.state != "starting" and now - seat.heard > SILENCE:
                 self.lost(seat.id, f"it was silent for {SILENCE:.0f} s")
@@ -278,11 +279,11 @@ class Scheduler:
             queue.clear()
 
     def _width(self, gpus: int, product: str) -> int:
-        """Return the GPUs of a seat for such a case: on no node more than there are."""
+        """Return the number of GPUs of a seat for a case, at most what the largest node has."""
         return min(gpus, max((node.gpus for node in self.usable(product)), default=gpus))
 
     def _start_seats(self) -> None:
-        # Wide cases come first: while all GPUs are free, nothing has to be cleared for them.
+        # Cases with many GPUs come first, because later they would wait until enough GPUs are free.
         for product, queues in self._queues.items():
             for gpus in sorted((g for g in queues if queues[g]), reverse=True):
                 width = self._width(gpus, product)
@@ -308,7 +309,7 @@ class Scheduler:
         return True
 
     def _may(self, node_id: str, work: Work) -> bool:
-        """Return whether a node may run `work`: it is not to be avoided, or there is no other."""
+        """Return whether a node may run `work`. A node to avoid may, if there is no other node."""
         if node_id not in self._avoid.get(work.key, ()):
             return True
         return all(node.id == node_id for node in self.usable(work.product))
@@ -319,7 +320,7 @@ class Scheduler:
             if not seat.queue and not self._give_next(seat):
                 seat.state = "finishing"
                 self._out.append(Finish(seat.id))
-        # A second case hides the way there and back, but the last cases must not wait in a queue.
+        # A second queued case hides message latency. But the last cases must not wait in a queue.
         alike = Counter(seat.node.product for seat in self.seats.values())
         for seat in ready:
             one = len(seat.queue) == 1 and seat.queue[0].key not in self._where
@@ -334,7 +335,12 @@ class Scheduler:
         return [q for gpus, q in queues.items() if q and self._width(gpus, product) == seat.width]
 
     def _give_next(self, seat: Seat, *, behind: bool = False) -> bool:
-        """Give a case to a seat. `behind` another one, only one with which no seat was lost."""
+        """Give a case to a seat. Return False if there is none for it.
+
+        Args:
+            behind: True if the case would wait behind another one. Then cases during which a seat
+                was lost are skipped.
+        """
         for queue in self._fitting(seat):
             for work in queue:
                 if self._may(seat.node.id, work) and not (behind and work.key in self._where):

@@ -1,6 +1,6 @@
-"""The process on a node that holds GPUs in Ray, and starts pytest there.
+"""A seat: a process on a node that has GPUs assigned by Ray, and starts pytest on them.
 
-Nothing here imports Ray: `bridge` makes an actor of `Seat`.
+This module does not import Ray. The module `bridge` turns `Seat` into a Ray actor.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from . import shipping
 POLL_SECONDS = 2.0
 """The longest time that `Seat.poll` waits for a message."""
 ALONE_SECONDS = 60.0
-"""A seat ends if nobody polls for so long: whoever started it is gone."""
+"""A seat ends if it is not polled for this many seconds, because the main process is then gone."""
 INJECTED = ("OMP_NUM_THREADS", "PYTHONPATH", "CUDA_VISIBLE_DEVICES", "PYTHONBREAKPOINT")
-"""Variables that Ray sets in its workers. pytest must not see them."""
+"""Environment variables that Ray sets in its workers. They are removed before pytest starts."""
 PR_SET_PDEATHSIG = 1
 OUTPUT_LINES = 20
-"""The most lines of pytest's output that the reason of a lost seat has."""
+"""The largest number of lines of pytest's output in the reason why a seat was lost."""
 
 
 class Seat:
-    """GPUs of this node, and the pytest process that runs cases on them."""
+    """Some GPUs of this node, and the pytest process that runs cases on them."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -48,11 +48,11 @@ class Seat:
 
         Args:
             data: the packed tree.
-            spec: what `remote.main` needs, and ``digest``, ``variables`` and ``seat``.
-            gpus: their UUIDs, or nothing if they are simulated.
+            spec: the settings for `remote.main`, and ``digest``, ``variables`` and ``seat``.
+            gpus: the UUIDs of the GPUs. Empty if they are simulated.
 
         Raises:
-            ShippingError: the tree cannot be unpacked.
+            ShippingError: if the tree cannot be unpacked.
         """
         folder = self._tree.enter_context(shipping.unpacked(data, str(spec["digest"])))
         variables = spec["variables"]
@@ -62,7 +62,7 @@ class Seat:
         self._log = folder / f"{spec['seat']}.log"
         started = threading.Event()
         run = (environment, theirs, folder / "tree" / str(spec["folder"]), started)
-        # The thread that starts a process has to live as long as the process: see `die_with`.
+        # `die_with` ends the process when the thread that started it ends, so this thread waits.
         threading.Thread(target=self._run, args=run, daemon=True).start()
         started.wait()
         if self._process is None:
@@ -91,15 +91,15 @@ class Seat:
         self._process.wait()
 
     def send(self, message: bytes) -> None:
-        """Send a pickled message to pytest. A process that has ended gets nothing."""
+        """Send a pickled message to pytest. If pytest has ended, the message is dropped."""
         with self._sending, contextlib.suppress(OSError):
             assert self._ours is not None
             self._ours.send_bytes(message)
 
     def poll(self) -> list[bytes]:
-        """Return the messages from pytest since the last call. Wait for the first one.
+        """Return the messages from pytest since the last call. Wait briefly if there are none.
 
-        The last message, ``("ended", code, output)``, follows the end of the process.
+        After the process has ended, the last message is ``("ended", code, output)``.
         """
         self._polled = time.monotonic()
         found: list[bytes] = []
@@ -126,7 +126,7 @@ class Seat:
         os._exit(1)
 
     def close(self) -> None:
-        """Kill pytest, whose worker processes die with it, and remove the tree."""
+        """Kill pytest and its worker processes, and remove the tree."""
         self._closed.set()
         if self._process is not None:
             self._process.kill()
@@ -140,9 +140,9 @@ def node_environment(
     """Return the environment of pytest on a node.
 
     Args:
-        node: the environment of the Ray worker. What Ray added to it is left out.
-        variables: the listed variables of the machine where the fleet was started.
-        gpus: the UUIDs of the GPUs, or nothing if they are simulated.
+        node: the environment of the Ray worker. Variables that Ray added are removed.
+        variables: the environment variables that the main process sends.
+        gpus: the UUIDs of the GPUs. Empty if they are simulated.
     """
     kept = {k: v for k, v in node.items() if not k.startswith("RAY_") and k not in INJECTED}
     chosen = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
@@ -150,7 +150,7 @@ def node_environment(
 
 
 def uuids_of(ray_ids: Sequence[int | str], uuids: Sequence[str]) -> list[str]:
-    """Return the UUIDs of GPUs that Ray gave: indices of NVML, or UUIDs already."""
+    """Return the UUIDs of the GPUs that Ray assigned. `ray_ids` are NVML indices or UUIDs."""
     ids = [str(each) for each in ray_ids]
     return [uuids[int(each)] if each.isdecimal() else each for each in ids] if uuids else []
 

@@ -1,4 +1,4 @@
-"""Set up a fleet run: refuse bad options, connect, learn the nodes, and pack the tree."""
+"""Set up a fleet run: refuse conflicting options, connect to Ray, and accept or refuse nodes."""
 
 from __future__ import annotations
 
@@ -35,24 +35,26 @@ CONFLICTS = {
     "tx": "a fleet has its own processes",
     "reruns": "a rerun would turn a red verdict green",
 }
-"""Options, by destination, that a fleet refuses, and the reason."""
+"""The options that a fleet refuses, by destination, with the reason."""
 ONLY_HERE = (
     *("aisp_fleet", "aisp_fleet_products", "aisp_fleet_resume", "aisp_artifacts", "xmlpath"),
     *("maxfail", "keyword", "lf", "failedfirst", "newfirst", "stepwise", "stepwise_skip"),
     *("cacheclear", "durations", "basetemp", "numprocesses", "tx", "dist", "deselect"),
     "file_or_dir",
 )
-"""Options, by destination, that have their meaning here and none on a node."""
+"""The options that are not sent to nodes, by destination."""
 PROBE_SECONDS = 70.0
 
 
 @dataclass
 class Nodes:
-    """The nodes that were seen.
+    """The nodes of the cluster.
 
     Attributes:
-        accepted: the nodes that may get work; `archs` has the arch of each product.
-        lines: a line for the header about each node.
+        accepted: the nodes that can get work.
+        archs: the arch of each accepted product.
+        lines: a line about each node for pytest's header.
+        refused: a line about each refused node.
     """
 
     accepted: list[Node] = field(default_factory=list)
@@ -62,7 +64,7 @@ class Nodes:
     _names: set[str] = field(default_factory=set)
 
     def judge(self, event: tuple[Any, ...]) -> Node | None:
-        """Accept or refuse the node of an event, and return it if it is accepted."""
+        """Accept or refuse the node of an event. Return the node if it is accepted, or None."""
         kind, ray_node, fact, *when = event
         name = self._unique(ray_node)
         why = fact if kind == "refused" else refusal(ray_node, fact, now=when[0])
@@ -90,13 +92,13 @@ def _line(node: Node, facts: Facts) -> str:
 
 @functools.cache
 def versions_here() -> Mapping[str, str | None]:
-    """Return the versions here of what a node's are compared with."""
+    """Return the versions on this machine that a node's versions are compared with."""
     facts = probe()
     return {name: facts[name] for name in VERSIONS}
 
 
 def refuse_options(config: pytest.Config) -> None:
-    """Raise `pytest.UsageError` for an option that a fleet cannot honor."""
+    """Raise `pytest.UsageError` for an option that a fleet does not support."""
     for name, why in CONFLICTS.items():
         if config.getoption(name, None):
             option = "--" + name.replace("_", "-").replace("usepdb", "pdb")
@@ -104,10 +106,10 @@ def refuse_options(config: pytest.Config) -> None:
 
 
 def connect(address: str) -> tuple[RayProcess, Nodes]:
-    """Connect to the cluster, and wait for the facts of the nodes that it has now.
+    """Connect to the cluster, and wait for the facts of its current nodes.
 
     Raises:
-        pytest.UsageError: there is no such cluster.
+        pytest.UsageError: if the cluster cannot be reached.
     """
     try:
         ray = RayProcess(address)
@@ -130,10 +132,10 @@ def connect(address: str) -> tuple[RayProcess, Nodes]:
 
 
 def choose_products(config: pytest.Config, nodes: Nodes) -> dict[str, str]:
-    """Return the arch of each product of the run. The arch of an unknown one is empty.
+    """Return the arch of each product of the run. Unknown products have an empty arch.
 
     Raises:
-        pytest.UsageError: there is no product.
+        pytest.UsageError: if there is no product.
     """
     text = config.getoption("aisp_fleet_products")
     given = [word.strip() for word in (text or "").split(",") if word.strip()]
@@ -153,9 +155,9 @@ def choose_products(config: pytest.Config, nodes: Nodes) -> dict[str, str]:
 
 
 def fleet_machine(products: Mapping[str, str], nodes: Nodes) -> Machine:
-    """Return what the manifest and the report have as this run's machine: the nodes at its start.
+    """Return a `Machine` for the manifest and the report. It lists the nodes at the run's start.
 
-    Its product is the first one. Each row has the product and the facts of its own node.
+    Its product is the first product. Each result row has the product and facts of its own node.
     """
     product, arch = next(iter(products.items()))
     chosen = [node for node in nodes.accepted if node.product in products]
@@ -164,10 +166,10 @@ def fleet_machine(products: Mapping[str, str], nodes: Nodes) -> Machine:
 
 
 def patience(config: pytest.Config) -> float:
-    """Return the seconds to wait for a node of a product that has none.
+    """Return the seconds to wait if a product has no node.
 
     Raises:
-        pytest.UsageError: the ini key is no such number.
+        pytest.UsageError: if the ini key is not a number of seconds.
     """
     text = str(config.getini("aisp_fleet_wait"))
     if re.fullmatch(r"\d+(\.\d+)?", text.strip()) is None:
@@ -178,7 +180,7 @@ def patience(config: pytest.Config) -> float:
 
 
 def node_options(config: pytest.Config) -> dict[str, object]:
-    """Return the options that pytest on a node gets: plain values that mean something there."""
+    """Return the options for pytest on a node. Only options with plain values are sent."""
     plain = (str, int, float, bool, type(None))
 
     def is_plain(value: object) -> bool:
@@ -189,7 +191,7 @@ def node_options(config: pytest.Config) -> dict[str, object]:
 
 
 def spec(config: pytest.Config, top: Path, digest: str, files: list[str]) -> dict[str, Any]:
-    """Return what pytest on a node has to know, except the seat and the elapsed time."""
+    """Return the settings for pytest on a node, except the seat and the elapsed time."""
     root, folder = config.rootpath, Path(config.invocation_params.dir)
     inside = folder if folder.is_relative_to(top) else root
     return {
@@ -205,9 +207,10 @@ def spec(config: pytest.Config, top: Path, digest: str, files: list[str]) -> dic
 
 
 def shipped_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that nodes get: the listed ones, without paths of this machine.
+    """Return the environment variables that are sent to nodes.
 
-    The list is that of the manifest. It has what affects measurements, and no secrets.
+    These are the variables of the manifest, without paths of this machine. They affect measurements
+    and contain no secrets.
     """
     own = ("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "CUDA_PATH", "LD_PRELOAD")
     return {k: v for k, v in environment(variables).items() if k not in own}

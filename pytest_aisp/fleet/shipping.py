@@ -1,8 +1,8 @@
-"""The working tree and its history, as they are sent to nodes and unpacked there.
+"""Pack the working tree and its git history, and unpack them on nodes.
 
-Ray's own packages obey .gitignore, drop `.git`, and know nothing of history. So a fleet ships the
-tree itself: the files that git does not ignore, uncommitted changes included, and a pack of the
-objects that ``--aisp-against`` and the comparison with the record need.
+Ray can ship a working directory, but without the `.git` folder. So a fleet ships the tree itself:
+all files that git does not ignore, with uncommitted changes, and a pack of the git objects that
+``--aisp-against`` and the comparison with stored results need.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from typing import IO
 from ..util.git import GitError, run_git, try_git
 
 LIMIT = 500 << 20
-"""The most bytes to ship, which is also Ray's limit for a package."""
+"""The largest size in bytes to ship. It is also Ray's limit for a package."""
 FOLDER = "AISP_FLEET_FOLDER"
-"""The variable that names the folder on a node in which trees are unpacked."""
+"""The environment variable with the folder in which a node unpacks trees."""
 OLD = 86400.0
 """Seconds after which a tree that a killed run left behind is removed."""
 CODE = (".py", ".cu", ".cuh", ".h", ".hpp", ".cpp", ".ini", ".toml", ".cfg")
@@ -48,7 +48,7 @@ class Tree:
         top: the folder here that was packed.
         data: a compressed tar file.
         digest: SHA-256 of the files' contents and of the commits.
-        code: SHA-256 of the files that hold code and settings, which no run writes.
+        code: SHA-256 of the files with code and settings. Runs never write such files.
     """
 
     top: Path
@@ -61,7 +61,7 @@ def pack(root: Path, refs: Sequence[str] = (), *, limit: int = LIMIT) -> Tree:
     """Return the tree that contains `root`, with the history of HEAD and of `refs`.
 
     Raises:
-        ShippingError: it has more than `limit` bytes.
+        ShippingError: if the tree has more than `limit` bytes.
     """
     found = try_git(root, "rev-parse", "--show-toplevel")
     top = root if found is None else Path(found.removesuffix("\n"))
@@ -89,7 +89,7 @@ def pack(root: Path, refs: Sequence[str] = (), *, limit: int = LIMIT) -> Tree:
 
 
 def _listed(top: Path) -> list[str]:
-    """Return the files below `top` that git does not ignore, those of submodules included."""
+    """Return the files below `top` that git does not ignore, including files of submodules."""
     names = os.fsdecode(run_git(top, "ls-files", "-z", "-co", "--exclude-standard")).split("\0")
     found = set()
     for name in filter(None, names):
@@ -128,9 +128,10 @@ def _hashed(path: Path, name: str) -> bytes:
 
 
 def _history(top: Path, refs: Sequence[str]) -> dict[str, bytes]:
-    """Return a pack, the commits whose history it has, and the limits of a shallow clone.
+    """Return a git pack, the commits that it contains, and the file ``shallow`` of a shallow clone.
 
-    Blobs that stored results name are added, because a squashed branch is in no history.
+    Stored results name blobs of code. These are packed too, because after a squash merge they may
+    be in no commit's history.
     """
     commits = [try_git(top, "rev-parse", "--verify", "-q", f"{ref}^{{commit}}") for ref in refs]
     head = try_git(top, "rev-parse", "--verify", "-q", "HEAD^{commit}")
@@ -171,7 +172,7 @@ def fleet_folder() -> Path:
     """Return the folder in which this node unpacks trees, created if necessary.
 
     Raises:
-        ShippingError: it cannot be made.
+        ShippingError: if the folder cannot be created.
     """
     folder = Path(os.environ.get(FOLDER) or f"/tmp/pytest-aisp-fleet-{os.getuid()}")
     try:
@@ -183,10 +184,10 @@ def fleet_folder() -> Path:
 
 @contextlib.contextmanager
 def unpacked(data: bytes, digest: str) -> Iterator[Path]:
-    """Unpack a tree once per node, and yield its folder. The last one who uses it removes it.
+    """Unpack a tree once per node, and yield its folder. The last process that uses it removes it.
 
     Raises:
-        ShippingError: it cannot be written, as on a full disk.
+        ShippingError: if the tree cannot be written, for example because the disk is full.
     """
     base = fleet_folder()
     folder = base / digest[:16]
@@ -247,7 +248,7 @@ def _unpack(data: bytes, folder: Path) -> None:
 
 
 def _remove_old(base: Path) -> None:
-    """Remove trees that a killed run left, unless somebody uses them."""
+    """Remove old trees that a killed run left behind, unless a process still uses them."""
     for complete in base.glob("*/complete"):
         folder = complete.parent
         if time.time() - complete.stat().st_mtime < OLD:

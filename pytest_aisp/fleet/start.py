@@ -1,4 +1,4 @@
-"""`aisp fleet start` and `aisp fleet resume`: start Ray on this machine, and go on with a run."""
+"""`aisp fleet start` starts Ray on this machine. `aisp fleet resume` continues a run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class StartCommand:
 
     @property
     def line(self) -> str:
-        """The line to type."""
+        """The command as it is typed in a shell."""
         return " ".join([*(f"{k}={v}" for k, v in self.variables.items()), *self.arguments])
 
 
@@ -38,11 +38,12 @@ def start_command(
     """Return the command for a machine with these facts.
 
     Args:
-        gpus: the number of GPUs to give away if they are simulated.
+        gpus: the number of simulated GPUs, if the machine has no real ones.
         block: whether the command waits until Ray ends.
 
     Raises:
-        CliError: it needs either `head` or `address`, or the machine cannot take part.
+        CliError: if not exactly one of `head` and `address` is given, or the machine cannot take
+            part.
     """
     if head == (address is not None):
         raise CliError(
@@ -65,10 +66,10 @@ def start_command(
 
 
 def start_result(command: StartCommand, *, show: bool) -> CliResult:
-    """Start Ray here, or only show the command.
+    """Start Ray on this machine, or only show the command.
 
     Raises:
-        CliError: Ray is missing.
+        CliError: if Ray is not installed.
     """
     if show:
         return CliResult([command.line])
@@ -80,13 +81,13 @@ def start_result(command: StartCommand, *, show: bool) -> CliResult:
 
 
 def resume_command(folder: Path, address: str | None) -> tuple[list[str], Path]:
-    """Return the command that goes on with the run that was interrupted here, and its folder.
+    """Return the command that continues the run interrupted in `folder`, and its working folder.
 
     Args:
-        address: the address of another cluster than the run's own, or None.
+        address: the address of a cluster to use instead of the run's own, or None.
 
     Raises:
-        CliError: no run was interrupted in `folder` or above it.
+        CliError: if no run was interrupted in `folder` or a parent folder.
     """
     for above in (folder, *folder.parents):
         file = above / ".pytest_cache" / "d" / FOLDER / FILE
@@ -101,11 +102,11 @@ def resume_command(folder: Path, address: str | None) -> tuple[list[str], Path]:
 
 
 def resume(folder: Path, address: str | None) -> int:
-    """Go on with the interrupted run, and return pytest's exit code."""
+    """Continue the interrupted run, and return pytest's exit code."""
     command, where = resume_command(folder, address)
     with subprocess.Popen(command, cwd=where) as process:
         while True:
             try:
                 return process.wait()
-            except KeyboardInterrupt:  # pytest gets it, too, and ends the seats
+            except KeyboardInterrupt:  # pytest gets Ctrl-C too, and ends the seats
                 time.sleep(0.1)

@@ -1,1 +1,1 @@
-"""Detect side effects of a side: changed settings, threads, replaced functions, imports."""
+"""Detect side effects: changed settings, leftover threads, replaced functions, imports."""

@@ -1,7 +1,7 @@
 """Global settings of torch and the process that affect the results or times of later code.
 
-`snapshot` reads all settings, and `restore` resets those that have changed. `settings_of` applies
-the settings of torch that a page changes when it is imported to this page alone.
+`snapshot` reads all settings, and `restore` resets changed settings. A page may change settings of
+torch when it is imported. `settings_of` makes sure that these changes apply to this page only.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ OWNED = {
     "gc": ("Python's garbage collection",),
     "l2_persistence": (PERSISTING_L2,),
 }
-"""The settings that a page may change permanently, by the word in its ``owns=``."""
+"""The settings that a page may change, keyed by the word in its ``owns=``."""
 MIXED = "mixed"
-"""Value of a setting that torch cannot read because both of its interfaces set it."""
+"""The value of a setting that torch refuses to read, because its old and new API disagree."""
 
-# Environment variables that libraries read whenever something is started or loaded.
+# Prefixes of environment variables that libraries read when they start or load something.
 _WATCHED = (
     *("CUDA_", "CUBLAS_", "CUDNN_", "NVIDIA_", "NCCL_", "OMP_", "GOMP_", "KMP_", "MKL_"),
     *("OPENBLAS_", "PYTORCH_", "TORCH_", "MALLOC_", "LD_", "PYTHON"),
@@ -77,21 +77,21 @@ def snapshot() -> dict[str, object]:
 def restore(before: Mapping[str, object]) -> None:
     """Reset every setting that has changed to its value in `before`."""
     for name, setting in _settings().items():
-        # A setting that is not in `before` is new: CUDA was initialized meanwhile.
+        # Settings that are not in `before` exist only since CUDA was initialized.
         if name in before and setting.read() != before[name]:
-            with suppress(OSError):  # only root may raise a priority
+            with suppress(OSError):  # only root can raise a priority
                 setting.write(before[name])
 
 
 def _settings() -> Settings:
-    """Return all settings. If writing one setting changes others, it comes before them."""
+    """Return all settings by name. A setting whose change affects others comes before them."""
     torch_settings = {**_modes(), **_precision(), **_behavior(), **_hooks()}
     named = {f"torch's {name}": setting for name, setting in torch_settings.items()}
     return {**named, **_persisting_l2(), **_process()}
 
 
 def _persisting_l2() -> Settings:
-    """Return the setting of the L2's part for persisting data, if there is a GPU."""
+    """Return the setting for the size of the L2's persisting part, if CUDA is initialized."""
     import torch
 
     if not torch.cuda.is_initialized():
@@ -160,7 +160,7 @@ def _precision() -> Settings:
 
 
 def _unless_mixed(setting: Setting[Any]) -> Setting[Any]:
-    """Return the setting, whose value is `MIXED` while torch cannot read it."""
+    """Return `setting`, but with the value `MIXED` if torch cannot read it."""
 
     def read() -> object:
         try:
@@ -259,7 +259,7 @@ def _mkl_threads() -> int:
 def _set_mkl_threads(count: int) -> None:
     import torch
 
-    # MKL's number for this thread alone comes before that of the process. 0 removes it.
+    # MKL's thread-local number overrides the number of the process. 0 removes the override.
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
     library.MKL_Set_Num_Threads_Local(0)
     if _mkl_threads() != count:
@@ -269,7 +269,7 @@ def _set_mkl_threads(count: int) -> None:
 def _set_default_device(device: torch.device) -> None:
     import torch
 
-    # Any default device, even the CPU, is an active mode that slows every call. None removes it.
+    # Any default device, even the CPU, adds a mode that slows every call. None removes the mode.
     torch.set_default_device(None if str(device) == "cpu" else device)
 
 
@@ -294,19 +294,19 @@ def _set_environment(before: Mapping[str, str]) -> None:
 
 
 _LASTING = "torch's modes", "torch's dispatch modes", "torch's module hooks"
-"""Settings that can be ended, but not set again."""
+"""Settings that can be reset, but not set again."""
 
 _before_imports: dict[str, object] = {}
 _changed_by_imports: dict[str, dict[str, object]] = {}
-"""The settings that the import of a page changed: those changed by the page itself, and those
-changed by each module that no earlier page had imported. A later page that uses such a module gets
-them too.
+"""The settings that changed when a page was imported, keyed by each newly imported module: the page
+and the modules that no earlier page had imported. A later page that uses such a module gets its
+settings too.
 """
 
 
 @contextmanager
 def settings_of(module: str, root: str) -> Iterator[None]:
-    """Apply the settings of the page `module`, which the ``with`` block imports, and no others."""
+    """Apply only the settings of the page `module`. The ``with`` block imports the page."""
     if not _before_imports:
         _before_imports.update(_settings_of_torch())
     restore(_before_imports)
@@ -337,7 +337,7 @@ def _is_under(module: ModuleType, root: str) -> bool:
 
 
 def _modules_in(page: ModuleType) -> Iterator[str]:
-    """Yield the names of the modules whose functions and classes a page uses."""
+    """Yield the names of the modules that a page imports, or imports functions or classes from."""
     for value in vars(page).values():
         if isinstance(value, ModuleType):
             yield value.__name__

@@ -1,12 +1,13 @@
-"""Detect what disturbs a measurement: leftover threads and processes, imports, page faults.
+"""Detect interference with a measurement: leftover threads and processes, imports, page faults.
 
-`Cause` says what disturbed a block, and whether the machine or the side itself did it.
+`Cause` describes what disturbed a block, and whether the machine or the side caused it.
 
 `BackgroundWork` finds threads, processes and timers that still run after a side has returned.
 
 `InterferenceMonitor` reads its counters between blocks, never inside a window. It is used only on
 clocks whose windows run a side's Python code. If a module was imported or something was compiled in
-a block, the block is measured again. Such work belongs at the top of the page or in the warmup.
+a block, the block is measured again. Imports belong at the top of the page, and compilation in the
+warmup.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ from ..util.process_group import current_group
 from .protections import enabled
 
 POLL_SECONDS, IDLE_POLLS = 1e-3, 4
-"""Seconds between polls, and the number of polls that must find an idle thread asleep."""
+"""Seconds between polls of a thread, and the number of polls that must find it asleep."""
 BUSY_NS = 4_000_000
-"""A thread is busy if it uses more CPU time than this. A thread that shuts down uses less."""
+"""A thread is busy if it uses more CPU time than this, which is more than shutting down takes."""
 POLL_TIMEOUT = 2.0
-"""A thread that is not found idle within this many seconds is busy, whatever its CPU time."""
+"""A thread that is not found idle within this many seconds counts as busy."""
 _TIMERS = ("ITIMER_REAL", "ITIMER_VIRTUAL", "ITIMER_PROF")
 _PYTHON_HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 
 CLOCKS = ("host", "cpu", "queue")
-"""On these clocks, windows run a side's Python code. The replay of a graph runs no Python."""
+"""The clocks whose windows run a side's Python code. A graph replay runs no Python code."""
 FAULTS = "page_faults"
-"""The word in ``owns=`` for pages whose windows read mapped files or managed memory."""
+"""The word in ``owns=`` that allows windows to read mapped files or managed memory."""
 _GRAPH_COUNTERS = ("fxgraph_cache_hit", "fxgraph_cache_miss", "fxgraph_cache_bypass")
 """Inductor increments one of these counters for each graph that it compiles or loads."""
 _COMPILING = {"frames": "Dynamo frame", "graphs": "Inductor graph", "kernels": "Triton kernel"}
@@ -49,18 +50,18 @@ _triton_kernels = [0]
 
 
 class Disturbed(RuntimeError):
-    """The machine disturbed a measurement. The message says who or what, and how much."""
+    """The machine disturbed a measurement. The message names the cause and its size."""
 
 
 class Cause(NamedTuple):
-    """What disturbed a block. `machine` is False if the side itself did, as with an import."""
+    """The cause of a disturbed block: the machine, or the side itself, for example by an import."""
 
     text: str
     machine: bool = True
 
 
 def agreed_cause(side: Cause | None, machine: str | None) -> Cause | None:
-    """Return the cause on which all ranks agree. A cause in a side comes before the machine's."""
+    """Return one cause for all ranks. A cause by the side has priority over one by the machine."""
     group = current_group()
     own = side.text if side is not None and not side.machine else None
     text = group.first_message(own)
@@ -89,7 +90,7 @@ class BackgroundWork:
         return cls(threads, frozenset(child_processes("self")), frozenset(_timers()))
 
     def left(self) -> str | None:
-        """Describe something that was started since then and is still active, or return None."""
+        """Return a description of work that was started after `now` and still runs, or None."""
         new = [thread for thread in threading.enumerate() if thread not in self.threads]
         for thread in [*new, *self.used_cpu()]:
             if _is_busy(thread, idle_in_page=thread in self.threads):
@@ -103,7 +104,7 @@ class BackgroundWork:
         return None
 
     def used_cpu(self) -> list[threading.Thread]:
-        """Return the other threads that existed then and have used CPU time since then."""
+        """Return the older threads, except this one, that have used CPU time since `now`."""
         old = ((thread, used) for thread, used in self.threads.items() if thread.is_alive())
         busy = [thread for thread, used in old if _cpu_ns(thread.native_id) - used > BUSY_NS]
         return [thread for thread in busy if thread is not threading.current_thread()]
@@ -112,11 +113,12 @@ class BackgroundWork:
 def _is_busy(thread: threading.Thread, *, idle_in_page: bool = False) -> bool:
     """Return whether `thread` runs a page's code or uses CPU time in a library's code.
 
-    With `idle_in_page`, a thread that waits in a page's code is idle too.
-
     Threads of idle pools (torch, Python) have only library code on their stacks and use no CPU
     time. The scheduler's state alone is misleading on a busy machine: an idle thread may wait for a
     core before it can sleep, and a busy thread may sleep until it gets Python's lock.
+
+    Args:
+        idle_in_page: whether a thread that waits in a page's code counts as idle.
     """
     started = _cpu_ns(thread.native_id)
     deadline = time.monotonic() + POLL_TIMEOUT
@@ -155,7 +157,7 @@ def _in_a_page(frame: types.FrameType | None) -> bool:
 
 
 def _of_a_library(pid: int) -> bool:
-    """Return whether this is a library's own process, such as a compiler process of Inductor."""
+    """Return whether a library started the process, such as a compiler process of Inductor."""
     try:
         with open(f"/proc/{pid}/cmdline") as file:
             arguments = file.read().split("\0")[1:]
@@ -172,7 +174,7 @@ def _ended(pid: int) -> bool:
 
 
 def _state(folder: str) -> str:
-    """Return the letter of a process's or thread's state, or an empty string if it has ended."""
+    """Return the state letter of a process or thread from Linux, or "" if it has ended."""
     try:
         with open(f"{folder}/stat") as file:
             return file.read().rpartition(")")[2].split()[0]
@@ -191,8 +193,8 @@ class Counts:
     """The counters at one moment.
 
     Attributes:
-        modules: a copy of `sys.modules`. A module that is imported again is a different object.
-        events: number of events by name. The numbers never decrease.
+        modules: a copy of `sys.modules`. It shows reimports, because these create new objects.
+        events: number of events so far, by name.
         swapped: KiB of this process that are swapped out, or None if the system does not report it.
     """
 
@@ -207,7 +209,7 @@ class InterferenceMonitor:
     Args:
         owns: the settings that the page changes on purpose. With ``page_faults``, page faults are
             counted but allowed.
-        allocations: returns the number of memory allocations on the device so far.
+        allocations: a function that returns the number of memory allocations on the device so far.
     """
 
     def __init__(
@@ -218,12 +220,12 @@ class InterferenceMonitor:
         self.begin()
 
     def begin(self) -> None:
-        """Start to count from now."""
+        """Start counting."""
         _listen_to_triton()
         self._before = self._now()
 
     def look(self) -> Cause | None:
-        """Count the events since `begin`; describe those that disturb a block, or return None."""
+        """Count the events since `begin`. Return the cause if they disturb a block, or None."""
         now, before = self._now(), self._before
         imported = _imported(before.modules, now.modules)
         events = Counter({name: n - before.events[name] for name, n in now.events.items()})
@@ -235,13 +237,13 @@ class InterferenceMonitor:
         return Cause(text, machine=not own) if text else None
 
     def grew(self) -> bool:
-        """Return whether anything was imported or compiled since `begin`. Then call `begin`."""
+        """Return whether anything was imported or compiled since `begin`. Count anew from now."""
         before, self._before = self._before, self._now()
         compiled = any(before.events[name] != self._before.events[name] for name in _COMPILING)
         return compiled or bool(_imported(before.modules, self._before.modules))
 
     def counts(self) -> dict[str, int]:
-        """Return the number of events in all blocks together, including dropped blocks."""
+        """Return the number of events in all blocks, including dropped blocks."""
         unknown = self._before.swapped is None
         names = ("imports", *_EVENTS, *(() if unknown else ("swapped_kib",)))
         return {name: self._totals[name] for name in names}
@@ -273,7 +275,7 @@ def _paging(faults: int, swapped: int) -> Iterator[str]:
 
 
 def swapped_kib() -> int | None:
-    """Return how many KiB of this process are swapped out, or None if that is unknown."""
+    """Return the KiB of this process that are swapped out, or None if the number is unknown."""
     try:
         with open("/proc/self/status") as lines:
             line = next((line for line in lines if line.startswith("VmSwap:")), None)
@@ -291,7 +293,7 @@ def _imported(before: Mapping[str, object], now: Mapping[str, object]) -> list[s
 
 
 def _dynamo() -> dict[str, int]:
-    """Return the counters of Dynamo and Inductor, or zeros if they were never imported."""
+    """Return the counters of Dynamo and Inductor. They are 0 if these were never imported."""
     utils = sys.modules.get("torch._dynamo.utils")
     counters: Mapping[str, Mapping[str, int]] = getattr(utils, "counters", {})
     inductor = counters.get("inductor", {})

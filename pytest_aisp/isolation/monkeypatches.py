@@ -30,7 +30,7 @@ from .setters import Change, changes_inside, install
 now_ns = time.perf_counter_ns
 now = time.perf_counter
 cpu_now = time.process_time
-"""This package reads these clocks, because a page can replace the functions in `time`."""
+"""The clocks that this package uses, because a page can replace the functions in `time`."""
 
 WATCHED = ("checking", "isolation", "judging", "results", "timing", "util", "worker")
 """The packages whose functions and methods are watched."""
@@ -44,7 +44,7 @@ TORCH = (
     *("cuda.Stream", "cuda.current_stream"),
 )
 TORCH_MODULES = ("torch", "torch.nn.functional", "torch.linalg", "torch.fft")
-"""The modules whose functions no side may replace, because the other sides call them too."""
+"""The modules whose functions a side must not replace, because other sides call them too."""
 REPLACED_BY_TORCH = ("manual_seed",)
 """The functions that torch itself replaces, when it imports Dynamo."""
 COVERAGE_VARIABLES = ("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG", "COV_CORE_SOURCE")
@@ -56,7 +56,7 @@ _torch_originals: dict[tuple[Any, str], object] = {}
 
 
 def remember() -> None:
-    """Store every watched function as it is now. Call this before a page is loaded."""
+    """Store every watched function in its current form. Call this before a page is loaded."""
     install()
     if not _originals:
         for name in watched_modules():
@@ -74,7 +74,8 @@ def replaced() -> str | None:
 def _replaced_by_a_page() -> str | None:
     """Return the name of a function of torch that a page's own code has replaced, or None.
 
-    A library may replace functions of torch when it is imported.
+    Replacements by libraries are allowed, because some libraries patch torch when they are
+    imported.
     """
     for place, original in _torch_originals.items():
         value = _value(place)
@@ -85,7 +86,7 @@ def _replaced_by_a_page() -> str | None:
 
 
 def put_back() -> None:
-    """Restore everything that was replaced."""
+    """Restore all watched functions that were replaced."""
     for place, original in _originals.values():
         if _value(place) is not original:
             setattr(*place, original)
@@ -149,8 +150,11 @@ def _methods(prefix: str, kind: type) -> Iterator[tuple[str, _Attribute]]:
 def watching(name: str, owns: Sequence[str] = ()) -> Iterator[None]:
     """Refuse the side `name` if it changes settings, leaves work running, or replaces functions.
 
+    The side runs in the ``with`` block.
+
     Args:
-        owns: the things that the page may change, such as ``threads`` (which includes processes),
+        owns: the settings that the page is allowed to change, such as ``threads`` (which includes
+        processes),
             ``tf32``, ``gc`` or ``affinity``.
 
     Raises:
@@ -227,7 +231,7 @@ def _check_settings(name: str, before: Mapping[str, object], owned: Sequence[str
 
 
 def _check_changes(name: str, changes: Sequence[Change], owned: Sequence[str]) -> None:
-    """Refuse the side `name` if it changed a setting inside its call, even if it was restored."""
+    """Refuse the side `name` if it changed a setting inside its call, even if it restored it."""
     for change in changes:
         if change.setting in owned:
             continue
@@ -244,10 +248,10 @@ class Traced(RuntimeError):
 
 
 def refuse_tracers() -> None:
-    """Refuse to time anything while a debugger, coverage or a profiler runs.
+    """Raise `Traced` if a debugger, a coverage tool or a profiler runs in this process.
 
     Raises:
-        Traced: if one of them runs. The message names it and says how to switch it off.
+        Traced: the message names the tool and says how to switch it off.
     """
     if enabled("untraced") and (tracer := active_tracer()):
         variable = next((name for name in COVERAGE_VARIABLES if name in os.environ), None)

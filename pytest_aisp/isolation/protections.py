@@ -1,8 +1,8 @@
-"""The names and rules of all protections, and a switch with which tests turn them off.
+"""The names and rules of all protections, and a function with which tests switch them off.
 
-The tests prove two things with the cheating sides in `tests/exploits`: each protection catches its
-cheating sides, and without the protection those sides pass. Only the tests can switch a protection
-off, because neither an option nor a page can set `Task.without`.
+The cheating sides in `tests/exploits` prove two things: each protection catches its cheating sides,
+and these sides pass if the protection is off. Only tests can switch a protection off, because no
+option and no page can set `Task.without`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Record each change of a setting of the CPU, even if the side restores the setting in its call.
+"""Record each change of a CPU setting, even if a side restores the setting before its call ends.
 
-A comparison of settings before and after a call cannot see such a change. So `install` wraps the
-functions that make it, before a page is imported. A wrapped function works as before. Libraries
-change these settings for their own reasons, such as `torch.export`, so only other code counts.
+Comparing settings before and after a call does not detect such a change. So `install` wraps the
+functions that change settings, before a page is imported. The wrapped functions still work.
+Libraries such as `torch.export` change these settings for their own reasons, so changes by
+libraries are not recorded.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class Change:
     """A change of a setting: the old and the new value, and the place in the code.
 
     Attributes:
-        setting: its name in `global_state`.
+        setting: the name of the setting in `global_state`.
     """
 
     setting: str
@@ -61,7 +62,7 @@ def install() -> None:
 
 
 def _wrap(setting: str, read: Callable[[], object], *places: tuple[Any, str]) -> None:
-    """Replace a setter at all `places` by one that records a change of what `read` returns."""
+    """Replace a setter at all `places` with one that records when the value of `read` changes."""
     owner, name = places[0]
     original = getattr(owner, name)
 
@@ -90,7 +91,7 @@ def _place_of_caller() -> str | None:
 
 @functools.cache
 def _managers() -> tuple[str, ...]:
-    """Return the files through which a page changes settings: torch's and Python's own."""
+    """Return the files of torch and Python that call setters on behalf of a page."""
     import contextlib
 
     import torch

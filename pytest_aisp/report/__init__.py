@@ -1,1 +1,1 @@
-"""Write a run as one HTML file that people read in a browser."""
+"""Write the report of a run as one HTML file."""

@@ -30,11 +30,11 @@ from .source_view import Page, diff
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 
 MAX_CODE = 2_500_000
-"""The maximum bytes of code and diffs in a report. Later cases are shown without their code."""
+"""The maximum bytes of code and diffs in a report. Cases beyond it are shown without code."""
 MAX_BLOCKS, MIN_BLOCKS_SHOWN, MAX_BLOCKS_SHOWN = 24_000, 6, 40
-"""The target number of blocks in a report, and the minimum and maximum number per process."""
+"""The target number of timing blocks in a report, and the limits per process."""
 MIN_BARS, MAX_ALL_BARS = 40, 30_000
-"""The minimum number of a side's bars in a timeline, and the target number of bars in a report."""
+"""The minimum number of bars (kernels and copies) per side, and the target number per report."""
 MAX_PROCESSES = 8
 """The maximum number of processes shown per case. If there are more, the first ones are shown."""
 FIELDS: tuple[str, ...] = ("id", "page", "chapter", "function", "baseline", "variant", "size")
@@ -43,7 +43,7 @@ FIELDS += ("seconds", "limit", "work", "claim", "stored", "spread", "detectable"
 FIELDS += ("goals", "cause", "reasons", "notes", "remarks", "profile", "processes", "samples_error")
 FIELDS += ("history", "command", "diff", "code_left_out", "predicted", "unexplained", "timeline")
 FIELDS += ("counters", "errors", "precisions")
-"""The fields of a case that the report's scripts get."""
+"""The fields of a case that the report's scripts use."""
 FACTS: tuple[str, ...] = ("sm_mhz", "watts", "celsius", "as_called", "gpu_only", "peak_bytes")
 FACTS += ("graph_nodes", "looks")
 """The details of a process that are shown. `looks` are readings of clock, power and temperature."""
@@ -56,9 +56,9 @@ class Timing(Struct):
         baseline, optimized: the seconds per call in each window of the side. A block has two
             windows of each side.
         orders: the order of each block's windows, in which ``A`` is the baseline.
-        laps: one entry for each time that both sides were built.
-        dropped: the reason for each block that was measured again.
-        dropped_at: for each of these blocks, the number of blocks before it.
+        laps: one entry for each time that the inputs and CUDA graphs of both sides were built.
+        dropped: for each block that was measured again, the reason.
+        dropped_at: for each dropped block, the number of blocks before it.
     """
 
     baseline: list[Positive] = []
@@ -138,7 +138,7 @@ def report_data(
         try:
             entry.processes = thinned(read_timings(run, case), most)
         except SamplesError as error:
-            # put the command on the line of its sentence
+            # join the command with its sentence
             text = str(error).replace(":\n    ", ": ")
             entry.samples_error = shortened(f"{'. '.join(text.splitlines())}.")
         code.add_to(entry)
@@ -153,7 +153,7 @@ def _order(case: ReportCase) -> tuple[int, str, str]:
 
 
 def _profile(case: ReportCase, folder: Path | None, target: Path | None) -> ProfileFiles | None:
-    """Return the profile with paths relative to `target`."""
+    """Return the profile of a case with paths relative to `target`, or None."""
     if case.profile is None or folder is None:
         return None
     place = Path() if target is None else Path(os.path.relpath(folder, target))
@@ -167,7 +167,7 @@ def _profile_folder(case: ReportCase, folder: Path | None) -> Path | None:
         return None
     try:
         place = (folder / case.profile.folder).resolve()
-    except (OSError, ValueError):  # a name that no file can have
+    except (OSError, ValueError):  # an invalid file name
         return None
     return place if place.is_relative_to(folder.resolve()) else None
 
@@ -256,20 +256,20 @@ def read_timings(run: ReportRun, case: ReportCase) -> list[Timing]:
 
 
 def blocks_for(cases: int) -> int:
-    """Return how many blocks of each process a report of `cases` cases shows."""
+    """Return the number of blocks per process that a report of `cases` cases shows."""
     return max(MIN_BLOCKS_SHOWN, min(MAX_BLOCKS_SHOWN, MAX_BLOCKS // max(cases, 1)))
 
 
 def bars_for(cases: int) -> int:
-    """Return how many bars per side a report of `cases` cases shows in each timeline."""
+    """Return the number of bars per side and timeline that a report of `cases` cases shows."""
     return max(MIN_BARS, min(MAX_BARS, MAX_ALL_BARS // max(2 * cases, 1)))
 
 
 def thinned(timings: Sequence[Timing], most: int) -> list[Process]:
     """Return the windows of each process, but at most `most` blocks per process.
 
-    If a process has more blocks, the result contains those with the shortest and the longest
-    window of each side, and some that are evenly spaced.
+    If a process has more blocks, the result contains the blocks with the shortest and the longest
+    window of each side, and evenly spaced other blocks.
     """
     timed = [t for t in timings[:MAX_PROCESSES] if t.baseline and t.optimized]
     return [_process(timing, most, of=len(timings)) for timing in timed]

@@ -1,4 +1,4 @@
-"""The history of each case in a report: from other runs, and from a folder of histories."""
+"""The history of each case in a report, from other runs and from folders of histories."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from ..util.cli_result import CliError
 from .run import HistoryEntry, ReportRun
 
 MOST = 100
-"""The maximum number of entries of a case from a folder of histories. The latest ones are kept."""
+"""The maximum number of history entries per case. The latest entries are kept."""
 Past = dict[tuple[str, str], list[HistoryEntry]]
-"""The entries by the case's id and product."""
+"""History entries, keyed by case id and product."""
 
 
 def read_history(folders: Sequence[Path]) -> tuple[list[ReportRun], Past]:
-    """Return the runs and the histories in the folders, each of which has one or the other.
+    """Return the runs and the history entries in `folders`. Each folder is a run or a history.
 
     Raises:
-        CliError: if a folder has neither, or a history has lines that cannot be used.
+        CliError: if a folder is neither, or a history has invalid lines.
     """
     runs, past = list[ReportRun](), Past()
     for folder in folders:

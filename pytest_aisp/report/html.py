@@ -29,11 +29,11 @@ from .run import VERDICTS, ReportCase, ReportRun, read_hierarchy
 PARTS = Path(__file__).parent / "page"
 SCRIPTS = ["dom", "marks", "list", "axis", "curves", "roofline", "samples", "interval", "code"]
 SCRIPTS += ["errors", "hierarchy", "timeline", "case", "main"]
-"""The scripts in the order in which they must run: each uses definitions of earlier ones."""
+"""The scripts in the order in which they must run. Each uses definitions of earlier scripts."""
 POLICY = "default-src 'none'; img-src data:; style-src {style}; script-src {script}"
-"""The policy that lets the report load nothing and run only its own script.
+"""The content security policy. The report loads no other file and runs only its own script.
 
-It holds even if the name of a case contains HTML.
+This holds even if the name of a case contains HTML.
 """
 COARSE, FINE = (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 7)
 """The ticks within one decade of the axis."""
@@ -192,7 +192,7 @@ def _row(index: int, case: ReportCase, axis: Axis) -> str:
 
 
 def _glyph(verdict: str) -> str:
-    """Return a shape that identifies the verdict even to readers who cannot see its color."""
+    """Return a symbol for the verdict. Its shape is enough for readers who do not see its color."""
     return f'<svg class="glyph" aria-hidden="true"><use href="#v-{verdict}" x="8" y="8"/></svg>'
 
 
@@ -309,7 +309,7 @@ def _lead(cases: Sequence[ReportCase]) -> str:
 
 
 def _banner(run: ReportRun) -> str:
-    """Return the warnings that a reader must see before any number."""
+    """Return the warnings about the whole run, which come before all numbers."""
     manifest = run.manifest
     missing = [*run.lost, *manifest.not_written]
     html = ""
@@ -340,7 +340,10 @@ def _notice(kind: str, text: str, lines: Sequence[str]) -> str:
 
 
 def _tally(cases: Sequence[ReportCase]) -> str:
-    """Return the number of cases by verdict, the worst first. Scripts turn it into filters."""
+    """Return buttons with the number of cases per verdict, the worst verdict first.
+
+    Scripts turn the buttons into filters.
+    """
     counts = Counter(case.verdict for case in cases)
     return "".join(
         f'<button type="button" class="v-{verdict or "none"}" data-verdict="{verdict}" disabled>'

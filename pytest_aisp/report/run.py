@@ -1,7 +1,7 @@
 """Read `results.json` in an artifacts folder for the report.
 
-A run may be incomplete, or another version may have written it. Therefore, fields that are missing
-or malformed are left out.
+The run may be incomplete or written by another version, so missing and malformed fields are
+accepted.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ VERDICTS += ("inconclusive", "stale", "new", "improved", "pass", "checked", "com
 MAX_TEXT, MAX_LINES = 4_000, 40
 """The maximum characters and lines of a case's text. Longer texts are cut."""
 EMPTY: tuple[Json, ...] = (None, "", [], {}, 0, 1, True)
-"""Candidates for the value of a missing required field. The first one of the right type is used."""
+"""Values for a missing required field. The first value of the right type is used."""
 
 
 class Process(Struct):
@@ -48,7 +48,7 @@ class Process(Struct):
         us: the time of each window, in microseconds.
         blocks: the number of measured blocks.
         shown: the indices of the drawn blocks, or None if all blocks are drawn.
-        laps: the indices of the blocks before which both sides were built again.
+        laps: the indices of the blocks before which the inputs and CUDA graphs were built again.
         dropped: for each block that was measured again, the reason and the position.
         of: the number of processes that measured the case.
     """
@@ -68,7 +68,7 @@ class HistoryEntry(Struct):
 
     Attributes:
         current: True for the run that the report is about.
-        change: what changed at this run, as `aisp results history` says it, or empty.
+        change: the change at this run, in the words of `aisp results history`, or an empty string.
     """
 
     started: str
@@ -80,7 +80,7 @@ class HistoryEntry(Struct):
 
 
 class ReportCase(Case, kw_only=True):
-    """A case of a run, with everything that its page in the report shows."""
+    """A case of a run, with all data that its page in the report shows."""
 
     samples: Json = None  # `data.read_timings` checks this field
     processes: list[Process] = field(default_factory=list)
@@ -107,7 +107,7 @@ class ReportCase(Case, kw_only=True):
 
     @property
     def claimed_speedup(self) -> float | None:
-        """The claimed speedup: 1 for ``neutral``, None for ``yardstick``, which claims none."""
+        """The claimed speedup: 1 for ``neutral``, and None for ``yardstick``."""
         claim = self.claim.at_least if self.claim else None
         if isinstance(claim, str):
             return 1.0 if claim == "neutral" else None
@@ -120,11 +120,11 @@ class ReportRun:
 
     Attributes:
         cases: the cases in the order in which they finished.
-        lost: the lines of the journal that could not be read.
+        lost: a message for each line of the journal that could not be read.
         folder: the folder of the samples and profiles, or None if there is only `results.json`.
         hierarchy: the measured memory hierarchy of the machine, or None.
         past: the entries of a history, by the case's id and product.
-        killed: the journal if the run was killed before it wrote `results.json`, else None.
+        killed: the journal, if the run was killed before it wrote `results.json`, or None.
     """
 
     manifest: Manifest
@@ -162,7 +162,7 @@ class ReportRun:
 
     @classmethod
     def of(cls, results: Mapping[str, Json], folder: Path | None = None) -> ReportRun:
-        """Return the run whose `results.json` contains `results`, without cases that lack an id."""
+        """Return the run with the content of its `results.json`. Skip cases without an id."""
         plain = cleaned(results)
         cases = [c for c in plain["cases"] if isinstance(c, dict) and isinstance(c.get("id"), str)]
         return cls(
@@ -174,10 +174,10 @@ class ReportRun:
 
 
 def read_hierarchy(path: Path) -> HierarchyResult:
-    """Return the memory hierarchy that ``aisp machine peak --hierarchy --json`` printed to a file.
+    """Return the memory hierarchy that ``aisp machine peak --hierarchy --json`` has written.
 
     Raises:
-        CliError: if the file cannot be read, or holds something else.
+        CliError: if the file cannot be read, or contains something else.
     """
     try:
         found = msgspec.json.decode(path.read_bytes(), type=HierarchyResult)

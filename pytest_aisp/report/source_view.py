@@ -1,7 +1,8 @@
-"""Extract the code of a page's sides from files: functions, constants and kernels.
+"""Extract the code of a page's sides from its files: functions, constants and kernels.
 
-The code is never run. A side is shown with all top-level definitions of the page that it uses, and
-with the kernels that it uses from kernel files. Other imported code is shown only if it is a side.
+The code is not run. A side is shown with all top-level definitions of the page that it uses, and
+with the kernels that it uses from .cu files. Code from other files is shown only for imported
+sides.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ class Page:
     """The contents of a page's file.
 
     Attributes:
-        path: the path of the file. Its kernel files are in the same folder.
+        path: the path of the file. Paths of .cu files are relative to its folder.
         text: the source code.
         doc: the docstring, or "".
         defined: the top-level statements, keyed by the names that they bind.
-        modules: the kernel files of the `cuda_module` variables, keyed by variable.
-        imported: the file and the name there of each name that a relative import binds.
+        modules: the .cu file of each variable that is assigned from `cuda_module`.
+        imported: for each name from a relative import, the file and the name in that file.
     """
 
     path: Path
@@ -113,7 +114,7 @@ class Page:
 
 
 def page_diffs(page: Page) -> Iterator[str]:
-    """Yield the lines of the diff from the baseline to each variant of the page's tests."""
+    """Yield the lines of the diffs from the baseline to each variant, for all tests of the page."""
     for function in page.defined:
         baseline, variants = page.sides(function)
         for variant in variants:
@@ -180,7 +181,7 @@ def _read_kernels(path: Path) -> str:
         return ""
 
 
-# The code below does not parse CUDA C++. It splits a kernel file at blank lines outside of braces.
+# The code below does not parse CUDA C++. It splits a .cu file at blank lines outside of braces.
 
 _WORD = re.compile(r"[A-Za-z_]\w*")
 _COMMENT_OR_STRING = re.compile(r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\\n])*\"", re.DOTALL)

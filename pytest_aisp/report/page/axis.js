@@ -14,14 +14,14 @@ function parts(one, scale) {
   return { value: value / by, low: low / by, high: high / by, claim: over(claimOf(one)), stored: over(storedOf(one)) };
 }
 
-// On the scales of claim and stored result the axis covers only the intervals: the other mark may be
+// On the scales of claim and stored result, the axis covers only the intervals. The other mark may be
 // far away.
 function spanOf(seen, scale) {
   const all = seen.flatMap((p) => [p.low, p.high, ...(scale === "speedup" ? [p.claim, p.stored] : [])]).filter(Boolean);
   return roomy([1, ...all], 1.004, 0.06);
 }
 
-// Move an element to `from`, and a line's other end to `to`. Hide it outside of the axis.
+// Move an element to `from`, and a line's other end to `to`. Hide the element if it is off the axis.
 function move(element, from, to = from) {
   if (!element) return;
   const beyond = !Number.isFinite(from) || to < -1 || from > 101;
@@ -59,7 +59,7 @@ function drawAxis() {
 function startAxis() {
   byId("scale").addEventListener("change", drawAxis);
   let before = "";
-  onShown(() => { // a new order alone changes nothing
+  onShown(() => { // a new order does not change the axis
     const now = [...shown].sort((a, b) => a - b).join();
     if (now !== before) drawAxis();
     before = now;

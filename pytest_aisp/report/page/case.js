@@ -1,4 +1,4 @@
-// A case's own page.
+// The page of one case.
 
 function head(one) {
   const speedup = one.speedup;
@@ -10,7 +10,7 @@ function head(one) {
       h("p", null, `99 % interval ${ratio(speedup.low)} – ${ratio(speedup.high)}`)) : h("p", null, one.not_timed));
 }
 
-// Both times as bars on one scale, and the least time that this machine's peaks allow.
+// The times of both sides as bars on one scale, with the least time that this machine's peaks allow.
 function bars(one) {
   if (!one.seconds) return null;
   const { baseline, optimized } = one.seconds;
@@ -30,7 +30,7 @@ const UNITS = { memory: bytes, reserved: bytes, fragmentation: bytes, energy: jo
 const CALLS = { memory: "memory beyond the inputs", reserved: "memory taken from the GPU", fragmentation: "memory taken and unused", goodput: "share of time at compute" };
 const SHARES = ["memory", "reserved", "fragmentation", "energy"];
 
-// What a call of each side takes: metrics of the page, and facts from the timing.
+// A table of the time, memory and graph nodes per call of each side.
 function costs(one) {
   const facts = one.processes ? one.processes[0].facts : {}, goals = one.goals || {}, lines = [];
   if (one.seconds) lines.push([`time (${one.clock} clock)`, duration(one.seconds.baseline), duration(one.seconds.optimized)]);
@@ -88,7 +88,7 @@ function evidence(one) {
 const listed = (title, lines) => lines && lines.length
   ? h("section", null, h("h2", null, title), h("ul", { class: "points" }, lines.map((l) => h("li", null, String(l))))) : null;
 
-// The counters of ncu: means over the kernels of a side.
+// The counters of ncu, as means over the kernels of a side, weighted by time.
 function countersTable(one) {
   if (!one.counters) return null;
   const sides = ["baseline", "optimized"].map((role) => one.counters[role]);

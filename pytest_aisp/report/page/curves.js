@@ -19,7 +19,8 @@ const groups = (() => {
   return Object.values(found).filter((group) => group.values.size > 2);
 })();
 
-// The place of each value: by its logarithm if it spans a factor of 8, else by value or in order.
+// The position of each value: logarithmic if the values span a factor of 8, or else linear. Values
+// that are not numbers are in order.
 function placer(values, from, to) {
   const numbers = values.every((v) => typeof v === "number");
   if (!numbers) return (v) => from + (values.indexOf(v) / Math.max(1, values.length - 1)) * (to - from);

@@ -19,7 +19,7 @@ const s = (tag, attributes, ...children) =>
 
 // Four digits without trailing zeros: 1.25, 0.0125, 1250.
 const digits = (value, count = 4) => String(Number(value.toPrecision(count)));
-// In the largest unit that gives 1 or more, by default with three digits.
+// A value in the largest unit in which it is at least 1, by default with three digits.
 const scaled = (value, units, count) => {
   const [unit, scale] = units.find(([, least]) => Math.abs(value) >= least) || units[units.length - 1];
   return `${digits(value / scale, count || (Math.abs(value / scale) >= 1000 ? 4 : 3))} ${unit}`;

@@ -1,4 +1,4 @@
-// The time per call against the error, for pages whose sides differ in precision. A point is a side.
+// The time per call against the error, for pages whose sides differ in precision. Each point is a side.
 
 const scatters = (() => {
   const found = {};

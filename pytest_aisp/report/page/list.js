@@ -16,7 +16,7 @@ const haystacks = data.cases.map((one) =>
     ...(one.reasons || []), ...(one.remarks || []), (data.pages[one.page] || {}).title || ""]
     .join(" ").toLowerCase());
 
-// In each order the smallest key comes first. Cases without a key come last.
+// The sort key of each order. The smallest key comes first, and cases without a key come last.
 const KEYS = {
   look: (one, i) => i,
   speedup: (one) => one.speedup && -one.speedup.value,

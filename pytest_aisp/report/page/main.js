@@ -1,4 +1,4 @@
-// The page to show, by the address. The theme. The start.
+// Show the page in the address, set the theme, and start the other scripts.
 
 const address = (one) => `#case/${encodeURIComponent(one.id)}`;
 const open = (i) => { location.hash = address(data.cases[i]); };
@@ -38,7 +38,7 @@ function route() {
   byId("case").focus({ preventScroll: true });
 }
 
-// The system's theme until the button is pressed.
+// Use the system's theme until the button is pressed.
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const theme = () => document.documentElement.dataset.theme || (dark.matches ? "dark" : "light");
 const storedTheme = (value) => {

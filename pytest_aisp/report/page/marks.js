@@ -11,7 +11,7 @@ const logScale = (low, high, from, to) => {
 };
 const linScale = (low, high, from, to) => (value) => from + ((value - low) / (high - low || 1)) * (to - from);
 
-// The span of a logarithmic axis: `values`, at least a factor of `least`, and a margin at both ends.
+// The span of a logarithmic axis: all `values`, at least a factor of `least`, plus margins.
 const roomy = (values, least = 1.01, power = 0.12) => {
   const low = Math.min(...values), high = Math.max(...values), room = Math.max(high / low, least) ** power;
   return [low / room, high * room];
@@ -45,7 +45,7 @@ const line = (x1, y1, x2, y2, kind) => s("line", { x1, y1, x2, y2, class: kind }
 const label = (x, y, words, anchor = "middle", kind) =>
   s("text", { x, y, "text-anchor": anchor, class: kind }, words);
 
-// Draw into `host` at its width, and again when the width changes.
+// Draw into `host` at its current width, and again when the width changes.
 function plot(host, height, draw, words) {
   const svg = s("svg", { role: "img", "aria-label": words, class: "labels" });
   host.append(svg);

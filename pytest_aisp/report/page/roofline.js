@@ -77,7 +77,7 @@ function roofLines(width, box, span, x, y) {
   return [...parts, ...roofNames(flat, right, y, "FLOP/s")];
 }
 
-// Names above their lines. Lines that are too close share one label above the highest.
+// Labels above their lines. Lines that are too close share one label above the highest line.
 function roofNames(roofs, right, y, unit) {
   const groups = [];
   for (const [kind, value] of roofs) {

@@ -96,7 +96,7 @@ function overTime(host, one, d) {
   }, `${d.count} windows over time`);
 }
 
-// The SM clock at each reading, as steps.
+// The SM clock at each reading, as a step curve.
 function clocks(seen, x, width, box, top) {
   const mhz = seen.map(([, m]) => m), low = Math.min(...mhz), high = Math.max(...mhz);
   const y = linScale(low === high ? low - 1 : low, high, top + 46, top + 18);

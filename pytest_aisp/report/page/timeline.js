@@ -1,4 +1,4 @@
-// What both sides ran on the GPU over time, from torch's profiler: a lane per stream, one axis.
+// The kernels and copies of both sides over time, from torch's profiler, with one lane per stream.
 
 const LANE = 16, COPIES = /^Mem(cpy|set)\b/i;
 
