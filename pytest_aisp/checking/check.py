@@ -51,8 +51,8 @@ class CheckResult:
             deviations.
         controls: the result of each control.
         exact: the result of the exact integer probe, or the reason why it did not run.
-        remarks: what a reader should know about the error bound.
-        inputs: what a reader should look at in the inputs.
+        remarks: remarks about the error bound.
+        inputs: remarks about suspicious inputs.
     """
 
     errors: dict[str, list[float]] = field(default_factory=dict)
@@ -186,7 +186,7 @@ def _less_exact(
 def _other_values(reference: Reference) -> Iterator[Reference]:
     """Yield the reference for other draws of the inputs. Yield nothing if there are several ranks.
 
-    The check may have passed on the other ranks, and then they would not run the sides again.
+    With several ranks, a rank on which the check passes would not run the sides again.
     """
     if current_group().world == 1:
         yield from (redrawn(reference, draw) for draw in range(1, OTHER_DRAWS + 1))
@@ -327,7 +327,7 @@ def judge(
 def _may_be_right(results: Sequence[Comparison]) -> bool:
     """Return whether some results exceed the bound, but none by more than `CLEARLY_WRONG`.
 
-    The bound comes from a few perturbed runs of the reference. More runs make it more exact.
+    The bound comes from a few perturbed runs of the reference. More runs make the bound more exact.
     """
     scores = [result.score for result in results if not result.ok]
     return bool(scores) and max(scores) < CLEARLY_WRONG

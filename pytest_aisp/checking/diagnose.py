@@ -29,8 +29,7 @@ _SWITCHES: dict[str, dict[str, tuple[str, ...]]] = {
 def explain_tf32(reference: Reference, side: Side, run: Run, *, is_baseline: bool) -> str:
     """Return a line of advice if the wrong `side` computes in TF32, or an empty string.
 
-    With several ranks, nothing is run again, because the other ranks may have right results, and
-    then they would not take part.
+    With several ranks, nothing is run again, because ranks with right results would not take part.
     """
     device = reference.pool.device.partition(":")[0]
     on = [name for name, parts in _SWITCHES[device].items() if any(map(_is_on, parts))]

@@ -60,9 +60,9 @@ class ErrorBound:
     """The error bound of the outputs of `reference`.
 
     Attributes:
-        remarks: what a reader should know about the bound.
+        remarks: remarks about the bound for the reader.
         first_draws: number of perturbed runs at first, before a side comes close to the bound.
-        slow: True if the reference is slow, so that `refine` makes only a few more runs.
+        slow: True if the reference is slow. `refine` then makes only a few more runs.
     """
 
     reference: Reference
@@ -118,8 +118,8 @@ class ErrorBound:
         dtype = str(self.reference.types.get(one.path, one.value.dtype)).removeprefix("torch.")
         if total is None or dtype not in numerics.UNIT:
             return None
-        # The mean of a few draws varies by chance. So each element gets at least half of the mean
-        # over all elements, because the worst of 10^8 correct elements must stay within the limit.
+        # The variance from a few draws is too small for some elements by chance. The worst of 10^8
+        # correct elements must pass, so each element gets at least half of the mean variance.
         square = float(torch.linalg.vector_norm(total, dtype=torch.float64)) ** 2
         least = 0.5 * square / max(1, total.numel()) / errors.draws
         # float32 is exact enough for an error, and needs half the memory.
@@ -217,7 +217,7 @@ class ErrorBound:
             self._errors[run.turns[:count], precision] = Errors(totals, draws=1, traced=False)
 
     def _model(self, structure: Structure, precision: Precision | None, steps: int) -> Model:
-        """Return the model of how the sides round this reference's values."""
+        """Return a model of the sides' rounding."""
         from .rounding import Model
 
         types = self.reference.types

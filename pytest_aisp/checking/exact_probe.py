@@ -29,7 +29,7 @@ PROBE = (
     " for terms that are left out or added twice"
 )
 NUDGE, JUMP = 2.0**-30, 1 / 32
-"""The size of a small change of the inputs, and the output change that counts as a jump."""
+"""The probe changes inputs by up to half of `NUDGE`. Output changes from `JUMP` up are jumps."""
 SAMPLE = 1 << 16
 """Number of elements from which the quantiles are computed."""
 
@@ -71,7 +71,7 @@ def exact_probe(reference: Reference, sides: Sequence[Side]) -> str:
             synchronizer(pool.device)()
         except refusals() as error:
             if group.world > 1:
-                raise  # the other ranks would continue the probe and wait for this one
+                raise  # the other ranks would wait for this one
             return f"n/a: {bound.name} raises {type(error).__name__} on small integers"
         finally:
             bound.close()
@@ -147,8 +147,8 @@ def _fits_types(reference: Reference, expected: NamedTensors) -> bool:
 def _integers(values: Inputs, rank: int) -> Inputs:
     """Round the `values` of `rank` to integers from -2 to 2, about three quarters of them zero.
 
-    Sides may rely on the order, the equality, and the symmetry of elements. Rounding preserves all
-    three. A tensor whose elements all have the same magnitude gets random integers.
+    Rounding preserves the order, the equality, and the symmetry of elements, because sides may rely
+    on these properties. A tensor whose elements all have the same magnitude gets random integers.
     """
 
     def replaced(tensor: torch.Tensor) -> torch.Tensor:

@@ -96,7 +96,7 @@ def require_equal_shapes(first: Shapes, second: Shapes) -> None:
 
 
 def _rank_arguments(function: Callable[..., object], rank: int) -> dict[str, int]:
-    """Return those of the keyword arguments `rank` and `world` that `function` takes."""
+    """Return the keyword arguments `rank` and `world`, if `function` takes them."""
     parameters = inspect.signature(function).parameters
     arguments = {"rank": rank, "world": current_group().world}
     return {name: value for name, value in arguments.items() if name in parameters}

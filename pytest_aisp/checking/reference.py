@@ -179,7 +179,7 @@ class Reference:
                 made.expected[count] = [numerics.as_expected(*leaf, copy=copy) for leaf in named]
         if not self.exact:
             made.structure = self._structure or self._trace(made)
-            if self.pool.pair.state is None:  # other values run through the same operations
+            if self.pool.pair.state is None:  # all values run through the same operations
                 self._structure = made.structure
         return made
 

@@ -106,7 +106,7 @@ class Structure:
 
 @dataclass(frozen=True)
 class Model:
-    """How the sides round.
+    """A model of the sides' rounding.
 
     Attributes:
         precision: the lower precision that a side declares, or None.
@@ -114,8 +114,8 @@ class Model:
         coarsest: the largest unit roundoff of the outputs. Intermediate values get no larger
             roundoff, because a page whose outputs are all fp32 promises fp32 arithmetic.
         continues: True if outputs are inputs of a later step, so their rounding affects that step.
-        more_terms: how many times longer a side's sums are than the reference's.
-        more_roundings: how many times more often a side rounds values than the reference.
+        more_terms: the length of a side's longest sum divided by the reference's.
+        more_roundings: the number of a side's roundings in a row divided by the reference's.
     """
 
     precision: Precision | None = None
@@ -130,7 +130,7 @@ class Rounding(TorchDispatchMode):
     """A mode that perturbs the results of operations. If `seed` is None, it only records them.
 
     Args:
-        model: how the sides round.
+        model: the model of the sides' rounding.
         structure: the recorded operations. A run without perturbation fills it in.
         seed: seed of the signs of the perturbations.
     """
@@ -165,7 +165,7 @@ class Rounding(TorchDispatchMode):
                     self.perturbation.in_place(tensor, self._operand_error())
 
     def entry(self, tensor: torch.Tensor) -> Entry:
-        """Return what is known about the values of `tensor`."""
+        """Return the entry for the storage of `tensor`."""
         return self._entries.get(_storage(tensor), NOTHING)
 
     def record_origins(self, named: NamedTensors) -> None:

@@ -67,7 +67,7 @@ def show(
     page: Annotated[str, typer.Argument(metavar="PAGE", autocompletion=complete_target)],
     product: Product = None,
 ) -> None:
-    """Show a page: its text, the predicted and stored times of its sides, and their differences."""
+    """Show a page: its text, the predicted and stored times of its sides, and code diffs."""
     from ..report import source_view
     from ..tools import catalog, predictions, stored_results
     from ..util.device import Machine
@@ -187,7 +187,7 @@ def _target_names(incomplete: str) -> list[str]:
 
     try:
         pages = catalog.collect(()).pages
-    except CliError:  # completion cannot show an error
+    except CliError:  # shell completion cannot show an error
         return []
     chapters = sorted({page.chapter for page in pages})
     names = [page.name for page in pages if page.chapter == incomplete.partition(":")[0]]
@@ -218,7 +218,7 @@ class TargetsCommand(TyperCommand):
         return super().parse_args(ctx, words)
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
-        """Complete a target at any position. Typer itself completes only the first one."""
+        """Complete a target at any position. Typer itself completes only the first target."""
         if ctx.meta.get(LAST_TARGETS) is None or incomplete.startswith("-"):
             return list(super().shell_complete(ctx, incomplete))
         if incomplete == ":":

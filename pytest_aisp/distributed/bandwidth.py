@@ -106,7 +106,7 @@ class CudaCopier:
             torch.cuda.synchronize(name)
 
     def seconds(self, pairs: Sequence[Pair], copies: int) -> float:
-        """Return the seconds of `copies` copies along each of `pairs`, all at the same time."""
+        """Return the seconds for `copies` copies per pair, with all pairs at the same time."""
         import torch
 
         self._synchronize()
@@ -194,7 +194,7 @@ def measure_visible_gpus(nbytes: int, progress: Callable[[str], None]) -> tuple[
     """Lease the visible GPUs, and return their number and the measured hops between them.
 
     Raises:
-        CliError: if there are fewer than two GPUs, NVML does not know one, or memory runs out.
+        CliError: if there are fewer than two GPUs, a GPU is unknown to NVML, or memory runs out.
     """
     import torch
 
@@ -258,7 +258,7 @@ def _describe_bad_hops(bad: Sequence[Hop]) -> list[str]:
 
 
 def peer_peaks(hops: Sequence[Hop], nbytes: int) -> tuple[dict[str, float], dict[str, str]]:
-    """Return the peaks ``peer`` and ``peer_both`` for storage, and how they were measured.
+    """Return the peak rates ``peer`` and ``peer_both``, and a description of each measurement.
 
     Raises:
         CliError: if a hop is slow (exit code 1), or the copies are too small to reach the peak.

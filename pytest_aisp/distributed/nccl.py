@@ -168,7 +168,7 @@ def nccl_result(sweep: Sweep) -> CliResult:
 
 
 def collective_peaks(sweep: Sweep) -> tuple[dict[str, float], dict[str, str]]:
-    """Return the peaks to store, and how they were measured.
+    """Return the peak rates to store, and a description of each measurement.
 
     The peaks are ``busbw``, the bus bandwidth of the largest all-reduce, and ``all_reduce``, the
     seconds of the smallest all-reduce.

@@ -228,7 +228,7 @@ class Bridge:
 
 
 def _refuse_closed_port(address: str) -> None:
-    """Raise OSError at once if nothing listens there. Ray would try for a minute."""
+    """Raise OSError at once if nothing listens at `address`. Ray itself would try for a minute."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if host and port.isdecimal():
         socket.create_connection((host, int(port)), PORT_SECONDS).close()

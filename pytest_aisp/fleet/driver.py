@@ -47,7 +47,7 @@ class FleetRun:
         self._scheduler = Scheduler([], self._patience)
 
     def pytest_report_header(self) -> list[str]:
-        """Return header lines with the nodes, and how their versions differ from this machine's."""
+        """Return header lines with the nodes, and version differences from this machine."""
         address = self._config.getoption("aisp_fleet")
         products = ", ".join(self._products)
         lines = [f"aisp: {self._settings.mode} by the fleet at {address}: {products}"]

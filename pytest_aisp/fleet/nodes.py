@@ -1,4 +1,4 @@
-"""Decide which nodes a fleet accepts, and list how their versions differ from this machine's."""
+"""Decide which nodes a fleet accepts, and list version differences from this machine."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def install() -> None:
 
 
 def _wrap(setting: str, read: Callable[[], object], *places: tuple[Any, str]) -> None:
-    """Replace a setter at all `places` with one that records when the value of `read` changes."""
+    """Replace a setter at all `places`. The new setter records changes of the value of `read`."""
     owner, name = places[0]
     original = getattr(owner, name)
 

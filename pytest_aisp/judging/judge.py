@@ -49,8 +49,8 @@ T = TypeVar("T")
 LIMIT = {"graph": 1.25, "host": 1.5, "cpu": 1.5}
 """For each clock, the largest allowed ratio of the speedup to the speedup measured from outside.
 
-The clock ``queue`` has no limit, because its calls wait behind a blocking kernel, and such calls
-cannot be timed from outside.
+The clock ``queue`` has no limit. Its calls wait behind a blocking kernel, so they cannot be timed
+from outside.
 """
 ATTEMPTS = 3
 """Number of attempts to confirm a time, because the machine may be busy during an attempt."""
@@ -185,7 +185,7 @@ class Judge:
     def _run_sandboxed(
         self, sandbox: WorkerProcess, page: _Page, timing: TimeResult | None
     ) -> None:
-        """Compare the candidate's outputs and time with those of the referee."""
+        """Run the candidate in the sandbox. Compare its outputs and times with the referee's."""
         referee = self._referee
         assert referee is not None
         folder, clock = Path(self._folder.name), timing.clock if timing is not None else ""
@@ -214,7 +214,7 @@ class Judge:
         speedup: float,
         limit: float,
     ) -> None:
-        """Refuse a speedup that timing from outside, with one process per side, contradicts."""
+        """Time each side in its own process, from outside. Refuse an unconfirmed speedup."""
 
         def seconds(role: str, worker: WorkerProcess, unit: int) -> float:
             def work(count: int) -> float:

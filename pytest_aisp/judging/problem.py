@@ -2,8 +2,8 @@
 
 A problem in KernelBench's form has a module class `Model`, `get_inputs()` and `get_init_inputs()`.
 The parameters and buffers of the model are inputs of the page, so every draw of the inputs has
-different weights. Constant weights, such as those of a norm, get random values, because a candidate
-must not pass if it ignores them. A problem in the plain form has a function `baseline` and a
+different weights. Constant weights, such as the ones of a norm, get random values: a candidate that
+ignores them must not pass. A problem in the plain form has a function `baseline` and a
 function `inputs`. The reference is the problem's function `reference`, or the baseline in float64.
 """
 
@@ -38,7 +38,7 @@ Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 BASELINE, CANDIDATE = "baseline", "candidate"
 """The names of both sides in messages."""
 INIT_SEED = 0
-"""The seed for constructors, so that model and candidate draw the same random numbers in them."""
+"""The seed for constructors. It gives model and candidate the same random numbers."""
 KINDS = {"Model": "get_inputs", "baseline": "inputs", "reference": "inputs"}
 """The name of the function that draws the inputs, keyed by the name of what is compared with."""
 

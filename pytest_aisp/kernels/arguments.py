@@ -130,8 +130,8 @@ def _tensor(
 
 
 def _integer(ctype: type[Integer], arg: object, device: int) -> Integer | None:
-    # Use ctypes, because cuda.core treats a Python int as an address. Too large a number wraps, and
-    # then differs from `arg`.
+    # Use ctypes, because cuda.core treats a Python int as an address. A number that does not fit
+    # wraps around, so it is detected by comparing it with `arg`.
     number = ctype(int(arg)) if isinstance(arg, (int, Integral)) else None
     return number if number is not None and number.value == arg else None
 
@@ -272,7 +272,7 @@ def tensor_map(
         promotion: bytes that a miss loads into the L2: 64, 128 or 256, or 0 for no promotion.
 
     Raises:
-        LaunchError: the TMA cannot access this tensor in such tiles.
+        LaunchError: the TMA cannot access this tensor in tiles of this size.
     """
     __tracebackhide__ = True
     box = tuple(box)

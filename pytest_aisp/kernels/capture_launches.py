@@ -57,7 +57,7 @@ class CapturedLaunch:
         threads: threads per block.
         shared: bytes of shared memory per block. For CUDA C++, only dynamic shared memory.
         cubin: the machine code of a Triton kernel, if it was compiled.
-        fault: the reason why the kernel could not be compiled, or an empty text.
+        fault: the reason why the kernel could not be compiled, or an empty string.
         arguments: the kernel's arguments.
         metadata: Triton's compile options for the kernel, and the resources that the kernel needs.
     """

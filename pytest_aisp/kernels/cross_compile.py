@@ -211,7 +211,7 @@ class Assembly:
 
         A kernel of the page that no side launches is an error. But if sides of other cases raised
         exceptions, those are the likely cause, and they fail their own cases. The unlaunched kernel
-        is then only noted here.
+        then causes only a note.
         """
         reached, failed = _launches_of_page(self.pairs)
         errors = dict.fromkeys(message for _, message in failed)

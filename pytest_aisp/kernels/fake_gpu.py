@@ -88,7 +88,7 @@ def fake_gpu(arch: str) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.multiple(torch.cuda, **cuda_functions(arch)))
-        # some of torch's shape functions read this attribute, such as that of `_weight_int4pack_mm`
+        # shape functions of some operators, such as `_weight_int4pack_mm`, read this attribute
         cuda = torch.device("cuda", 0)
         stack.enter_context(mock.patch.object(torch.Tensor, "fake_device", cuda, create=True))
         if "triton" in sys.modules:

@@ -2,7 +2,7 @@
 
 The registers and the stack are in section ``.nv.info`` of the ELF file. The instructions are read
 with ``nvdisasm``, which comes with Triton, with CUDA, and as a package. An old ``nvdisasm`` does
-not support newer archs. For example, that of Triton 3.6 cannot read sm103.
+not support newer archs. For example, Triton 3.6's version cannot read sm103.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NOBITS = 8
 """The type of a section without content, such as shared memory."""
 CODE = (".text", ".nv.constant", ".nv.global")
 UNSEEN = re.compile(r"(\.rela?)?\.(debug|nv_debug)|\.note|\.(sh)?strtab$")
-"""The names of sections that do not affect how a kernel runs."""
+"""Names of sections that have no effect on the execution of a kernel."""
 INSTALL = "pip install nvidia-cuda-nvdisasm"
 NEWER = "pip install -U nvidia-cuda-nvdisasm"
 
@@ -53,7 +53,7 @@ def usage(cubin: bytes) -> dict[str, dict[str, int]]:
 
 
 def contents(cubin: bytes, *, code_alone: bool = False) -> list[Section]:
-    """Return the name, header and content of each section that may affect how a kernel runs.
+    """Return the name, header and content of each section that may affect a kernel's execution.
 
     Debug information, such as line tables, compiler notes, and symbol names are left out, because
     a changed comment or variable name would change them.

@@ -55,7 +55,7 @@ class Cost:
         launches: kernels launched. The replay of a graph is one launch.
         graph_nodes: kernels in the CUDA graphs that the side itself replays.
         host_steps: calls of torch that launch nothing, such as views.
-        syncs: how often the host waits for the GPU, as in `.item()`.
+        syncs: number of times that the host waits for the GPU, as in `.item()`.
         collectives: number of barriers and collectives to wait for. Count their bytes in `nccl`.
         then: the costs that follow, one after another. ``+`` and ``*`` set it.
 
@@ -184,7 +184,7 @@ def has_seen_section(doc: str | None) -> bool:
 
 
 def _declared(work: Work, cost: Cost) -> tuple[tuple[str, float, float], ...]:
-    """Return the name of each resource with its amounts: as declared by `work`, and in `cost`."""
+    """Return (name, amount in `work`, amount in `cost`) for each resource of `work`."""
     ops = sum(sum(phase.ops.values()) for phase in cost.phases())
     wire = cost.total("h2d") + cost.total("d2h") + cost.total("sent") + cost.total("nccl")
     return (

@@ -131,7 +131,7 @@ class Limits:
 
 
 # From the CUDA C++ Programming Guide 13, "Technical Specifications per Compute Capability". The SM
-# counts are those of H200 (132), B200 (148), B300 (160) and GB10 (48).
+# counts are for H200 (132), B200 (148), B300 (160) and GB10 (48).
 LIMITS = {
     "sm90": Limits(shared=227 * 1024, sms=132),
     "sm100": Limits(shared=227 * 1024, sms=148),

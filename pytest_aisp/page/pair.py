@@ -71,8 +71,8 @@ class Work:
         wire: bytes that each rank must send, or bytes that must cross PCIe.
         terms: the number of terms in the longest sum. Give it if a side adds up more terms than
             the reference.
-        roundings: how many times in a row a side rounds a value to the storage type. Give it if a
-            side rounds more often than the reference.
+        roundings: the number of times in a row that a side rounds a value to the storage type. Give
+            it if a side rounds more often than the reference.
     """
 
     read: float = 0
@@ -98,7 +98,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Variant:
-    """One side, and how it differs from the page's other sides.
+    """One side, with settings that differ from the page's.
 
     A baseline may be a `Variant` too, but then takes only `precision`.
 
@@ -110,8 +110,8 @@ class Variant:
         at_least: the variant's claim, if it differs from the page's.
         precision: the lower precision that the side uses on purpose. A lower precision gets a
             larger tolerance.
-        sass: instructions that the machine code must contain in addition to those of `needs`, as in
-            ``sass="LDG.128"``. They are checked when the kernels are assembled.
+        sass: more instructions that the machine code must contain, besides the instructions of
+            `needs`, as in ``sass="LDG.128"``. They are checked when the kernels are assembled.
         gpu_only: the reason why the side cannot be checked on a CPU, as in
             ``gpu_only="symmetric memory"``. Its cases are skipped if there are not enough GPUs.
         marks: pytest marks for the variant's cases, as in ``pytest.param(marks=...)``.

@@ -45,7 +45,7 @@ def digest(side: object, root: str, *, constants: bool = False, kernels: bool = 
             options of .cu files. It is True for comparing two commits, and False for stored
             results.
         kernels: False to leave out the code of kernels. The parameters of Triton kernels are
-            included anyway.
+            always included.
     """
     used = reach([side], root)
     docstrings = any(word in one.text for word in READS_DOCSTRINGS for one in used.sources.values())

@@ -56,7 +56,7 @@ class Timing(Struct):
         baseline, optimized: the seconds per call in each window of the side. A block has two
             windows of each side.
         orders: the order of each block's windows, in which ``A`` is the baseline.
-        laps: one entry for each time that the inputs and CUDA graphs of both sides were built.
+        laps: one number per lap. Inputs and CUDA graphs of both sides are built anew for each lap.
         dropped: for each block that was measured again, the reason.
         dropped_at: for each dropped block, the number of blocks before it.
     """
@@ -192,7 +192,7 @@ def _read_pages(paths: Iterable[str], roots: Sequence[Path]) -> dict[str, Page]:
 
 @cache
 def _code(page: Page, side: str) -> str:
-    """Return the code of a side. It is read only once, because many cases share their sides."""
+    """Return the code of a side. The result is cached, because many cases share their sides."""
     return str(cleaned(page.side(side)))
 
 

@@ -192,7 +192,7 @@ def _row(index: int, case: ReportCase, axis: Axis) -> str:
 
 
 def _glyph(verdict: str) -> str:
-    """Return a symbol for the verdict. Its shape is enough for readers who do not see its color."""
+    """Return a symbol for the verdict. Its shape differs for each verdict, not only its color."""
     return f'<svg class="glyph" aria-hidden="true"><use href="#v-{verdict}" x="8" y="8"/></svg>'
 
 
