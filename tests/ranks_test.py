@@ -257,6 +257,48 @@ def test_ranks_of_two_launchers_measure_together(ranks, tmp_path, unused_port):
     assert len(timed["details"]["launch_skew"]) == 2
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_machine_that_never_joins_ends_the_wait(
+    ranks, tmp_path, unused_port, monkeypatch, number
+):
+    monkeypatch.setattr("pytest_aisp.distributed.launcher.START_SECONDS", 1.0)
+    endpoint = f"127.0.0.1:{unused_port}"
+    alone = ranks(1, Nodes(endpoint, 2, number))
+    reply = alone.ask(task(write(tmp_path, "alone")), 3, quiet)
+    assert reply.error == "timeout"
+    assert reply.message.splitlines()[0] == (
+        f"no answer within 3 s during: 1 of 1 ranks did not start; launcher {number} waits until"
+        f" the launchers of all 2 machines (0 to 1) reach {endpoint}"
+    )
+    assert not alone.alive
+
+
+def test_a_machine_that_is_lost_ends_the_task_of_the_others(ranks, tmp_path, unused_port):
+    reached = tmp_path / "reached"
+    last = f"if dist.get_rank() == 1: open({str(reached)!r}, 'w').close(); time.sleep(1000)"
+    path = write(tmp_path, "lost", last)
+    nodes = [ranks(1, Nodes(f"127.0.0.1:{unused_port}", 2, number)) for number in range(2)]
+    replies = {}
+
+    def ask(number: int) -> None:
+        replies[number] = nodes[number].ask(task(path), 120, quiet)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    wait_for(reached.exists)
+    nodes[1].kill()
+    for thread in threads:
+        thread.join()
+    assert replies[0].error == "died"
+    assert replies[0].message == (
+        "rank 0 lost its connection to a rank of another machine\n"
+        "See what the launcher of that machine says: the rank or the machine has failed"
+    )
+    assert "by peer" in replies[0].trace
+    assert not nodes[0].alive
+
+
 @pytest.fixture
 def unused_port():
     import socket

@@ -46,6 +46,8 @@ GRACE_SECONDS = 3.0
 """Seconds that the other ranks have to reply after one rank has failed."""
 OUTPUT_LINES = 20
 """The maximum number of lines of the ranks' output in a failure message."""
+LOST_HINT = "See what the launcher of that machine says: the rank or the machine has failed"
+_CONNECTION_LOST = re.compile("Connection (closed|reset) by peer")
 _EXIT = re.compile(r"rank\s*:\s*(\d+) .*\n\s*exitcode\s*:\s*(-?\d+)")
 
 
@@ -152,7 +154,8 @@ class RankSet:
                 return self._died("before every rank had started")
             if time.monotonic() > deadline:
                 missing = self.count - len(self._ranks)
-                return self._timed_out(f"{missing} of {self.count} ranks did not start", seconds)
+                what = f"{missing} of {self.count} ranks did not start{self._waits_for_machines()}"
+                return self._timed_out(what, seconds)
             if select.select([self._listener], [], [], 0.1)[0]:
                 self._accept(self._listener.accept()[0])
         while not all(rank.ready for rank in self._ranks.values()):
@@ -162,6 +165,16 @@ class RankSet:
             if any(rank.closed for rank in self._ranks.values()):
                 return self._died("while the ranks joined")
         return None
+
+    def _waits_for_machines(self) -> str:
+        """Return what torchrun waits for before it starts any rank of several machines."""
+        if self.nodes is None or self._ranks:
+            return ""
+        nodes = self.nodes
+        return (
+            f"; launcher {nodes.number} waits until the launchers of all {nodes.count} machines"
+            f" (0 to {nodes.count - 1}) reach {nodes.endpoint}"
+        )
 
     def _accept(self, connection: socket.socket) -> None:
         connection.settimeout(START_SECONDS)
@@ -232,6 +245,11 @@ class RankSet:
         if not all_failed or any(reply.error in ERRORS_IN_COLLECTIVES for reply in failures):
             self.kill()  # a rank may wait for a collective that will never complete
         first, number = failures[0], failed_ranks[0].number
+        if self.nodes is not None and _CONNECTION_LOST.search(first.message):
+            self.kill()
+            trace = f"{first.message}\n{first.trace}"
+            message = f"rank {number} lost its connection to a rank of another machine\n{LOST_HINT}"
+            return replace(first, error="died", message=message, trace=trace)
         if all_failed and len({reply.message for reply in failures}) == 1:
             return first
         message = f"rank {number}: {first.message}"
