@@ -1,5 +1,5 @@
-// scores: out[i] = the dot product of row i of x with row index[i] of a table. Rows have 128 floats,
-//     and a warp handles a row, 16 bytes per lane.
+// scores: out[i] = the dot product of row i of x with row index[i] of a table. A row has 128
+//     floats. One warp handles one row, 16 bytes per lane.
 
 constexpr unsigned LANES = 32;
 

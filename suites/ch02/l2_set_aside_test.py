@@ -6,24 +6,25 @@ Baseline   normal: all lines in the L2 have the same priority, so x evicts rows 
            they are read again.
 Optimized  set_aside: changes normal. The process sets as much of the L2 aside for persisting
            accesses as the GPU allows (`CU_LIMIT_PERSISTING_L2_CACHE_SIZE`). An access policy window
-           on the stream makes all accesses to the table persisting. Both are set once, before the
-           first timed call. The kernel is the same. The limit holds for the whole process, so each
-           sample is a fresh process. All calls of a process use the same table, as they would in an
-           application. So set_aside may find the table in the L2 from the call before. Its cost
-           counts one read of the table per call.
-Bound      DRAM. If the table stays in the L2, only x, the index and the results move. In normal, a
-           row stays in the L2 until newer rows have filled it. Some rows of the table are read
-           again later than that, and these reads go to DRAM. A larger table has more of them. The
-           costs treat the L2 as one cache. It has two halves, and a line that SMs of both sides
-           read may be in both halves. Then less of the table fits.
-Seen       On an H100, normal takes almost half as long again as predicted, and set_aside half or
-           more. set_aside gains the same with both tables. By the costs, it would gain more with
-           the larger one. If lines are in both halves of the L2, less of the table fits than the
-           costs assume. We did not count the sectors that come from DRAM.
+           on the stream makes all accesses to the table persisting. The limit and the window are
+           set once, before the first timed call. The kernel is the same. The limit holds for the
+           whole process, so each sample runs in a fresh process. All calls of a process use the
+           same table, as in an application. So set_aside may find the table in the L2 from the
+           previous call. Its cost still counts one read of the table per call.
+Bound      DRAM. If the table stays in the L2, only x, the index and the results are transferred. In
+           normal, a row stays in the L2 until newer rows have filled the L2. If a row of the table
+           is read again only after that, the read goes to DRAM. With a larger table, more reads do.
+           The costs treat the L2 as one cache. In fact it has two halves. A line that is read by
+           SMs next to each half may be in both halves, and then less of the table fits.
+Seen       On an H100, normal takes almost 1.5 times its predicted time, and set_aside 1.5 times or
+           more. The speedup of set_aside is the same with both tables. The costs predict a larger
+           speedup with the larger table. If lines are in both halves of the L2, less of the table
+           fits than the costs assume. We did not count the sectors that come from DRAM.
 Use when   A table of at most half the L2 is read many times while much more data pass, and you
-           control the whole process. All other kernels lose what is set aside. When the table is no
-           longer used, call `cuCtxResetPersistingL2Cache`. A slice of a GPU (MIG) has no set-aside.
-           ch07's `l2_persistence_test.py` has hints for single loads, which need no set-aside.
+           control the whole process. All other kernels have that much less of the L2. When the
+           table is no longer used, call `cuCtxResetPersistingL2Cache`. A slice of a GPU (MIG) has
+           no set-aside. `../ch07/l2_persistence_test.py` uses hints for single loads, which need no
+           set-aside.
 """
 
 import functools
@@ -38,7 +39,7 @@ from pytest_aisp import Conditions, Cost, Work, compare, cuda_module, fresh_proc
 kernels = cuda_module("l2_set_aside.cu")
 BLOCK, LANES = 256, 32
 WIDTH = 128  # floats in a row
-L2 = 60 << 20  # bytes, of an H200, for costs
+L2 = 60 << 20  # bytes of L2 on an H200, for costs
 
 
 def inputs(device, rows, entries):
@@ -62,9 +63,10 @@ def own_stream():
 
 
 def on_own_stream(x, table, index, before):
-    """Call `before` with a stream, and compute the scores on this stream. Without a GPU, just that.
+    """Call `before` with a new stream, then return the scores, computed on that stream.
 
-    Both sides use a stream of their own, because the window is an attribute of a stream.
+    Each side has a stream of its own, because the access policy window is an attribute of a stream.
+    Without a GPU, compute the scores without a stream, and do not call `before`.
     """
     if not torch.cuda.is_available():
         return scored(x, table, index)
@@ -78,16 +80,16 @@ def on_own_stream(x, table, index, before):
 
 
 def driver_call(name, *arguments):
-    """Call a function of the driver, and return its result if it has one."""
+    """Call the driver function `name`. Return its result, or None if it has none."""
     status, *result = getattr(import_module("cuda.bindings.driver"), name)(*arguments)
     if status.value:
         raise RuntimeError(f"{name}: {status.name}")
     return result[0] if result else None
 
 
-@functools.lru_cache(maxsize=1)  # only another table or stream needs another window
+@functools.lru_cache(maxsize=1)  # a new window only for a new table or stream
 def persist(gpu, address, size, stream):
-    """Set a part of the L2 aside, and make accesses to `size` bytes on `stream` persisting."""
+    """Set a part of the L2 aside, and make accesses of `stream` to the table persisting."""
     driver = import_module("cuda.bindings.driver")
     most = driver_call(
         "cuDeviceGetAttribute",
@@ -120,11 +122,12 @@ def set_aside(x, table, index):
 
 
 def missing(entries):
-    """Return the share of the table's reads that go to DRAM again.
+    """Return the share of reads of the table that miss the L2, from 0 to 1.
 
-    A row of the table comes back after more than `later` other rows with probability
-    exp(-later / entries). Meanwhile, `later` rows of x and entries * (1 - exp(-later / entries))
-    different rows of the table have come into the L2. At the limit, these fill it.
+    After a row of the table is read, more than `later` other reads pass before it is read again,
+    with probability exp(-later / entries). During `later` reads, `later` rows of x and entries * (1
+    - exp(-later / entries)) different rows of the table come into the L2. A read misses if these
+    rows fill the L2 first.
     """
     later = 0.0
     for _ in range(200):
@@ -133,7 +136,8 @@ def missing(entries):
 
 
 def read_once(rows, entries, again=0.0):
-    """Return the cost if `again` rows of the table are read again from DRAM."""
+    """Return the cost if `again` reads of the table go to DRAM, in addition to one read of each
+    row."""
     return Cost(
         read=4 * WIDTH * (rows + max(entries, again)) + 4 * rows,
         write=4 * rows,

@@ -1,27 +1,27 @@
-"""Mapped memory: for a few rows of a table on the host, let the kernel read them across PCIe.
+"""Mapped memory: to read a few rows of a host table, let the kernel read them over PCIe.
 
-Problem    Bring `reads` rows of 256 bytes to the GPU, in the order of an index. The table has
-           `rows` rows, and the index may name a row more than once. Table and index are in pinned
-           host memory. `reads` is the key of the curve.
+Problem    Bring `reads` rows of 256 bytes from a table on the host to the GPU, in the order of an
+           index. The table has `rows` rows, and the index may name a row more than once. Table and
+           index are in pinned host memory. The page measures a curve over `reads`.
 Baseline   copied: copy the whole table to the GPU, and select the rows there.
 Optimized  mapped: changes copied. The table is not copied. The kernel that selects the rows gets
-           the host's address of the table. Pinned memory is mapped into the GPU's address space, so
-           each load of a row crosses PCIe.
+           the address of the table in host memory. Pinned memory is mapped into the GPU's address
+           space, so each load of a row crosses PCIe.
            gathered: changes copied. The CPU selects the rows with all threads of torch into a
            pinned buffer, and only this buffer is copied.
 Bound      PCIe. copied moves the whole table for any index. mapped moves 256 bytes for each read,
-           and a row that is read twice may cross twice. So mapped should win with fewer reads than
-           rows, and copied with more. gathered moves as many bytes as mapped, but the CPU selects
-           the rows first.
-           The costs count the reads of mapped at the rate of copies. A kernel's reads may be
-           slower, because each is a request of its own. The costs of gathered leave out the CPU's
-           work, because no rate for it is measured.
+           and a row that is read twice may cross PCIe twice. So mapped should win if there are
+           fewer reads than rows, and copied if there are more. gathered moves as many bytes as
+           mapped, but the CPU selects the rows first. The costs assume that mapped reads at the
+           rate of copies. A kernel's reads may be slower, because each read is a separate PCIe
+           request. The costs of gathered leave out the CPU's work, because no rate for it is
+           measured.
 Use when   The table does not fit the GPU, or the host changes it between reads, and only a small
            part of it is read. Rows should be 128 bytes or longer and aligned: each load moves at
-           least 32 bytes, however few are used. Copy the table if most of it is read, or if several
-           kernels read it. If it stays the same and fits, keep it on the GPU. On machines that
-           connect CPU and GPU by NVLink-C2C, such as GH200 and GB200, reads from the host are much
-           faster, so measure there again.
+           least 32 bytes, even if fewer are used. Copy the table if most of it is read, or if
+           several kernels read it. If it fits the GPU and does not change, keep it there. On
+           machines that connect CPU and GPU by NVLink-C2C, such as GH200 and GB200, reads from the
+           host are much faster, so measure there again.
 """
 
 import math
@@ -46,7 +46,8 @@ def reference(table, index, device):
 
 
 class OnTheGpu:
-    """The address of a pinned fp32 tensor, in the form in which torch accepts GPU memory."""
+    """The address of a pinned fp32 tensor, through the interface by which torch accepts GPU
+    memory."""
 
     def __init__(self, pinned):
         self.pinned = pinned  # so that the memory is not freed
@@ -59,7 +60,7 @@ class OnTheGpu:
 
 
 def seen_by_gpu(pinned, device):
-    """Return a tensor of the GPU on the memory of `pinned`. Without a GPU, that is `pinned`."""
+    """Return a GPU tensor that uses the memory of `pinned`. Without a GPU, return `pinned`."""
     return torch.as_tensor(OnTheGpu(pinned), device=device) if device == "cuda" else pinned
 
 
@@ -84,7 +85,7 @@ def row_bytes(count):
 
 
 def different_rows(rows, reads):
-    """Return how many rows `reads` draws are expected to reach."""
+    """Return the expected number of different rows in `reads` random draws from `rows` rows."""
     return -rows * math.expm1(reads * math.log1p(-1 / rows)) if rows > 1 else 1
 
 

@@ -1,20 +1,21 @@
 """NUMA: put host memory for the GPU on the node that the GPU is connected to.
 
 Problem    Move n fp32 values from the GPU to pinned host memory and back, as when activations or
-           optimizer states wait on the host. The CPU does not touch them. The page needs a machine
-           with two NUMA nodes. On others it is skipped, and the skip says why.
-Baseline   far: the host memory is on another node than the GPU, usually another socket. A process
-           that is not bound may get this. It depends on the core on which its thread pins memory.
+           optimizer states are offloaded. The CPU does not touch the values. The page needs a
+           machine with two NUMA nodes. On other machines it is skipped with a reason.
+Baseline   far: the host memory is on another NUMA node than the GPU, usually on the other socket.
+           This can happen to any process that is not bound to a node: the node depends on the core
+           whose thread pins the memory.
 Optimized  near: changes far. The host memory is on the GPU's node.
-           unbound: changes far. Pinned memory as torch allocates it, on a node that nobody has
-           chosen.
+           unbound: changes far. Pinned memory as torch allocates it, on whichever node that gives.
 Bound      PCIe on near. In far, each byte also crosses the link between the sockets. If that link
-           is faster than PCIe and idle, near gains nothing. So near claims only that it is not
-           slower. The costs count only PCIe, so they predict no gain.
-Use when   A machine has several nodes and moves much data between hosts and GPUs. Start the process
-           of each GPU with `numactl --cpunodebind=N --membind=N`. `nvidia-smi topo -m` shows the N
-           of each GPU. Expect more when several GPUs copy at once, because their far copies share
-           the link between the sockets. This page has only one GPU busy.
+           is faster than PCIe and idle, near gains nothing. So near only claims to be no slower
+           than far. The costs count only PCIe, so they predict no gain.
+Use when   A machine has several NUMA nodes and moves much data between host and GPUs. Start the
+           process of each GPU with `numactl --cpunodebind=N --membind=N`. `nvidia-smi topo -m`
+           shows the N of each GPU. Expect a larger gain when several GPUs copy at once, because
+           copies to the far node share the link between the sockets. On this page only one GPU
+           copies.
 """
 
 import contextlib
@@ -31,7 +32,7 @@ from hypothesis import strategies as st
 from pytest_aisp import Cost, Variant, Work, compare
 
 SYSTEM = Path("/sys/devices/system/node")
-MBIND = {"x86_64": 237, "aarch64": 235}.get(platform.machine())  # number of the system call
+MBIND = {"x86_64": 237, "aarch64": 235}.get(platform.machine())  # system call numbers
 ONLY_THESE_NODES = 2  # MPOL_BIND
 
 
@@ -44,13 +45,13 @@ def reference(x):
 
 
 def numbers(text):
-    """Return the numbers in a list of Linux, such as ``0-1,3``."""
+    """Return the numbers in a list as Linux writes it, such as ``0-1,3``."""
     ranges = (part.split("-") for part in text.strip().split(",") if part)
     return {n for ends in ranges for n in range(int(ends[0]), int(ends[-1]) + 1)}
 
 
 def host_nodes():
-    """Return the nodes that have cores and memory, and that this process may use."""
+    """Return the numbers of the nodes with cores and memory that this process may use."""
     try:
         nodes = [numbers((SYSTEM / name).read_text()) for name in ("has_cpu", "has_memory")]
         status = Path("/proc/self/status").read_text()
@@ -61,7 +62,7 @@ def host_nodes():
 
 
 def gpu_node():
-    """Return the node of the current GPU, or -1 if Linux does not know it."""
+    """Return the number of the current GPU's node, or -1 if Linux does not report one."""
     gpu = torch.cuda.get_device_properties()
     name = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
     return int(Path(f"/sys/bus/pci/devices/{name}/numa_node").read_text())
@@ -76,7 +77,7 @@ def far_from(node):
 
 
 def bind(memory, node):
-    """Put the pages of `memory`, which nobody has touched yet, on `node`."""
+    """Bind `memory` to `node`. Its pages must not have been touched before."""
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     mask = ctypes.c_ulong(1 << node)
     libc = ctypes.CDLL(None, use_errno=True)
@@ -89,7 +90,7 @@ def bind(memory, node):
 
 
 def why_not():
-    """Return why a machine with a GPU cannot run this page, or an empty string."""
+    """Return the reason why this machine cannot run the page, or an empty string if it can."""
     if not os.path.exists("/dev/nvidiactl"):
         return ""  # without a GPU, nothing is bound, so the page can be checked
     nodes = host_nodes()
@@ -114,7 +115,8 @@ two_nodes = pytest.mark.skipif(bool(REASON), reason=REASON)
 
 @contextlib.contextmanager
 def memory_on(node, x):
-    """Yield pinned memory of the size of `x` on `node`. Without a GPU, yield ordinary memory."""
+    """Yield a pinned tensor like `x` in memory on `node`. Without a GPU, yield an ordinary
+    tensor."""
     if not torch.cuda.is_available():
         yield torch.empty(x.shape)
         return

@@ -1,4 +1,4 @@
-"""Tensor cores: round the operands of a product, and it runs on other hardware.
+"""Tensor cores: a product runs on much faster hardware if its operands have fewer bits.
 
 Problem    C = A @ B. A, B and C are fp32 in memory on every side. In test_tensor_cores, all
            matrices are square. In test_one_row, A has one row and B is large.
@@ -8,22 +8,23 @@ Optimized  tf32: fp32 with TF32 switched on. Tensor cores read the same tensors,
            significant bits of each operand.
            bf16: changes fp32. Operands are cast to bf16 (8 significant bits), and the result is
            cast back. The time includes the three casts.
-           fp16: bf16 with fp16 in place of bf16. It has the 11 significant bits of TF32, but values
-           above 65504 overflow.
-           The error depends on the bits. In a simulation with random operands, the rms error of an
-           element, as a share of the rms of all elements, was 0.0029 for bf16 and 0.0004 for fp16.
-           For tf32 it was 0.0003. Some kernels cut off the extra bits of fp32 instead of rounding.
-           Then it was 0.0008. The error did not depend on k.
-Bound      test_tensor_cores: arithmetic, on CUDA cores for fp32 and on tensor cores for the others.
-           bf16 and fp16 also pay for the casts, whose share falls as n grows.
-           test_one_row: DRAM. Each element of B is read for one multiply-add, and that takes longer
-           than the arithmetic on CUDA cores.
+           fp16: bf16 with fp16 in place of bf16. fp16 has 11 significant bits, as TF32 has, but
+           values above 65504 overflow. The error depends on the number of significant bits. We
+           simulated it with random operands. The rms error, divided by the rms of the result, was
+           0.0029 for bf16, 0.0004 for fp16 and 0.0003 for tf32. Some TF32 kernels truncate the
+           extra bits of fp32 instead of rounding, which raises the error to 0.0008. The error did
+           not depend on k.
+Bound      test_tensor_cores: arithmetic, on CUDA cores for fp32 and on tensor cores for the
+           variants. bf16 and fp16 also spend time on the casts, whose share falls as n grows.
+           test_one_row: DRAM. Each element of B is read for a single multiply-add, and the read
+           takes longer than the multiply-add on CUDA cores.
 Use when   An fp32 product is large in all three dimensions, and its inputs are not known to 24 bits
-           anyway. Start with TF32, because it changes no tensor. Cast to bf16 or fp16 when the cast
-           is small next to the product, or keep the tensors in that type. Do not expect a gain from
-           TF32 with one row. With a few rows it depends on the library: its kernel for CUDA cores
-           may compute a tile of 32 rows, however few of them are used. ch01's `autocast_test.py`
-           times a whole network, in which the values between the products stay bf16.
+           anyway. Start with TF32, because it changes no tensor. Cast to bf16 or fp16 when the
+           casts take little time compared with the product, or store the tensors in that type. Do
+           not expect a gain from TF32 with one row. With a few rows, the gain depends on the
+           library: its kernel for CUDA cores may always compute a tile of 32 rows, even if most of
+           them are unused. `../ch01/autocast_test.py` times a whole network, in which the values
+           between the products stay bf16.
 """
 
 import contextlib
@@ -43,7 +44,7 @@ def reference(a, b):
 
 @contextlib.contextmanager
 def products_in(precision):
-    matmul = torch.backends.cuda.matmul  # the flag belongs to the process, so put it back
+    matmul = torch.backends.cuda.matmul  # the flag is process-wide, so restore it
     before, matmul.fp32_precision = matmul.fp32_precision, precision
     try:
         yield
@@ -120,7 +121,7 @@ costs = {
         Variant(fp16, precision="fp16", at_least={"sm90": 7.7}),
     ],
     sizes=[{"m": 4096, "n": 4096, "k": 4096}],
-    # the limit of all sides is the fastest arithmetic that any of them uses
+    # all sides share one limit: the fastest arithmetic that any side uses
     work=lambda m, n, k: needed(m, n, k, "bf16"),
     bound="tensor",
     costs={

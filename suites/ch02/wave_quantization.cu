@@ -1,12 +1,12 @@
 // out[i] = the squared distance of vector i to the nearest of `codes` codewords. Vectors and
-// codewords have 4 floats. blockDim.x is a parameter of the launch. The number of vectors is a
-// multiple of the 4 * blockDim.x vectors of a block.
+// codewords have 4 floats. The caller chooses blockDim.x. A block has 4 * blockDim.x vectors, and
+// the number of vectors is a multiple of that.
 //
 // whole_codebook: a block compares its vectors with every codeword.
 // part_of_codebook: the blocks with the same blockIdx.x compare the same vectors, each with its part
 //     of the codewords, and combine their results by an atomic minimum of `out`.
 
-constexpr unsigned EACH = 4;     // vectors per thread, so that a codeword is loaded once for four
+constexpr unsigned EACH = 4;     // vectors per thread, so each loaded codeword is used four times
 constexpr unsigned CHUNK = 512;  // codewords in shared memory at a time
 
 __device__ float distance(float4 a, float4 b) {
@@ -38,7 +38,7 @@ __device__ void nearest(const float4* vectors, const float4* codebook, unsigned 
   }
 }
 
-// Return the thread's first vector. The others follow blockDim.x apart.
+// Return the index of the thread's first vector. Its other vectors follow, blockDim.x apart.
 __device__ unsigned first() { return blockIdx.x * EACH * blockDim.x + threadIdx.x; }
 
 extern "C" __global__ void __launch_bounds__(256)
@@ -57,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(256)
   const unsigned begin = min(codes, blockIdx.y * part), end = min(codes, begin + part);
   float best[EACH];
   nearest(vectors + first(), codebook, begin, end, best);
-  // Floats that are not negative have the same order as their bits, read as integers.
+  // Nonnegative floats sort in the same order as their bits do as integers.
 #pragma unroll
   for (unsigned k = 0; k < EACH; ++k) {
     atomicMin(out + first() + k * blockDim.x, __float_as_int(best[k]));

@@ -1,41 +1,42 @@
-"""Wave quantization: one block more than the SMs can share evenly costs as much as a whole wave.
+"""Wave quantization: one block more than the number of SMs costs as much as a whole wave.
 
 Problem    For each of 1024 * blocks vectors of 4 floats, find the squared distance to the nearest
-           of `codes` codewords. `blocks` is the number of blocks that the baseline launches. It is
-           the key of the curve, whose points are chosen for the 132 SMs of an H200.
+           of `codes` codewords. `blocks` is the number of blocks that the baseline launches. The
+           page measures a curve over it, at points chosen for the 132 SMs of an H200.
 Baseline   whole: blocks of 256 threads, 4 vectors per thread. So a block has 1024 vectors, and a
-           codeword that is loaded from shared memory is used four times.
+           thread uses each codeword that it loads from shared memory four times.
 Optimized  halves: changes whole. The same kernel with blocks of 128 threads, so twice as many
            blocks.
            quarters: changes halves. Blocks of 64 threads, so four times as many blocks as whole.
-           split: changes whole. Four blocks share the 1024 vectors of a block. Each compares them
-           with a quarter of the codewords. An atomic minimum combines the four results, and before
-           that, another kernel sets the results to infinity. No library has this search as one
-           call. With torch it is a product and a minimum, which writes and reads all distances.
+           split: changes whole. Four blocks share the 1024 vectors of a block. Each compares all
+           1024 vectors with a quarter of the codewords. An atomic minimum combines the four
+           results. A separate kernel first sets all results to infinity. No library offers this
+           search as one call. In torch it takes a product and a minimum, which write and read all
+           distances.
 Bound      Instruction issue. An SM has four schedulers, and each warp belongs to one of them. A
-           block of whole gives each scheduler two warps, which keep it nearly busy. So two blocks
-           on one SM take twice as long as one. The scheduler with the most warps sets the time.
-           With 132 blocks, each SM has one. With 133, one SM has two, and the other 131 wait for
-           it. So the time of whole is a staircase with a step after every 132 blocks.
-           halves has one warp per scheduler and block, so its steps are half as high. quarters has
-           two warps per block. They keep two of the four schedulers busy, so its steps are no
-           smaller than those of halves. split keeps the eight warps of whole and makes each of them
-           shorter, so its steps are a quarter as high.
-Seen       Only 66 and 132 blocks are recorded, on an H100, so the step after 132 is not. With 66
-           blocks, halves and quarters gain less than predicted, because a scheduler then has a
-           single warp. It issues nothing while that warp waits for a result, a codeword or a
-           barrier. In whole, a second warp fills part of that time. A block of quarters has half
-           the threads to load the same codewords, which is probably why it is slower than halves.
-           With 132 blocks, where no SM is idle, halves and quarters gain nothing. split still gains
-           a little: an SM has four blocks instead of one, so a scheduler has more warps to choose
-           from.
-Use when   A grid has few blocks per SM and a remainder, as in a matrix product with large tiles.
-           Compute blocks / SMs. If it is just above 1 or 2, split the inner loop, or choose a
-           smaller tile, but not fewer than four warps per block. If it is just below, or above
-           about 10, keep the large tile, because it reuses more data. A persistent kernel that
-           takes whole tiles in turn has the same staircase. In a kernel that waits for memory, the
-           blocks of an SM do not slow each other down. Its steps come only after as many blocks as
-           all SMs can hold.
+           block of whole gives each scheduler two warps, which keep it busy nearly all the time. So
+           two blocks on one SM take twice as long as one. The scheduler with the most warps
+           determines the time. With 132 blocks, each SM has one block. With 133, one SM has two
+           blocks, and the other 131 SMs wait for it. So the time of whole rises in steps, one after
+           every 132 blocks. halves has one warp per scheduler and block, so its steps are half as
+           high. quarters has two warps per block. They use only two of the four schedulers, so its
+           steps are as high as those of halves. split keeps eight warps per block, but each warp
+           has a quarter of the work, so its steps are a quarter as high as those of whole.
+Seen       Only 66 and 132 blocks are recorded, on an H100, so the step after 132 blocks is not
+           recorded. With 66 blocks, halves and quarters gain less than predicted, because a
+           scheduler then has a single warp. The scheduler issues nothing while that warp waits for
+           a result, a codeword or a barrier. In whole, a second warp fills part of that time. A
+           block of quarters loads the same codewords with half the threads of halves, which is
+           probably why quarters is slower. With 132 blocks, where no SM is idle, halves and
+           quarters gain nothing. split still gains a little: an SM has four blocks instead of one,
+           so a scheduler has more warps to choose from.
+Use when   A grid has few blocks per SM, and their number is no multiple of the SMs, as in a matrix
+           product with large tiles. Compute blocks / SMs. If the quotient is just above 1 or 2,
+           split the inner loop, or choose a smaller tile with at least four warps per block. If the
+           quotient is just below 1 or 2, or above about 10, keep the large tile, because it reuses
+           more data. A persistent kernel that processes whole tiles one after another has the same
+           steps. In a kernel that waits for memory, the blocks of an SM do not slow each other
+           down, so a step comes only when all SMs are full.
 """
 
 import torch
@@ -44,11 +45,11 @@ from hypothesis import strategies as st
 from pytest_aisp import Cost, Sweep, Work, compare, cuda_module
 
 kernels = cuda_module("wave_quantization.cu")
-SMS, SCHEDULERS, LANES = 132, 4, 32  # of an H200, for costs
+SMS, SCHEDULERS, LANES = 132, 4, 32  # on an H200, for costs
 THREADS, EACH, PARTS = 256, 4, 4
-# Instructions for a vector and a codeword: 4 subtractions, 4 multiplications or multiply-adds, a
-# minimum, and a fourth of a load; and 5 more for 16 vectors and codewords, for the loop. Each takes
-# an issue slot, in which a multiply-add does 2 FLOPs.
+# Instructions for one vector and one codeword: 4 subtractions, 4 multiplications or multiply-adds,
+# a minimum, and a fourth of a load. The loop adds 5 instructions per 16 pairs of vector and
+# codeword. Each instruction takes an issue slot, in which a multiply-add would do 2 FLOPs.
 SLOTS = 9.25 + 5 / 16
 
 
@@ -63,7 +64,7 @@ def inputs(device, blocks, codes):
 
 def reference(vectors, codebook):
     codebook = codebook.double()
-    parts = vectors.double().split(2**16)  # all distances at once would need too much memory
+    parts = vectors.double().split(2**16)  # all distances at once would not fit in memory
     return torch.cat([distances(part, codebook).amin(1) for part in parts])
 
 
@@ -99,11 +100,11 @@ def split(vectors, codebook):
 
 
 def searched(blocks, codes, threads, parts=1):
-    """Return the cost if each block has `threads` threads and a part of the codewords."""
+    """Return the cost if each block has `threads` threads and 1 / `parts` of the codewords."""
     vectors = THREADS * EACH * blocks
     launched = parts * vectors // (EACH * threads)
     blocks_of_an_sm = -(-launched // SMS)
-    warps = -(-blocks_of_an_sm * threads // (LANES * SCHEDULERS))  # of the busiest scheduler
+    warps = -(-blocks_of_an_sm * threads // (LANES * SCHEDULERS))  # on the busiest scheduler
     slots = SLOTS * LANES * EACH * codes / parts * warps * SCHEDULERS * SMS
     return Cost(read=16 * (vectors + codes), write=4 * vectors, ops={"fp32": 2 * slots}, launches=1)
 

@@ -1,21 +1,24 @@
-"""Affinity: give the threads of a team cores next to each other, and keep them there.
+"""Affinity: bind the threads of an OpenMP team to neighboring cores.
 
-Problem    A chain of short fp32 operations on the CPU, each split among the threads of a team. The
-           team has half of the cores that the process may use, as one of two workers on a host. An
-           operation uses up to 32 of its threads, because torch gives each at least 32,768 values.
+Problem    A chain of short fp32 operations on the CPU, each split among the threads of an OpenMP
+           team. The team has half of the cores that the process may use, as if it were one of two
+           workers on a host. An operation uses at most 32 threads, because torch gives each thread
+           at least 32,768 values.
 Baseline   free: the default. The kernel may move a thread to any core between two operations.
-Optimized  close: free with `OMP_PROC_BIND=close` and `OMP_PLACES=cores`. Each thread keeps a core,
-           and the cores are neighbors: on a host with two sockets, all are on one.
-           spread: close with `OMP_PROC_BIND=spread`. The team covers both sockets, so its barriers
-           cross between them.
+Optimized  close: free with `OMP_PROC_BIND=close` and `OMP_PLACES=cores`. Each thread stays on one
+           core, and the cores are neighbors: on a host with two sockets, all are on the same
+           socket.
+           spread: close with `OMP_PROC_BIND=spread`. The team is spread over both sockets, so each
+           of its barriers involves both.
 Bound      Latency. The data stay in the caches of the cores, and each operation ends with a
-           barrier for the team. A thread that was moved finds its part of the data in another
-           core's cache. On a quiet machine the kernel rarely moves threads, so close is neutral.
-Use when   Other processes share the host, or it has several sockets, and each process gets cores of
-           its own. Take care that two processes do not bind their threads to the same cores: each
-           counts from the first core that it may use. Then binding is far slower than none. Teams
-           that stream from memory and never wait for each other may prefer spread, because it has
-           the memory channels of both sockets.
+           barrier for the team. After the kernel has moved a thread, the thread's data are in
+           another core's cache. On an idle machine the kernel rarely moves threads, so close is
+           neutral.
+Use when   Each process gets its own cores, on a host with several sockets or with other busy
+           processes. Take care that two processes do not bind their threads to the same cores: each
+           process starts with the first core that it may use. Sharing cores is far slower than no
+           binding. Teams that stream from memory and never wait for each other may be faster with
+           spread, because it uses the memory channels of both sockets.
 """
 
 import os

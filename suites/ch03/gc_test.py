@@ -1,22 +1,23 @@
-"""Garbage collection: keep it away from objects that live as long as the process.
+"""Garbage collection: exclude objects that exist as long as the process.
 
 Problem    Group n documents by length, so that a batch needs little padding: a Python loop that
            makes an object per document. The modules of torch alone leave several 100,000 objects in
            the process, and none of them is garbage.
-Baseline   collected: Python's default. Making many objects starts collections. Most of them look at
-           the youngest objects alone, but a full one goes through every object of the process.
+Baseline   collected: Python's default. Making many objects starts collections. Most collections
+           visit only the youngest objects, but a full collection visits every object of the
+           process.
 Optimized  frozen: collected with `gc.freeze()` before the loop. Collections then skip all objects
-           that exist at that time. `gc.unfreeze()` at the end gives them back.
-           disabled: collected with `gc.disable()` during the loop, so there is no collection. In
-           frozen, the loop's own objects are still visited.
-Bound      The host: the interpreter's loop. The cost of a collection grows with the number of
-           objects that it visits. A full collection starts when the new objects are a quarter of
-           the old ones. So more old objects make collections rarer and longer.
-Use when   A loop makes many Python objects in a process that has millions, or a pause of one step
-           holds up other ranks. Call `gc.freeze()` once, after everything is loaded. With
-           collections disabled, reference cycles are never freed, so call `gc.collect()` at a time
-           that suits all ranks. A loop that only launches kernels makes few objects and gains
-           nothing.
+           that exist at that time. `gc.unfreeze()` at the end lets the collector visit them again.
+           disabled: collected with `gc.disable()` during the loop, so there is no collection at
+           all. (In frozen, collections still visit the objects that the loop makes.)
+Bound      The host: the Python loop. The cost of a collection grows with the number of objects that
+           it visits. A full collection starts when the number of new objects reaches a quarter of
+           the number of old ones. So with more old objects, full collections are rarer but longer.
+Use when   A loop makes many Python objects in a process that already has millions, or other ranks
+           have to wait when a collection delays one rank. Call `gc.freeze()` once, after everything
+           is loaded. With collections disabled, reference cycles are never freed, so call
+           `gc.collect()` at a time that suits all ranks. A loop that only launches kernels makes
+           few objects and gains nothing.
 """
 
 import gc
@@ -45,7 +46,8 @@ def reference(lengths):
 
 
 def grouped(lengths):
-    """Return the places of all documents, bucket by bucket, in the order in which they came."""
+    """Return the indices of all documents, sorted by bucket. Within a bucket, they keep their
+    order."""
     buckets = defaultdict(list)
     for place, length in enumerate(lengths.tolist()):
         document = Document(place, length)

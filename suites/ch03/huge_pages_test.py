@@ -1,23 +1,25 @@
-"""Huge pages: let the kernel map large host buffers in pages of 2 MiB.
+"""Huge pages: let the Linux kernel map large host buffers in pages of 2 MiB.
 
 Problem    Two uses of large buffers on the CPU. test_huge_pages turns a batch of uint8 images into
            fp32. The result is larger than 32 MiB, so malloc maps new memory for it at every call.
-           torch converts the images in a step of its own, so there is a second such buffer.
-           test_lookups adds up random rows of a table that stays where it is.
+           torch first converts the images in a separate step, so there is a second large buffer.
+           test_lookups adds up random rows of a table, which is allocated only once.
 Baseline   small_pages: the default. The kernel maps each 4 KiB page at its first touch.
            table_in_small_pages: the table lies in such pages.
 Optimized  torch_setting: small_pages with `THP_MEM_ALLOC_ENABLE=1`. torch then calls `madvise` with
-           `MADV_HUGEPAGE` on every tensor that it allocates of 2 MiB or more.
-           malloc_setting: small_pages with `GLIBC_TUNABLES=glibc.malloc.hugetlb=1`, with which
-           malloc calls `madvise` for the memory that it gets from the kernel, not only for tensors.
+           `MADV_HUGEPAGE` for every tensor of 2 MiB or more that it allocates.
+           malloc_setting: small_pages with `GLIBC_TUNABLES=glibc.malloc.hugetlb=1`, so malloc calls
+           `madvise` for all memory that it gets from the kernel, not only for tensors.
            table_in_huge_pages: table_in_small_pages with torch's setting.
-Bound      Memory. A huge page is one page fault where small pages are 512. It needs one entry of
-           the TLB, so random rows of a large table need fewer walks through page tables. With
-           either size, the kernel fills the same number of bytes with zeros.
-Use when   The machine's setting is `madvise`, and large host buffers come and go, or are read at
-           random. It gains nothing where the setting is `always`, where memory is so fragmented
-           that the kernel finds no huge pages, or where buffers are reused. Reuse is better:
-           `malloc_test.py` shows it. Many half-used huge pages waste memory.
+Bound      Memory. A huge page takes one page fault, and the same memory in small pages takes 512. A
+           huge page also needs only one TLB entry, so reading random rows of a large table needs
+           fewer page table walks. The kernel fills the same number of bytes with zeros in both
+           cases.
+Use when   The machine's setting for transparent huge pages is `madvise`, and large host buffers are
+           allocated again and again, or are read at random. There is no gain if the setting is
+           `always`, if memory is so fragmented that the kernel finds no huge pages, or if buffers
+           are reused. Reusing buffers is better (`malloc_test.py`). Many half-used huge pages waste
+           memory.
 """
 
 import re
@@ -29,7 +31,7 @@ from torch.nn import functional as F
 
 from pytest_aisp import Cost, Variant, Work, compare, fresh_process
 
-BAG, WIDTH = 32, 16  # rows that are added up, and floats in a row
+BAG, WIDTH = 32, 16  # rows per sum, and floats per row
 
 
 def kernel_setting():
@@ -103,7 +105,7 @@ def test_huge_pages(pair):
 
 
 def table_and_bags(device, rows, bags):
-    """Return a table, and the rows that each bag adds up."""
+    """Return a table, and for each bag the indices of the rows that are added up."""
     bagged = torch.randint(rows, (bags, BAG), device=device)
     return torch.randn(rows, WIDTH, device=device), bagged
 

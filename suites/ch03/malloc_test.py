@@ -1,29 +1,30 @@
 """Malloc: keep freed memory in the process.
 
-Problem    Turn a batch of uint8 images into fp32 on the CPU. A loader does it for every batch. The
-           result is larger than 32 MiB, and is freed before the next call or soon after it. On a
-           CPU, torch converts the images in a step of its own, so there is a second such block.
-Baseline   returned: glibc's default. A block of more than 32 MiB always comes from the kernel and
-           goes back there when it is freed. So each call takes a page fault for every page of 4 KiB
-           or, where the kernel's setting for huge pages is `always`, of 2 MiB. The kernel fills
-           each page with zeros first.
+Problem    Turn a batch of uint8 images into fp32 on the CPU. A data loader does this for every
+           batch. The result is larger than 32 MiB, and is freed before or soon after the next call.
+           On a CPU, torch first converts the images in a separate step, so there is a second large
+           block.
+Baseline   returned: glibc's default. A block of more than 32 MiB always comes from the Linux
+           kernel, and is returned to the kernel when it is freed. So each call takes a page fault
+           for every page of 4 KiB or, where the kernel's setting for huge pages is `always`, of 2
+           MiB. The kernel fills each page with zeros first.
 Optimized  kept: changes returned. `MALLOC_MMAP_MAX_=0` makes large blocks come from the heap.
            `MALLOC_TRIM_THRESHOLD_` keeps the heap from shrinking when the block at its end is
-           freed. The second setting changes nothing without the first.
+           freed. `MALLOC_TRIM_THRESHOLD_` alone changes nothing.
            jemalloc: changes returned. jemalloc is preloaded with `dirty_decay_ms:-1`, so it never
            gives pages back. Without this setting, it gives large blocks back when they are freed.
-           jemalloc_advised: jemalloc with the settings that guides for torch advise. They set a
-           large decay time instead of -1. jemalloc does not apply it to large blocks: it sets their
-           decay time to 0 if the time is above 0. So nothing is kept.
+           jemalloc_advised: jemalloc with the settings that guides for torch advise. These set a
+           large decay time instead of -1. For large blocks, jemalloc replaces any decay time above
+           0 by 0, so it keeps none of them.
            tcmalloc: changes returned. tcmalloc is preloaded. It keeps freed pages by default, and
            gives them back little by little.
 Bound      DRAM on kept, which only reads and writes both blocks. returned also waits for the
            kernel.
-Use when   A process allocates large host tensors again and again, and its memory may stay as large
-           as it once was. A buffer that the program reuses needs no setting:
-           `../ch01/preallocated_test.py`. Blocks below 32 MiB gain little, because glibc keeps them
-           once it has seen their size. If many threads allocate, the other two libraries also have
-           less contention, which this page does not show.
+Use when   A process allocates large host tensors again and again, and it does not matter that its
+           memory stays at its peak. A program that reuses its buffers needs no setting
+           (`../ch01/preallocated_test.py`). Blocks below 32 MiB gain little, because glibc raises
+           its threshold and keeps such blocks after the first one is freed. If many threads
+           allocate, jemalloc and tcmalloc also reduce contention, which this page does not show.
 """
 
 from pathlib import Path
@@ -38,7 +39,7 @@ FOLDERS += ("/usr/local/lib",)
 
 
 def library(*names):
-    """Return the path of the first of these shared libraries that is installed, or None."""
+    """Return the path of the first shared library in `names` that is installed, or None."""
     paths = (Path(folder, name) for name in names for folder in FOLDERS)
     return next((str(path) for path in paths if path.exists()), None)
 
@@ -58,7 +59,7 @@ ADVISED = (
 
 
 def installed(path, package):
-    """Return a mark that skips a variant whose library is missing."""
+    """Return a pytest mark that skips a variant if its library is missing."""
     return pytest.mark.skipif(path is None, reason=f"not installed: apt install {package}")
 
 

@@ -1,19 +1,21 @@
-"""Module loading: load a kernel when it is first launched.
+"""Module loading: load each kernel only when it is first launched.
 
-Problem    The first call of a process on the GPU: copy x and two weights there, and run a layer of
-           a network. The time includes creating the CUDA context, as at the start of a server.
-Baseline   eager: `CUDA_MODULE_LOADING=EAGER`. The driver loads every kernel of a library when it
-           first uses that library. Images set it so that no later request waits for a kernel.
-Optimized  lazy: eager without the variable. The default loads each kernel at its first launch.
+Problem    The first use of the GPU by a process: copy x and two weights to the GPU, and run one
+           layer of a network. The time includes creating the CUDA context, as at the start of a
+           server.
+Baseline   eager: `CUDA_MODULE_LOADING=EAGER`. The driver loads all kernels of a library when the
+           process first uses that library. Container images set this so that no later request waits
+           for a kernel to load.
+Optimized  lazy: eager without the variable. By default, the driver loads each kernel at its first
+           launch.
 Bound      The host: the driver creates a context and loads kernels. eager loads thousands of
-           kernels of torch and cuBLAS, of which the layer launches a few. The costs count the
-           layer alone, because no rate of loading is measured. So both sides take far longer than
-           predicted.
-Use when   Always, except when the first launch of each kernel must be fast: a server may instead
-           warm up with the requests that it expects. Kernels that are loaded later also take GPU
-           memory later, so measure free memory after the warm-up. A first launch may wait for
-           kernels that are running, so launch both sides of a pipeline once before they must
-           overlap.
+           kernels of torch and cuBLAS, of which the layer launches a few. The costs count only the
+           layer, because no rate for loading kernels is measured. So both sides take far longer
+           than predicted.
+Use when   Always, unless the first launch of each kernel must be fast. A server can keep lazy
+           loading and warm up with typical requests instead. Each kernel takes GPU memory only when
+           it is loaded, so measure free memory after the warm-up. A first launch may wait until
+           running kernels end. So if two kernels must overlap, launch each of them once before.
 """
 
 import torch

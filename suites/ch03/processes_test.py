@@ -1,19 +1,19 @@
-"""Processes: Python loops of several shards need a process each.
+"""Processes: run each shard of a Python loop in its own process.
 
 Problem    Count the distinct n-grams of documents, for n = 2 to 5, as filters for repetitive text
-           do. It is a loop in Python, and each document is independent of the others. The result of
-           every document is returned.
+           do. This is a Python loop over independent documents. The counts of every document are
+           returned.
 Baseline   one_loop: one loop over all documents.
 Optimized  threads: one_loop with the documents split among a pool of threads. Only the thread that
-           holds Python's global lock runs, so they take turns. It gains nothing, except on a
-           Python that was built without the lock.
-           processes: threads with a pool of processes. Each has a lock of its own. Documents and
-           counts are pickled and sent through pipes, which is timed.
-Bound      The host: the interpreter's loop. Pools start before the clock does. With processes the
-           work is split among the cores, and pickling is not.
+           holds Python's global interpreter lock (GIL) runs, so the threads take turns. There is no
+           gain, except on a Python that was built without the GIL.
+           processes: threads with a pool of processes. Each process has its own GIL. Documents and
+           counts are pickled and sent through pipes, and this time is included.
+Bound      The host: the Python loop. The pools are started before the timed part. processes splits
+           the counting among the cores, but the parent process alone pickles the documents.
 Use when   The work is Python code, and takes much longer than sending its data. Threads are better
-           for calls that release the lock: reads of files, torch, most decoders. For the same
-           reason training uses one process per GPU: launching kernels is Python code.
+           for calls that release the GIL, such as file reads, torch, and most decoders. Training
+           uses one process per GPU for the same reason: Python code launches the kernels.
 """
 
 import itertools
@@ -28,7 +28,7 @@ SHORTEST, LONGEST, VOCABULARY = 2, 5, 50
 
 
 def inputs(device, documents, tokens, workers):
-    skewed = torch.rand(documents, tokens) ** 3  # as in texts, few words are most of all words
+    skewed = torch.rand(documents, tokens) ** 3  # as in real texts, a few words occur most often
     return (VOCABULARY * skewed).long(), workers
 
 
@@ -42,7 +42,7 @@ def reference(texts, workers):
 
 
 def distinct(text):
-    """Return how many different n-grams `text` has, for each n."""
+    """Return the number of different n-grams in `text`, for each n, as a list."""
     lengths = range(SHORTEST, LONGEST + 1)
     return [len(set(zip(*(text[at:] for at in range(n)), strict=False))) for n in lengths]
 
