@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 APPLIES = 4.0
 CLEARLY = 2.0
-"""A refused control is clearly refused if its error is more than this many times the derived bound.
+"""A refusal counts as clear if the control's error is more than this many times the derived bound.
 Sides with smaller errors are checked again on other values (`check.BORDERLINE`)."""
 NOISE = 3.0
 """Size of the noise control, in allowed deviations, for an output with many elements."""

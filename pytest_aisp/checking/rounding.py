@@ -64,7 +64,7 @@ class Entry(NamedTuple):
 
     Attributes:
         dtype: the type in which PyTorch would store them, or None for constants.
-        depth: length of the longest chain of roundings that led to them.
+        depth: length of the longest chain of roundings that led to these values.
         origin: number of the operation that rounded them last, or -1.
     """
 

@@ -92,7 +92,7 @@ def prune(
     yes: Yes = False,
     as_json: Json = False,
 ) -> None:
-    """List stored results whose case no longer exists."""
+    """List stored results whose case no longer exists, and remove them with --yes."""
     from ..tools import catalog, maintenance
 
     with show_progress() as progress:

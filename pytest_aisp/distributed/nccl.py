@@ -1,4 +1,4 @@
-"""`aisp links nccl` times collectives on several ranks. `nccl-env` explains the set variables.
+"""`aisp links nccl` times collectives on several ranks. `nccl-env` explains NCCL's variables.
 
 The ranks are started in the same way as for pages (`launcher.RankSet`), with NCCL on GPUs and Gloo
 on CPUs.

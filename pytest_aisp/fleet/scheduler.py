@@ -190,8 +190,8 @@ class Scheduler:
     def lost(self, seat_id: str, why: str) -> None:
         """Note that a seat ended unexpectedly. Its cases run again, on another node if possible.
 
-        The last messages may be lost too, so any case in the queue may have been running. So when
-        one of these cases runs again, no other case waits behind it in the seat.
+        The last messages may be lost too, so any case in the queue may have been running. When one
+        of these cases runs again, no other case waits behind it in the seat.
         """
         if (seat := self.seats.pop(seat_id, None)) is None:
             return

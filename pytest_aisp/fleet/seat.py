@@ -62,7 +62,7 @@ class Seat:
         self._log = folder / f"{spec['seat']}.log"
         started = threading.Event()
         run = (environment, theirs, folder / "tree" / str(spec["folder"]), started)
-        # `die_with` ends the process when the thread that started it ends, so this thread waits.
+        # `die_with` ends pytest when the thread that started it ends. So the thread waits.
         threading.Thread(target=self._run, args=run, daemon=True).start()
         started.wait()
         if self._process is None:

@@ -294,7 +294,7 @@ def _set_environment(before: Mapping[str, str]) -> None:
 
 
 _LASTING = "torch's modes", "torch's dispatch modes", "torch's module hooks"
-"""Settings that can be reset, but not set again."""
+"""Settings that can be undone, but not applied a second time."""
 
 _before_imports: dict[str, object] = {}
 _changed_by_imports: dict[str, dict[str, object]] = {}

@@ -42,7 +42,7 @@ ARITHMETIC = ("fp64", "fp32", *PRECISIONS)
 """Legal keys of ``Work(flops=)``. A type whose peak was not measured has no roofline limit."""
 OWNED: tuple[str, ...] = get_args(Owned)
 HOST_BOUNDS = ("launch", "host")
-"""Bounds with a verdict about the time of ordinary calls. With others, it is about GPU time."""
+"""Bounds for which ordinary calls are judged. For all other bounds, GPU time alone is judged."""
 VERSUS: tuple[str, ...] = get_args(Versus)
 UNJUDGED = "none, because sweep= of the page does not judge this point"
 CLAIM_WORDS = ("neutral", "yardstick")
