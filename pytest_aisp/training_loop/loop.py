@@ -28,7 +28,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Step:
-    """The seconds in which the loop waited for a batch, and then worked on it.
+    """The seconds in which the loop waited for a batch, and the seconds in which it worked on it.
 
     `first` is True for the first step of an epoch.
     """
@@ -191,7 +191,7 @@ class Loop:
 BODY = "aisp.body"
 """The profiler annotation around a step's work, from its batch to the next request."""
 ITEM, COPY = "aten::_local_scalar_dense", "aten::copy_"
-"""Two operators: the one below `.item()`, `float()`, `bool()` and similar, and that of copies."""
+"""Two operators: one that `.item()`, `float()` and `bool()` call, and one that copies."""
 BLOCKS = re.compile(r"\w*Synchronize|cudaMemcpy(Async)?")
 """CUDA calls in which the host waits. Asynchronous copies wait if the memory is not pinned."""
 FUSIBLE = re.compile(r"elementwise|reduce_kernel|multi_tensor_apply|layer_norm|softmax", re.I)

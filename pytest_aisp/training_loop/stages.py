@@ -140,8 +140,8 @@ _inner = _InnerSeconds()
 class Timed:
     """A callable that adds its calls and seconds to shared memory.
 
-    Otherwise it behaves like the callable itself. A copy of it is the plain callable, unless
-    multiprocessing copies it into a new worker process.
+    In all other respects, it behaves like the original callable. A copy of it is the original
+    callable, unless multiprocessing makes the copy for a new worker process.
     """
 
     def __init__(self, work: Work, cells: Array[c_double], at: int, width: int) -> None:

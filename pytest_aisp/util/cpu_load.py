@@ -16,7 +16,9 @@ from .process_group import current_group
 STOLEN = 0.05
 """A block is disturbed if other processes, or the host, took more than this share of it."""
 EXPLAINED = 0.5
-"""Other processes cause a wait if they used this share of the waiting time, however many cores."""
+"""Other processes caused a wait if their CPU seconds, over all cores, are at least this share of
+it.
+"""
 WINDOW = 0.25
 """Seconds over which other processes' CPU time is counted. Linux counts it in steps of 10 ms."""
 TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
@@ -50,8 +52,8 @@ def read_cpu() -> CpuReading:
 class CpuLoad:
     """Detect that other processes, or the host, keep this process from its cores.
 
-    A process with more threads than cores waits for itself. That is part of its own work, so a wait
-    counts only if other processes used the cores meanwhile.
+    A process with more threads than cores makes its own threads wait. So a wait counts only if
+    other processes used the cores meanwhile.
     """
 
     def __init__(self) -> None:
@@ -125,7 +127,7 @@ def _all_processes() -> tuple[float | None, float]:
 
 
 def _own_seconds() -> float:
-    """Return the CPU seconds of this process, and of its children whether they have ended or not.
+    """Return the CPU seconds of this process and of its children, both running and ended.
 
     A page's own helper processes are part of its work, not competitors.
     """

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 ROUND_TRIPS = 32
-"""Messages to each rank and back. The fastest one tells the offset of its clock best."""
+"""The number of messages to each rank and back. The fastest one gives the best clock offset."""
 
 
 class SingleProcess:
@@ -50,7 +50,7 @@ class SingleProcess:
         return [value]
 
     def clock_offset(self) -> tuple[float, float]:
-        """Return by how many seconds this rank's clock is ahead of rank 0's, and the largest error.
+        """Return the seconds by which this rank's clock is ahead of rank 0's, and their error.
 
         The clock is that of `time.time_ns`.
         """

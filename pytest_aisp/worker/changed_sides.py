@@ -1,4 +1,4 @@
-"""Which sides of a case differ from their version in an old tree, and which launch the same."""
+"""Find the sides of a case that differ from an old version, in source or machine code."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ COMPILE = "torch.compile"
 def changed_sides(context: TaskContext) -> ChangedResult:
     """Return which sides have changed, or why the old page cannot be compared.
 
-    A side has changed if its digest differs. Both sides count as changed if anything else that they
-    may use differs: another file, or page code other than tests, other sides, and functions that
-    make inputs or references.
+    A side has changed if the digest of its source differs. Both sides count as changed if other
+    code that they may use differs: another file, or code in the page. Tests, other sides, and
+    functions that make inputs or references do not count.
 
     An old page cannot be compared if it needs files of the current tree, or if an old side would
     import such files when it is called.
 
-    Without an old tree, only return what the sides launch.
+    Without an old tree, only return digests of the machine code that the sides launch.
     """
     past, task = context.past, context.task
     if isinstance(task, ChangedTask) and task.sass:
@@ -37,7 +37,10 @@ def changed_sides(context: TaskContext) -> ChangedResult:
         return ChangedResult(sass=sass_diff(*launched))
     if past is None:
         return _machine_code(context)
-    pair, result = context.pair, ChangedResult()  # the page first: the old import hides modules
+    pair, result = (
+        context.pair,
+        ChangedResult(),
+    )  # the page first: the old import hides modules
     try:
         old = context.old_pair_or_none
     except MixedTreesError as error:
@@ -69,7 +72,7 @@ def changed_sides(context: TaskContext) -> ChangedResult:
 
 
 def _machine_code(context: TaskContext) -> ChangedResult:
-    """Return a digest of the machine code that each side launches, if its kernels are known."""
+    """Return a digest of the machine code that each side launches, for sides with known kernels."""
     result, task = ChangedResult(), context.task
     assert isinstance(task, ChangedTask)
     for role in ROLES:
@@ -113,7 +116,7 @@ def _why_timed(context: TaskContext, rest: _Rest, now: Side, then: Side, *, diff
 
 
 def _others(side: Side, root: str, launched: Collection[object]) -> list[str]:
-    """Return the digests of the Triton kernels that a side names, but did not launch."""
+    """Return the digests of the Triton kernels that a side refers to, but did not launch."""
     kernels = (kernel for kernel in triton_kernels([side], root) if kernel not in launched)
     return [digest(kernel, root, constants=True) for kernel in kernels]
 
@@ -128,7 +131,7 @@ def _digests_differ(context: TaskContext, now: Side, then: Side, *, kernels: boo
 
 
 class _Rest:
-    """The code and data of both trees that the digests of the sides may not contain.
+    """The code and data in both trees that are not part of the sides' digests.
 
     Args:
         now, then: the sides of the case in today's page and in the old page.
@@ -178,10 +181,10 @@ def _sides_of(pair: Pair) -> list[Side]:
 
 
 def _names(pair: Pair, sides: list[Side], root: str) -> set[str]:
-    """Return the functions of a page whose changes the digests contain, or that do not matter.
+    """Return the names of a page's functions that need no comparison apart from the digests.
 
-    The digests of `sides` contain what they reach by name. Other sides, and functions that make
-    inputs, references and costs, are not in `sides`.
+    These are the functions that the digests of `sides` include, other sides, and the functions
+    that make inputs, references and costs.
     """
     functions = [pair.baseline, *(variant.side for variant in pair.variants), pair.inputs]
     functions += [pair.reference, pair.work, *pair.costs.values()]

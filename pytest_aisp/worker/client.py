@@ -1,4 +1,4 @@
-"""The workers that the pytest process sends tasks to: a process, or a recorded run.
+"""The workers to which the pytest process sends tasks: a process, or a recorded run.
 
 A `WorkerProcess` receives tasks over a pipe and is killed if it exceeds a time limit. A
 `ReplayWorker` answers with the samples of a recorded run.
@@ -59,7 +59,7 @@ class Worker(Protocol):
 
 
 class Launched(Protocol):
-    """What a `WorkerProcess` uses of its `Popen`."""
+    """The part of `Popen` that a `WorkerProcess` uses."""
 
     pid: int
 
@@ -131,7 +131,7 @@ class WorkerProcess:
         return self._process.pid
 
     def fileno(self) -> int:
-        """Return the pipe of its answers, which can be read as soon as the process is ready."""
+        """Return the file descriptor from which the process's answers can be read."""
         return self._answers
 
     def ask(self, task: Task, seconds: float, progress: Progress) -> Reply:

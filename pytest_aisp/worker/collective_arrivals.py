@@ -56,8 +56,8 @@ class Meeting(Struct, frozen=True):
     Attributes:
         name, nbytes: those of its operations.
         arrived, ended: seconds by rank.
-        blocked: seconds by rank that it waited, since its last collective, for data that no other
-            rank had begun to send.
+        blocked: for each rank, the seconds since its last collective in which it waited for data
+            that no other rank had begun to send.
     """
 
     name: str
@@ -86,10 +86,10 @@ Call = Sequence[Meeting]
 
 
 class SideArrivals(Struct, frozen=True):
-    """The recorded calls of one side, and the transfer of each of its collectives alone.
+    """The recorded calls of one side, and the time of each collective when nothing else runs.
 
     Attributes:
-        alone: seconds of the transfer of the k-th collective of a call, or None if it is unknown.
+        alone: transfer seconds of a call's k-th collective by itself, or None if unknown.
     """
 
     calls: Sequence[Call]
@@ -150,9 +150,9 @@ def _record_sides(
 
 
 def meetings(ranks: Sequence[Sequence[Sequence[Operation]]]) -> list[Call]:
-    """Return the calls, given the operations by rank and call.
+    """Return the meetings in each call, given the operations by rank and call.
 
-    If a call has only transfers between two ranks, its end is where the ranks meet.
+    If a call has only transfers between two ranks, the end of the call counts as a meeting.
 
     Raises:
         ValueError: there is no operation, or the ranks do not make the same collectives.
@@ -191,10 +191,10 @@ def _meetings_of(ranks: Sequence[Sequence[Operation]]) -> Call:
 
 
 def _blocked(ranks: Sequence[Sequence[Operation]], rank: int, since: float, until: float) -> float:
-    """Return the seconds that `rank` received while no other rank had begun to send.
+    """Return the seconds in which `rank` waited to receive while no other rank had begun to send.
 
-    A receive that was posted early waits for the other rank only until that one sends. The rest of
-    its time, the rank may have computed.
+    An early receive waits for the sender only until the sender begins. The rest of the receive
+    does not count, because the rank may have computed meanwhile.
     """
     others = [o for number, each in enumerate(ranks) if number != rank for o in each]
     seconds, last = 0.0, since

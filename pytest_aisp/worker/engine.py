@@ -39,7 +39,7 @@ from .loader import Cache, DeclaredSide, TaskContext, pair_of, seed_of
 from .process_timer import ProcessSide, measure_processes, time_here
 
 SANDBOX = "sandbox"
-"""The seed's purpose for a sandboxed side's values, and the key of their reference in the cache."""
+"""Part of the seed of a sandboxed side's values, and the cache's key of the expected results."""
 
 
 @dataclass
@@ -253,7 +253,7 @@ class Engine:
             return torch_profiler.profile_sides(pool, sides, Path(task.folder), self.progress)
 
     def draw(self, task: messages.DrawTask) -> Mapping[str, Json]:
-        """Write the values that a sandboxed side will receive, and keep their reference."""
+        """Write input values for a sandboxed side, and keep the expected results for `compare`."""
         context = TaskContext(task)
         if task.count:
             return input_process.write_value_sets(context.pair, task)

@@ -1,7 +1,7 @@
 """A side that is held ready, and timed window by window while another process waits.
 
-The pytest process asks this process and one of another environment for windows in turn. So it has
-the schedule, and only one of the two processes works at any moment.
+The pytest process requests windows in turn from this process and from a process in another
+environment. It controls the schedule, so only one of the two processes works at any moment.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class HeldSide:
     """Two copies of one side, ready to be timed.
 
     Attributes:
-        laps: the number of laps that the side is timed in.
+        laps: the number of laps in which the side is timed.
     """
 
     timer: PairTimer
@@ -51,13 +51,13 @@ class HeldSide:
     _opened: ExitStack
 
     def result(self) -> HoldResult:
-        """Return what the schedule needs to know about the windows."""
+        """Return the facts about the windows that the schedule uses: clock, calls, laps."""
         windows = self.timer.windows
         counted, repeats = [window.counted for window in windows], windows[0].repeats
         return HoldResult(self.timer.clock, self.laps, counted, repeats)
 
     def window(self, task: WindowTask) -> WindowResult:
-        """Time one window. What happened while the other process worked does not disturb it."""
+        """Time one window. Disturbances while the other process worked are ignored."""
         if task.refresh:
             self.timer.refresh(last=task.refresh == "last")
         self.timer.disturbance()
@@ -127,7 +127,7 @@ def hold(task: HoldTask, cache: Cache, quiet: Quiet, progress: Progress) -> Held
         reference = cache.reference(task, context.pair, task.size)
         rng = random.Random(seed)
         trial = Trial(timed, reference, (declared, declared), budget, rng, progress, source)
-        trial.neighbors = Neighbors(trial.neighbors.read)  # NVML would name the other process
+        trial.neighbors = Neighbors(trial.neighbors.read)  # NVML would report the other process
         if trial.on_gpu and task.lap == 0:  # chooses the clock, and warms up
             with trial.ready():
                 pass

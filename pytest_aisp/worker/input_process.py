@@ -95,14 +95,14 @@ class Child:
         if self._code is None:
             try:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
-            except ChildProcessError:  # a page has waited for it
+            except ChildProcessError:  # page code called wait
                 pid, status = self.pid, 0
             if pid:
                 self._code = os.waitstatus_to_exitcode(status)
         return self._code
 
     def wait(self, timeout: float | None = None) -> int:
-        """Return the exit code as soon as the process has ended."""
+        """Wait for the end of the process and return its exit code."""
         deadline = time.monotonic() + (math.inf if timeout is None else timeout)
         while (code := self.poll()) is None:
             if time.monotonic() > deadline:

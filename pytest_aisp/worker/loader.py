@@ -273,10 +273,11 @@ class Cache:
     exhausted: bool = False
 
     def reference(self, task: CaseTask, pair: Pair, size: Size) -> Reference:
-        """Return the reference at `size`. Checks and timings use the same one.
+        """Return the reference at `size`, which checks and timings share.
 
-        The values at the timed size are the same in every run, so that a new result can be compared
-        with a stored one. Its unseen values and all other sizes' values depend on the task's seed.
+        The input values at the timed size are the same in every run, so that a new result can be
+        compared with a stored one. The task's secret seed determines the values at all other sizes,
+        and the unseen values at the timed size.
         """
         page = f"{task.page}{task.function}{task.device}"
         purpose = "time" if (task.at, size) == ("case", task.size) else f"check{task.seed}"

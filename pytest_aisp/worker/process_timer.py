@@ -1,9 +1,9 @@
 """Process sides, for settings that are read only when a process starts, such as the environment.
 
 Each sample comes from one fresh process, which imports the page, makes the inputs, warms up, and
-times its own calls. The processes run in the order ABBA, like the windows of every clock. Those of
-a block start together, because importing torch takes most of their time. Then they wait until it is
-their turn, so that only one of them works.
+times its own calls. The processes run in the order ABBA, like the windows of every clock. The
+processes of a block start together, because importing torch takes most of their time. Then each
+waits for its turn, so that only one process works at a time.
 """
 
 from __future__ import annotations
@@ -243,7 +243,7 @@ def _ask(worker: WorkerProcess, task: Task, name: str, kind: type[Result]) -> Re
 
 
 def _print_again(outputs: Sequence[OutputCapture]) -> None:
-    """Copy the outputs of a sample's process to this process's output, which the session reads."""
+    """Copy the output of a sample's process to the output of this process, which pytest shows."""
     for output in outputs:
         write_text(sys.stdout, output.stdout.take().text)
         write_text(sys.stderr, output.stderr.take().text)

@@ -1,7 +1,7 @@
-"""Untrusted sides: one process runs them, and another one has the expected results.
+"""Run untrusted sides in one process, and keep the expected results in another one.
 
-The sandboxed process receives values and returns outputs. The pytest process times its answers. A
-third process draws the values, compares the outputs, and never runs a side. So with
+The sandboxed process receives input values and returns outputs. The pytest process times its
+answers. A third process draws the values, compares the outputs, and never runs a side. So with
 ``--aisp-untrusted`` a side can access neither the clock, nor the comparison, nor the expected
 values.
 """

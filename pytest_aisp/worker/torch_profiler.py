@@ -1,8 +1,8 @@
 """Profile a few calls of each side with torch's profiler: traces, tables, and allocated memory.
 
-The code that Inductor generated for a side that uses `torch.compile` is kept beside them.
-Profiling starts after the verdict, in a separate worker process that measures nothing, because the
-profiler's hooks stay in its process.
+The code that Inductor generated for a side that uses `torch.compile` is kept beside them. Profiling
+starts after the verdict, in a separate worker process. That process is not used for timing, because
+the profiler's hooks stay active in it.
 """
 
 from __future__ import annotations
