@@ -651,6 +651,60 @@ def test_without_a_compiler_the_error_says_what_to_install(monkeypatch, error):
         cuda_module("data/build.cu").assemble("sm90")
 
 
+# Kernels that launch kernels.
+
+PARENT = """
+__global__ void child(float* x) { x[0] = 1; }
+extern "C" __global__ void parent(float* x) { child<<<1, 1>>>(x); }
+"""
+
+
+def linkable():
+    try:
+        return bool(nvrtc._device_runtime())
+    except (ImportError, CompileError):
+        return False
+
+
+@needs_nvrtc
+@pytest.mark.skipif(not linkable(), reason="needs nvidia-nvjitlink and nvidia-cuda-runtime")
+@pytest.mark.parametrize("arch", ["sm90", "sm100"])
+def test_a_kernel_that_launches_a_kernel_is_linked(module_of, arch):
+    module = module_of(PARENT, device_runtime=True)
+    assert module.assemble(arch)["parent"]["registers"] > 0
+    with pytest.raises(CompileError, match=r"(?s)page\.cu does not compile for sm_.*no_such"):
+        module_of(
+            f"extern __device__ void no_such(float* x); {PARENT.replace('x[0] = 1', 'no_such(x)')}",
+            device_runtime=True,
+        ).assemble(arch)
+
+
+@needs_nvrtc
+def test_a_kernel_cannot_launch_a_kernel_without_the_device_runtime(module_of):
+    with pytest.raises(CompileError, match="the required runtime APIs are not declared"):
+        module_of(PARENT).assemble("sm90")
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("missing", ["load_nvidia_dynamic_lib", "find_static_lib"])
+def test_without_the_device_runtime_the_error_says_what_to_install(module_of, monkeypatch, missing):
+    nvrtc.toolchain()  # finds NVRTC by the same function
+
+    def absent(name):
+        raise RuntimeError(f"no {name}")
+
+    finder = SimpleNamespace(
+        load_nvidia_dynamic_lib=lambda name: None, find_static_lib=lambda name: "lib.a"
+    )
+    setattr(finder, missing, absent)
+    monkeypatch.setattr(nvrtc, "import_module", lambda name: finder)
+    with pytest.raises(
+        CompileError, match="pip install nvidia-nvjitlink nvidia-cuda-runtime\n"
+    ) as e:
+        module_of(PARENT, device_runtime=True).assemble("sm90")
+    assert f"(no {'nvJitLink' if missing.startswith('load') else 'cudadevrt'})" in str(e.value)
+
+
 # The cache.
 
 

@@ -37,6 +37,7 @@ GPU_ONLY = {
     "ch11/dependent_launch-loads_first": "inline assembly",
     "ch11/dependent_launch-waits_first": "inline assembly",
     "ch10/tcgen05": "the accelerator reads GPU memory",
+    "ch12/segments-device_launches": "expected primary-expression before '<' token",
     "ch18/cuda_attention-cudnn": "No viable backend",
     "ch18/cuda_attention-mma_sync": "inline assembly",
     "ch18/cuda_attention_hopper": "inline assembly",

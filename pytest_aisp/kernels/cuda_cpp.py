@@ -38,6 +38,7 @@ def cuda_module(
     *,
     options: Mapping[str, object] | Iterable[tuple[str, object]] = (),
     targets: Mapping[str, str] | None = None,
+    device_runtime: bool = False,
 ) -> CudaModule:
     """Return the kernels of `file`, a path relative to the calling page. Nothing is compiled yet.
 
@@ -45,6 +46,8 @@ def cuda_module(
         options: fields of `cuda.core.ProgramOptions`, as in ``{"use_fast_math": True}``.
         targets: the compilation targets keyed by arch, as in ``{"sm90": "sm_90a"}``. The default
             depends on the `needs` of the sides that use the file.
+        device_runtime: whether kernels of the file launch kernels (dynamic parallelism). The file
+            is then linked with CUDA's device runtime.
 
     Raises:
         FileNotFoundError: the file does not exist.
@@ -56,7 +59,8 @@ def cuda_module(
     if not path.is_file():
         files = ", ".join(sorted(p.name for p in path.parent.glob("*.cu"))) or "none"
         raise FileNotFoundError(f"{page} asks for {path}, which does not exist; .cu there: {files}")
-    return CudaModule(path, dict(options), dict(targets or {}))
+    linked = {"relocatable_device_code": True} if device_runtime else {}
+    return CudaModule(path, {**dict(options), **linked}, dict(targets or {}))
 
 
 class CudaModule:

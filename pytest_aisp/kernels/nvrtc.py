@@ -26,6 +26,10 @@ INSTALL = (
     "cuda_module needs cuda.core and NVRTC: pip install cuda-core cuda-bindings nvidia-cuda-nvrtc"
 )
 HEADERS = "CUDA's headers are missing: pip install nvidia-cuda-runtime nvidia-cuda-cccl"
+DEVICE_RUNTIME = (
+    "Kernels that launch kernels need nvJitLink and CUDA's device runtime:"
+    " pip install nvidia-nvjitlink nvidia-cuda-runtime"
+)
 
 Options: TypeAlias = "Mapping[str, object]"
 """Fields of `cuda.core.ProgramOptions`."""
@@ -120,11 +124,20 @@ def _error(module: CudaModule, target: str, message: str) -> CompileError:
 
 
 def compile_source(core: ModuleType, source: str, options: Options) -> tuple[bytes, str]:
-    """Compile `source`. Return the machine code and the compiler's log, or raise `CompileError`."""
+    """Compile `source`. Return the machine code and the compiler's log, or raise `CompileError`.
+
+    Relocatable code is linked with CUDA's device runtime, without which it cannot be loaded.
+    """
     log = io.StringIO()
+    library = _device_runtime() if options.get("relocatable_device_code") else ""
     try:
         program = core.Program(source, "c++", core.ProgramOptions(**options))
-        return bytes(program.compile("cubin", logs=log).code), log.getvalue()
+        compiled = program.compile("cubin", logs=log)
+        if library:
+            runtime = core.ObjectCode.from_library(library)
+            settings = core.LinkerOptions(arch=options["arch"])
+            compiled = core.Linker(compiled, runtime, options=settings).link("cubin")
+        return bytes(compiled.code), log.getvalue()
     except Exception as error:  # cuda.core's error classes are private
         raise CompileError(str(error).rstrip(" \n\0")) from None
 
@@ -150,6 +163,16 @@ def toolchain() -> Toolchain:
     except (ImportError, RuntimeError) as error:
         raise NoCompiler(f"{INSTALL}\n({error})") from error
     return Toolchain(core, f"{major}.{minor}", os.path.getsize(library) if library else 0)
+
+
+def _device_runtime() -> str:
+    """Return the path of CUDA's device runtime, or raise `CompileError`."""
+    finder = import_module("cuda.pathfinder")
+    try:
+        finder.load_nvidia_dynamic_lib("nvJitLink")  # without it, cuda.core asks the driver to link
+        return str(finder.find_static_lib("cudadevrt"))
+    except RuntimeError as error:
+        raise CompileError(f"{DEVICE_RUNTIME}\n({str(error).strip()})") from None
 
 
 @functools.cache

@@ -6,6 +6,8 @@ Baseline   launch_each: one launch of one block per segment. The block reads the
            need not wait for it. A loop that cuts tensors on the host must wait as well.
 Optimized  captured: changes launch_each. The same launches as a CUDA graph. It stays right if the
            lengths change, because they are read from the table. The number of segments is fixed.
+           device_launches: changes launch_each. The host launches one kernel, in which a thread per
+           segment launches the segment's block from the GPU (dynamic parallelism).
            block_per_segment: changes launch_each. One kernel with a block for each segment. The
            code of a block is the same.
            warp_per_segment: changes block_per_segment. A warp sums a segment, without shared memory
@@ -16,7 +18,8 @@ Bound      The host limits launch_each. The GPU limits captured: its kernels use
            because the elements are read in less time than a launch takes. The longest segment,
            which is several times as long as the average, decides when warp_per_segment ends: its
            warp has few loads on their way at a time. No rate was measured for that, so the costs
-           count only the bytes and the launch.
+           count only the bytes and the launch. No rate was measured for a launch from the GPU
+           either, so the costs of device_launches count its children as blocks.
 Seen       On an H100, launch_each and the sides with one launch take about twice as long as
            predicted. A launch through `cuda_module` takes the host longer than the rate `launch`,
            which is that of an operator of torch. A kernel of captured takes longer than its start,
@@ -27,16 +30,31 @@ Use when   The number of pieces of work depends on data: segments, experts, requ
            on the GPU and let each block find its piece. A graph of many small kernels removes the
            host's time, but it does not fill the GPU. Use a warp for a piece if most pieces have a
            few hundred elements or fewer. If few pieces are much longer than the rest, split them,
-           or let warps take pieces from a queue (`uneven_work_test.py`).
+           or let warps take pieces from a queue (`uneven_work_test.py`). Launch from the GPU if
+           each piece needs a grid of its own size. At most 2048 such launches may be pending,
+           unless the device's limit is raised.
 """
 
+from importlib import import_module
+
+import pytest
 import torch
 from hypothesis import strategies as st
 
 from pytest_aisp import Cost, Variant, Work, capture, compare, cuda_module
 
 kernels = cuda_module("segments.cu")
+launching = cuda_module("segment_launches.cu", device_runtime=True)
 BLOCK, WARPS = 256, 8
+NEEDED = "needs CUDA's device runtime: pip install nvidia-nvjitlink nvidia-cuda-runtime"
+
+
+def no_device_runtime():
+    """Return whether the library is missing with which kernels that launch kernels are linked."""
+    try:
+        return not import_module("cuda.pathfinder").find_static_lib("cudadevrt")
+    except (ImportError, RuntimeError):
+        return True
 
 
 def inputs(device, n, segments):
@@ -66,6 +84,13 @@ def launch_each(x, offsets):
 
 def captured(x, offsets):
     yield capture(lambda: in_a_loop(x, offsets))
+
+
+def device_launches(x, offsets):
+    segments = offsets.numel() - 1
+    out = torch.empty(segments, device=x.device)
+    launching.launch_segments[-(-segments // BLOCK), BLOCK](x, offsets, out, segments)
+    return out
 
 
 def block_per_segment(x, offsets):
@@ -99,6 +124,11 @@ def by_one_kernel(n, segments):
     baseline=launch_each,
     optimized=[
         Variant(captured, at_least={"sm90": 6.0}),
+        Variant(
+            device_launches,
+            gpu_only="dynamic parallelism",
+            marks=[pytest.mark.skipif(no_device_runtime(), reason=NEEDED)],
+        ),
         Variant(block_per_segment, at_least={"sm90": 280}),
         Variant(warp_per_segment, sass="SHFL", at_least={"sm90": 220}),
         Variant(library, at_least="yardstick"),
@@ -118,6 +148,7 @@ def by_one_kernel(n, segments):
     costs={
         launch_each: lambda n, segments: summed(n, segments, launches=segments),
         captured: lambda n, segments: summed(n, segments, launches=1, graph_nodes=segments),
+        device_launches: lambda n, segments: summed(n, segments, launches=1, blocks=segments),
         **dict.fromkeys([block_per_segment, warp_per_segment], by_one_kernel),
         library: lambda n, segments: Cost(launches=1) + by_one_kernel(n, segments),
     },
