@@ -3,8 +3,8 @@
 // the number of vectors is a multiple of that.
 //
 // whole_codebook: a block compares its vectors with every codeword.
-// part_of_codebook: the blocks with the same blockIdx.x compare the same vectors, each with its part
-//     of the codewords, and combine their results by an atomic minimum of `out`.
+// part_of_codebook: the blocks with the same blockIdx.x compare the same vectors, each with its own
+//     part of the codewords, and combine their results by an atomic minimum of `out`.
 
 constexpr unsigned EACH = 4;     // vectors per thread, so each loaded codeword is used four times
 constexpr unsigned CHUNK = 512;  // codewords in shared memory at a time

@@ -7,8 +7,9 @@ Baseline   listed: `all_gather` into a list of tensors, then `torch.cat` of the 
 Optimized  views: listed, but the list's tensors are views of the result. The copy of `cat` is gone.
            into_tensor: `all_gather_into_tensor` into the result. No copy is left.
 Bound      NVLink. A copy moves each byte of the result through DRAM twice, which takes about a
-           quarter of the time that NVLink takes. NVLink multicast was off (README). With it, a rank
-           sends its rows once for all other ranks. It still receives as much, so no time is saved.
+           quarter of the time that NVLink takes. NVLink multicast was off (README). With multicast,
+           a rank sends its rows once for all other ranks. It still receives as many bytes, so no
+           time is saved.
 Seen       All three sides take longer than predicted, by about the same time. The prediction uses
            the rate of NCCL's all-reduce. Its all-gather is slower: the README's plot shows the rate
            at this size. With that rate, all three predictions are within 5 % of the stored times.

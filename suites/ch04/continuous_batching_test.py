@@ -2,10 +2,10 @@
 
 Problem    Serve `requests` requests of 1 to `longest` steps with 16 slots. Most requests are short.
            In a step, one token of each slot attends to the slot's cache and goes through an MLP.
-           The result of every step of every request is wanted. Whether a request has ended is known
-           only after its step.
-Baseline   static: 16 requests at a time, until the longest of them has ended. The slots of those
-           that end earlier compute for nobody.
+           All sides return the result of every step of every request. Whether a request has ended
+           is known only after its step.
+Baseline   static: 16 requests at a time, until the longest of them has ended. When a shorter
+           request ends, its slot keeps computing, and the results are discarded.
 Optimized  continuous: after each step, the next requests take the slots that have become free.
            Both sides run the same step and read 16 flags from the GPU after it.
 Bound      The host. A step is about twenty launches and a read of flags, whatever its slots hold.
@@ -68,7 +68,7 @@ def new_slots(tokens, lengths):
 
 
 def admit(slots, free, requests):
-    """Let the slots `free` begin with `requests`."""
+    """Start `requests` in the slots whose numbers are in `free`."""
     device = slots.position.device
     which, taken = torch.tensor([free, requests], device=device)
     slots.request[which] = taken
@@ -77,7 +77,8 @@ def admit(slots, free, requests):
 
 
 def step(slots, to_heads, up, down):
-    """Advance every slot by one token, and return which slots have become or are free."""
+    """Advance every slot by one token. Return a list with a bool per slot: whether it is free
+    now."""
     number, at = slots.number, slots.position
     x = slots.tokens[slots.request, at]
     query, key, value = (x @ to_heads).chunk(3, dim=-1)

@@ -13,9 +13,10 @@ class CopiedSums:
     """`count` tensors of one shape, each of which is summed in place over all ranks.
 
     Every rank sums a share of each tensor. It pulls that share from all others, adds, and pushes
-    the sum back to them. The barrier before says that all ranks have written their tensors, and the
-    barrier after says that all ranks have received every share. The streams take turns. They have
-    priority, so a barrier or an addition waits for one block of a product, not for all of them.
+    the sum back to them. The first barrier waits until all ranks have written their tensors. The
+    last barrier waits until all ranks have received every share. The tensors use several streams in
+    turn. These streams have high priority, so a barrier or an addition waits until one block of a
+    product has ended, not all blocks.
 
     Attributes:
         mine: the tensors, in symmetric memory. Their owner writes them before `start`. After `wait`
@@ -35,7 +36,7 @@ class CopiedSums:
         self._pulled = [torch.empty_like(self._shares[0]) for _ in range(STREAMS)]
 
     def start(self, k: int, value: torch.Tensor | None = None) -> None:
-        """Begin to sum tensor `k`, or `value` instead, which must then live until `wait`."""
+        """Start the sum of tensor `k`, or of `value` if given. Keep `value` alive until `wait`."""
         turn = k % STREAMS
         stream, share, pulled = self._streams[turn], self._shares[k], self._pulled[turn]
         stream.wait_stream(torch.cuda.current_stream())
@@ -51,7 +52,7 @@ class CopiedSums:
             self._handle.barrier(channel=turn)
 
     def wait(self) -> None:
-        """Make the current stream wait for all sums that were begun."""
+        """Make the current stream wait for all sums that were started."""
         for stream in self._streams:
             torch.cuda.current_stream().wait_stream(stream)
 

@@ -1,7 +1,7 @@
 """NVSHMEM pipeline: a put that carries its signal needs no partner in a handshake.
 
 Problem    Two stages on two ranks. `batches` micro-batches of `rows` rows go through a matrix of
-           the first stage, then through a matrix of the second. Both stages' results are wanted.
+           the first stage, then through a matrix of the second. Each stage returns its results.
 Baseline   exchanged: each micro-batch is sent as soon as it is computed. The receives are posted
            ahead, on NCCL's stream, so both stages and the link can work at once.
 Optimized  whole: the first stage computes everything and sends it as one message, then the second
@@ -84,7 +84,7 @@ def signalled(x, first, second):
     for memory in (between, signals):
         symmetric.rendezvous(memory, dist.group.WORLD)
     flag, puts = torch.zeros(1, device=x.device), torch.cuda.Stream()
-    dist.all_reduce(flag)  # everybody's signals are zero
+    dist.all_reduce(flag)  # the signals of all ranks are zero
 
     def put():
         now = torch.cuda.current_stream()

@@ -3,9 +3,9 @@
 Problem    Every rank sends `numel` fp32 elements to the next one, in a ring.
 Baseline   staged: down to pinned memory that all ranks of the machine share, and up again by the
            next rank. Two all-reduces of one element separate writers and readers, so the host waits
-           for nothing. The memory is made and pinned once. It shows what a machine without peer
-           access pays. Nobody would write it on NVLink. The speedups are over staged, but the
-           lesson is the step from sent to written: divide their two times.
+           for nothing. The memory is made and pinned once. It shows the cost on a machine without
+           peer access. Nobody would write it on NVLink. The speedups are relative to staged. To
+           compare sent with written, divide their two times.
 Optimized  sent: NCCL's send and receive, as one batch. This is what an engineer writes first.
            written: a copy into the next rank's symmetric memory, between two barriers. The first
            barrier says that the next rank's buffer is free, the second that this rank's buffer is
@@ -54,10 +54,10 @@ def staged(x):
 
         def run():
             mine.copy_(x, non_blocking=True)
-            dist.all_reduce(flag)  # everybody has written
+            dist.all_reduce(flag)  # all ranks have written
             out = torch.empty_like(x)
             out.copy_(theirs, non_blocking=True)
-            dist.all_reduce(flag)  # everybody has read
+            dist.all_reduce(flag)  # all ranks have read
             return out
 
         yield run

@@ -15,7 +15,8 @@ Bound      NVLink. If four GPUs form two islands that share a slow link, linked 
            it, library could send each rank's elements once instead of three times, but every rank
            would still receive three ranks' elements.
 Use when   You write your own ring and the machine's GPUs are not all joined by a switch (see
-           `aisp links topology`). Otherwise let NCCL choose. No GPU has measured this page yet.
+           `aisp links topology`). In all other cases let NCCL choose. This page has not been
+           measured on GPUs yet.
 """
 
 import functools

@@ -8,10 +8,11 @@ Baseline   blocking: `torch.save` of the weights, before the next step starts.
 Optimized  staged: blocking after a copy of the weights into pinned memory that is kept.
            threaded: staged with `torch.save` in a thread, while the next steps run. The loop waits
            for the copy into pinned memory, and for the last file before it uses that memory again.
-Bound      The host on blocking and staged: the GPU has nothing to do while a file is written. In
-           threaded the steps, or the writing if it takes longer than the steps between two files.
-           The costs count the steps and the copies from the GPU, but not the writing, because no
-           rate of it is measured. So blocking and staged take longer than predicted.
+Bound      The host on blocking and staged: the GPU has nothing to do while a file is written.
+           threaded is limited by the steps, or by the writing if a file takes longer than the steps
+           between two files. The costs count the steps and the copies from the GPU, but not the
+           writing, because no rate of it is measured. So blocking and staged take longer than
+           predicted.
 Use when   A checkpoint takes long enough to be noticed, and host memory has room for a second copy.
            On a CPU the thread takes cores from the steps. Write to a temporary name and rename the
            file when it is complete: a process that is killed then leaves the last complete file.
@@ -83,7 +84,7 @@ def pinned_like(model):
 
 
 def stage(buffers, weights):
-    """Copy `weights` into `buffers`, and wait for that."""
+    """Copy `weights` into `buffers`, and wait until the copies have ended."""
     for name, weight in weights.items():
         buffers[name].copy_(weight, non_blocking=True)
     if weight.is_cuda:

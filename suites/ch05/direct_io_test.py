@@ -52,7 +52,7 @@ def drop(file):
 
 
 def on_a_disk():
-    """Return whether a new file can be read directly, and its pages can be dropped."""
+    """Return True if a new file can be read with `O_DIRECT` and its pages can be dropped."""
     with unnamed(bytes(PAGE)) as file, mmap.mmap(-1, PAGE) as page:
         os.fsync(file.fileno())
         drop(file)
@@ -90,7 +90,7 @@ def reference(state, wanted):
 
 @contextmanager
 def cold(state):
-    """Open a file of all blocks, of which nothing is in the page cache."""
+    """Open a file with all blocks, and drop it from the page cache."""
     with unnamed(bytes_of(state.values)) as file:
         os.fsync(file.fileno())  # dirty pages are not dropped
         drop(file)

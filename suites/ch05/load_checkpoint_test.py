@@ -29,7 +29,7 @@ from pytest_aisp import Cost, Variant, Work, compare
 
 from .unnamed_files import path_of, unnamed
 
-SHARE = 8  # a rank has one of so many experts
+SHARE = 8  # a rank has 1 / SHARE of the experts
 INSTALLED = pytest.mark.skipif(
     importlib.util.find_spec("safetensors") is None,
     reason="needs safetensors: pip install safetensors",

@@ -99,7 +99,7 @@ def growth_four(x):
 
 
 def squashed(n, each=0):
-    """Return the cost with `each` elements per thread. How many the library has is unknown."""
+    """Return the cost with `each` elements per thread. For the library, their number is unknown."""
     blocks = -(-n // (each * BLOCK)) if each else 0
     return Cost(read=4 * n, write=4 * n, sfu=2 * n, ops={"fp32": 4 * n}, blocks=blocks, launches=1)
 

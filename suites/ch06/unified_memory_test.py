@@ -1,4 +1,4 @@
-"""Unified memory: ask for the pages before a kernel needs them, or copy.
+"""Unified memory: prefetch the pages before a kernel needs them, or copy.
 
 Problem    In each call, the CPU writes n fp32 values into a buffer, and the GPU returns their sum.
            The buffer is allocated before the timed part, on all sides. All sides wait for the sum,

@@ -1,4 +1,4 @@
-"""L2 eviction hints: mark what is used once as first to be evicted, and what comes back as last.
+"""L2 eviction hints: evict data that are used once first, and data that are reused last.
 
 Problem    out = x + table[index] on 2^20 rows of 128 floats. 1 GiB streams past a table of 24 MiB,
            and each row of the table is used about 21 times, in random order.

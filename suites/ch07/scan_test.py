@@ -1,4 +1,4 @@
-"""Prefix sums in one pass: ask the tiles before for their sums, instead of reading all twice.
+"""Prefix sums in one pass: tiles publish their sums, so the data are read once, not twice.
 
 Problem    Inclusive prefix sums of n int32.
 Baseline   reduce_then_scan: one kernel sums tiles of 8192 elements. One block turns these sums into
@@ -6,9 +6,9 @@ Baseline   reduce_then_scan: one kernel sums tiles of 8192 elements. One block t
            tiles before it.
 Optimized  look_back: changes reduce_then_scan. One kernel reads each tile once and scans it in the
            same way. The tile publishes its own sum. One of its warps then adds up what the tiles
-           before it have published, back to the first tile that knows its whole prefix. Then the
-           tile publishes its own prefix (Merrill and Garland 2016). The words that tiles publish
-           are zeroed by a fill before the kernel. The fill is part of the time.
+           before it have published, back to the nearest tile that has published its prefix sum.
+           Then the tile publishes its own prefix (Merrill and Garland 2016). The words that tiles
+           publish are zeroed by a fill before the kernel. The fill is part of the time.
            library: `torch.cumsum`, which calls CUB's DeviceScan for one contiguous row.
 Bound      DRAM. The baseline reads 8 bytes per element and writes 4. look_back reads 4 and writes
            4, and reaches that rate only if prefixes pass from tile to tile fast enough.

@@ -1,4 +1,4 @@
-"""Streaming stores: what is written once must not push out of the L2 what is read again.
+"""Streaming stores: keep written data from evicting data in the L2 that are read again.
 
 Problem    Look up n rows of 32 fp32 values in a table that fits the L2, in random order.
 Baseline   ordinary: plain stores. A written row takes a place in the L2 like any other row.

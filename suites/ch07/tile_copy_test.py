@@ -1,4 +1,4 @@
-"""A tile through shared memory: asked for piece by piece, or by one thread as a whole.
+"""A tile through shared memory: all threads copy pieces of it, or one thread starts a TMA copy.
 
 Problem    Copy an (m, n) fp32 matrix in tiles of 32 x 128 through shared memory. Tiled kernels load
            and store their tiles like this.

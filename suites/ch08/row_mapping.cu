@@ -2,7 +2,7 @@
 //
 // thread_per_row: one thread walks a row.
 // warp_per_row: the 32 lanes of a warp walk a row together and add up their sums by shuffles.
-// block_per_row: the 256 threads of a block do.
+// block_per_row: the 256 threads of a block walk a row together.
 
 constexpr unsigned BLOCK = 256, WARPS = BLOCK / 32;
 

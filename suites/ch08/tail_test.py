@@ -8,8 +8,9 @@ Baseline   in_order: a warp per row, in the order of the rows. An H200 holds 844
 Optimized  longest_first: changes in_order. Warp w has row m - 1 - w. Only the order of the rows
            changes.
            in_pieces: changes in_order. A warp has at most 2048 elements of a row, and adds its sum
-           to the row's by an atomic. The result is set to zero before. PyTorch has no product of
-           packed triangular matrices. A dense product would read the zeros too.
+           to the row's by an atomic. The result is set to zero before. There is no library variant:
+           PyTorch has no product of packed triangular matrices, and a dense product would also read
+           the zeros.
 Bound      DRAM: every element is read once. A lane has four loads in flight, so a warp has 512
            bytes. An idle DRAM answers in 0.34 us, so its full rate needs about 3000 warps at work,
            and more under load. The last warps of in_order have rows of very different lengths. As
