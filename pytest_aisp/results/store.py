@@ -93,7 +93,7 @@ def prune(path: Path, gone: Collection[str]) -> list[str]:
 
 @contextmanager
 def _writing(path: Path) -> Iterator[Path]:
-    """Lock `path`, after resolving its links, and turn an OSError into a StoreError."""
+    """Lock `path` inside the block, with links resolved, and turn OSErrors into StoreErrors."""
     done = False
     try:
         target = path.resolve()
@@ -214,7 +214,7 @@ def _sealed(key: str, result: Result) -> dict[str, Json]:
 
 
 def _seal(key: str, row: Mapping[str, Json]) -> str:
-    """Return 12 hex digits of a line's hash, by which numbers edited by hand are noticed."""
+    """Return 12 hex digits of a line's hash. With it, a reader notices numbers edited by hand."""
     return hashlib.sha256(json.dumps([key, row], sort_keys=True).encode()).hexdigest()[:12]
 
 

@@ -92,8 +92,8 @@ class HoldResult(Struct):
 
     Attributes:
         laps: the number of laps that such a side is timed in.
-        counted: calls that the time of a window is divided by, for each copy.
-        repeats: how much longer a window takes than its calls.
+        counted: for each copy, the number of calls by which the time of a window is divided.
+        repeats: a window's duration divided by the duration of its calls.
     """
 
     clock: str
@@ -108,7 +108,7 @@ class WindowResult(Struct):
     Attributes:
         seconds: seconds per call.
         disturbed: what disturbed the window, or empty.
-        by_machine: False if the side itself did.
+        by_machine: False if the side itself disturbed the window.
     """
 
     seconds: float
@@ -120,9 +120,9 @@ class ChangedResult(Struct):
     """The result of a `ChangedTask`: the changed sides, or why sides cannot be compared.
 
     Attributes:
-        kernels_alone: the roles of changed sides of which only sources of kernels differ.
-        why_timed: for each of these, why it must be timed. It is empty if the side launches the
-            same machine code as before.
+        kernels_alone: the roles of changed sides in which only the sources of kernels differ.
+        why_timed: for each of these roles, the reason why the side must be timed; empty if it
+            launches the same machine code as before.
         machine_code: for each role, the digest of the machine code that the side launches.
         sass: the lines of the difference of a side's SASS.
     """
@@ -209,7 +209,7 @@ class HierarchyResult(Struct):
     """The result of a `PeaksTask` about the memory hierarchy.
 
     Attributes:
-        near, far: clock cycles of a load from the L2, in the lines of lowest and highest latency.
+        near, far: clock cycles of a load from the L2, for the fastest and the slowest lines.
     """
 
     levels: list[Level]

@@ -21,9 +21,11 @@ if TYPE_CHECKING:
 VOTES = 3
 ATTEMPTS = 5
 SCREEN, VOTE = 2.2, 2.8
-"""The loss that makes a comparison a suspect, and the loss that makes a vote red, in spreads."""
+"""The loss above which a case is a suspect, and the loss above which a vote is red, in spreads."""
 BELIEVED = 1.5
-"""A process's standard error replaces the recorded spread if it is above this multiple of it."""
+"""A process's standard error replaces the recorded spread if it is more than this many times
+larger.
+"""
 DETECTABLE = 4.6
 """The loss that screen and votes together detect in 99 % of trials, in spreads."""
 DETECTABLE_CODE = 6.0
@@ -31,11 +33,13 @@ DETECTABLE_CODE = 6.0
 PLANTED = 0.01
 """The smallest slowdown that a run's canary plants."""
 MOVED_SHARE, MOVED_LEAST = 0.05, 5
-"""The environment moved if suspects in one direction exceed this share of cases and this count."""
+"""The environment has changed if more than this share of the cases, and more than this number of
+them, are suspects in the same direction.
+"""
 RECORD_FLOOR = 0.02
 RECORD_SPREADS = 10.0
 SESSION_SHIFTS = 5.0
-"""A detectable loss is the margin plus this many session spreads, as all votes share a session."""
+"""All votes share a session, so this many session spreads are added to the detectable loss."""
 UNKNOWN_SESSION = {"graph": 0.010, "queue": 0.020, "host": 0.10, "cpu": 0.05, "process": 0.05}
 """The spread between sessions on each clock, assumed until sessions are recorded (spread.md)."""
 
@@ -67,11 +71,11 @@ class Reading(NamedTuple):
 
 
 def effective_spread(spread: float, reading: Reading) -> float:
-    """Return the spread that applies to `reading`: the recorded one, or its own larger error.
+    """Return the spread to use for `reading`: the recorded spread, or its own larger error.
 
-    Some sessions vary more than the recorded ones (spread.md). The error replaces the spread only
-    if it is above `BELIEVED` times the spread. With four laps, two of each order, 6 % of processes
-    exceed that limit by chance. A higher limit would miss too many noisy processes.
+    Some sessions vary more than the recorded sessions (spread.md). The error replaces the spread
+    only if it is above `BELIEVED` times the spread. With four laps, two of each order, 6 % of
+    processes exceed that limit by chance. A higher limit would miss too many noisy processes.
     """
     return reading.error if reading.error > BELIEVED * spread else spread
 
@@ -99,7 +103,7 @@ class Gate:
     spread: float = math.inf
 
     def deficit(self, value: float) -> float:
-        """Return by how much `value` falls short of the limit (exceeds it, for gains)."""
+        """Return limit minus `value`, or for the gate that looks for gains, `value` minus limit."""
         return self.sign * (self.limit - value)
 
     def decide(self, first: Reading, votes: Sequence[Reading]) -> Outcome:
@@ -121,7 +125,7 @@ class Gate:
 
 
 def claim_gate(speedup: float, spread: float) -> Gate:
-    """Return the gate of ``at_least=speedup``: red 2.8 spreads below it, clear 2.2 above it."""
+    """Return the gate of ``at_least=speedup``: red 2.8 spreads below, clear 2.2 spreads above."""
     screen, vote = -SCREEN * spread, VOTE * spread
     return Gate("claim", math.log(speedup), screen, vote, 0.0, spread=spread)
 
@@ -144,8 +148,8 @@ def code_gate(spread: float, first: Reading) -> Gate:
 
     Args:
         spread: the recorded spread of one process.
-        first: the result of the first process. If its error replaces the spread, the screen widens
-            less than the limit for votes, because a needless suspect costs only votes.
+        first: the result of the first process. If its error replaces the spread, the threshold of
+            a suspect rises less than that of a red vote: a needless suspect costs only votes.
     """
     screen, vote = SCREEN * max(spread, effective_spread(spread, first) / BELIEVED), VOTE * spread
     return Gate("code", 0.0, screen, vote, vote, spread=spread)
@@ -240,8 +244,8 @@ CODE_IS_AS_FAST = Finding("pass")
 def case_cause(findings: Sequence[Finding], word: str) -> Cause:
     """Return the cause of the findings that led to the verdict `word`.
 
-    If the code changed, but is as fast as it was, and nothing else explains the loss against the
-    stored result, the machine is the cause.
+    The cause is the machine if the changed code is as fast as the old code, and nothing else
+    explains the loss against the stored result.
     """
     words = ("stale", word) if word == "regressed" else (word,)
     decisive = [finding for finding in findings if finding.verdict in words]
@@ -272,9 +276,9 @@ def case_verdict(findings: Iterable[Finding], *, strict_environment: bool = Fals
 def detectable(gates: Sequence[Gate], spread: float, session: float) -> float:
     """Return the smallest loss of ln(speedup) that is detected in 99 % of trials.
 
-    The loss is relative to the stored result if there is one, and then includes the spread between
-    sessions. Otherwise it is relative to the claim. A loss 1.8 spreads beyond `Gate.red` makes
-    three of five votes red.
+    If there is a stored result, the loss is relative to it, and includes the spread between
+    sessions. Without a stored result, the loss is relative to the claim. A loss that is 1.8 spreads
+    larger than `Gate.red` makes at least three of five votes red in 99 % of trials.
     """
     record = next((g for g in gates if g.name == "record"), None)
     if record is None:
