@@ -1,12 +1,13 @@
-// x divided by the root of its row's mean square. 8 blocks share a row, and all need its sum.
+// Divides x by the root of its row's mean square. 8 blocks share a row, and all of them need the
+// row's sum.
 //
-// add_squares: each block adds its part of a row's sum of squares to the row's sum by one atomic.
-// divide_by_sum: reads x once more, and the sum that the atomics have added up.
+// add_squares: each block adds its part of a row's sum of squares to the row's sum with one atomic.
+// divide_by_sum: reads x again, divides it, and takes the sum that the atomics have computed.
 // store_squares: each block stores its part of the sum.
-// divide_by_parts: reads x once more, and adds the 8 parts of its row.
-// distributed: both in one kernel. A row's 8 blocks are a cluster. The parts stay in their shared
-//   memory.
-// kept: distributed, but x stays in shared memory too, so it is read once.
+// divide_by_parts: reads x again, adds the 8 partial sums of its row, and divides.
+// distributed: does both steps in one kernel. A row's 8 blocks are a cluster, and the partial sums
+//   stay in its shared memory.
+// kept: like distributed, but x also stays in shared memory, so it is read once.
 //
 // Rows begin at multiples of 16 bytes, which are 4 elements.
 
@@ -66,7 +67,7 @@ __device__ float squares(const float4* x, Slice part) {
   return over_block(sum);
 }
 
-// Returns the sum of a row's 8 block sums. Each lane gets its own by from(block).
+// Returns the sum of a row's 8 block sums. from(block) returns the sum of one block.
 template <typename From>
 __device__ float over_row(From from) {
   return over_lanes(from(threadIdx.x % BLOCKS), BLOCKS);
@@ -107,8 +108,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 8)
   divide(x + part.first, out + part.first, part.count, sum, n);
 }
 
-// Returns the sum over the cluster of the `sum` of each block's first thread. A block must not exit
-// before `cluster.barrier_wait()`, because other blocks read its shared memory until then.
+// Adds the `sum` of each block's first thread over the cluster and returns the result. A block must
+// call `cluster.barrier_wait()` before it exits, because until then other blocks read its shared
+// memory.
 __device__ float over_cluster(cooperative_groups::cluster_group cluster, float sum) {
   __shared__ float mine;
   if (threadIdx.x == 0) mine = sum;

@@ -1,29 +1,30 @@
-"""Reduction over a cluster: a sum that 8 blocks need stays on the chip, and the row with it.
+"""Reduction over a cluster: 8 blocks share a sum through shared memory and read their row once.
 
 Problem    Divide each row of n fp32 elements by the root of its mean square (RMS norm without
            weights). A row of 65536 elements is 256 KiB, more than an SM's shared memory, so 8
-           blocks share it. None of them can write before all have read.
+           blocks share it. No block can write results until all 8 blocks have read their parts.
 Baseline   atomics: one kernel adds each block's sum of squares to the sum of its row, which a fill
            has zeroed. A second kernel reads x again and divides it.
-Optimized  two_passes: of atomics. The blocks store their sums, and the second kernel adds the 8
-           sums of a row itself.
-           distributed: of two_passes. One kernel, in which the 8 blocks of a row are a cluster and
-           read each other's sums from shared memory. It reads x again while the L2 may still hold
-           it.
-           kept: of distributed. x stays in shared memory, so it is read once.
+Optimized  two_passes: changes atomics. The blocks store their sums, and the second kernel adds the
+           8 sums of a row itself.
+           distributed: changes two_passes. In one kernel, the 8 blocks of a row form a cluster and
+           read each other's sums from shared memory. The kernel then reads x again, and may find it
+           in the L2.
+           kept: changes distributed. x stays in shared memory, so it is read once.
            library: `torch.nn.functional.rms_norm`. Its kernel also reads x twice.
-Bound      DRAM. x is ten times the L2, so a second kernel reads it from DRAM again: 8 bytes per
-           element and 4 written. kept reads 4. distributed also reads 4 if the L2 serves every
-           second read. Each SM holds 6 blocks in both, so it can wait at a cluster's barrier in one
-           block and move data in another. atomics and two_passes may have
-           8 blocks per SM.
-Seen       distributed takes longer than predicted. Compared with kept, its time fits if the L2
-           misses about half of the second reads. 99 rows are in work at a time, 26 MB, and as many
-           bytes are written meanwhile. Together they are as large as the L2 of 50 MB, so it
-           probably evicts part of a row before the second read. No counter was read.
-Use when   Blocks that need a common result also read their data twice, and a cluster's shared
-           memory holds the data. The gain comes from reading once. The path of the sums does not
-           matter. A row that fits in one SM, as most models have them, needs no cluster.
+Bound      DRAM. x is ten times as large as the L2, so a second kernel reads it from DRAM again. The
+           sides with two kernels read 8 bytes per element and write 4. kept reads 4 bytes.
+           distributed also reads 4 bytes if every second read hits the L2. In both, an SM holds 6
+           blocks, so some of its blocks move data while others wait at a cluster's barrier. In
+           atomics and two_passes, an SM can hold 8 blocks.
+Seen       distributed takes longer than predicted. Compared with kept, its time means that about
+           half of the second reads miss the L2. 99 rows (26 MB) are processed at a time, and the
+           same number of bytes is written. Together they are as large as the L2 (50 MB), so part of
+           a row is probably evicted before the second read. We did not check this with hardware
+           counters.
+Use when   Several blocks need a common result, they read their data twice, and the data fits in the
+           shared memory of a cluster. The gain comes from reading the data once. How the sums are
+           exchanged does not matter. In most models, a row fits in one SM and needs no cluster.
 """
 
 from dataclasses import replace
@@ -116,7 +117,7 @@ def divided(rows, n, ops=1, l2=8):
     inputs=inputs,
     reference=reference,
     sizes=[{"rows": 2048, "n": 65536}],
-    # Rows begin at multiples of 16 bytes. Some blocks or threads have no elements, others many.
+    # Rows begin at multiples of 16 bytes. Some blocks or threads have no elements.
     check_sizes=[
         {"rows": 3, "n": 20},
         {"rows": 5, "n": 1028},

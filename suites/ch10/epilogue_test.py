@@ -1,22 +1,23 @@
-"""A linear layer with GELU: finish the results of a matrix product before they leave the registers.
+"""A linear layer with GELU: apply bias and GELU while the product is in registers.
 
-Problem    GELU(x w^T + bias), with GELU's tanh form. x (m, k), w (n, k) and bias (n) are fp16, sums
-           are fp32, results are fp16. k is small, so there are many results of short sums: 128 in
-           test_epilogue, 512 in test_epilogue_deeper.
+Problem    GELU(x w^T + bias), with the tanh approximation of GELU. x (m, k), w (n, k), bias (n) and
+           the results are fp16, and sums are fp32. k is small, so the sums are short and the
+           results are large: k is 128 in test_epilogue and 512 in test_epilogue_deeper.
 Baseline   separate: `torch.matmul`, then one kernel for bias and GELU. It writes the m n products,
            reads them, and writes m n results.
-Optimized  own_product: of separate. A Triton product replaces the library's. It gains nothing. It
-           is here so that fused differs from it by the epilogue alone.
-           fused: of own_product. Bias and GELU are in the epilogue of that product.
-           library: `torch._addmm_activation`, the epilogue of cuBLASLt. It does not round between
-           product and bias. The other sides do.
-Bound      DRAM, L2 and special functions, one after the other. A block multiplies, takes GELU, and
-           stores. With so few steps of k, the other block of an SM hides little of this. The cost
-           therefore adds these phases up. For the library's kernels, which nobody here has read, it
-           does the same.
-Use when   The results of a product are large and their sums short. At larger k the better product
-           of the library outweighs what fusion saves. Then use the library's own epilogue if
-           it has the function.
+Optimized  own_product: changes separate. A Triton product replaces the library's product. It is no
+           faster. It is a baseline from which fused differs only by the epilogue.
+           fused: changes own_product. The same Triton product adds the bias and applies GELU in its
+           epilogue.
+           library: `torch._addmm_activation`, the epilogue of cuBLASLt. It does not round the
+           product before it adds the bias. The other sides do.
+Bound      DRAM, L2 and special functions, one after the other. A block multiplies, applies GELU,
+           and stores. With so few steps of k, the other block on the SM hides little of this time.
+           So the cost adds the times of these phases. It assumes the same for the library's
+           kernels, whose code we have not seen.
+Use when   The results of a product are large and its sums are short. With a larger k, the library's
+           faster product gains more than fusion saves. In that case, use the library's own epilogue
+           if it has your function.
 """
 
 from dataclasses import replace
@@ -27,7 +28,8 @@ import triton.language as tl
 
 from pytest_aisp import Cost, Variant, Work, compare
 
-# Three stages of the largest tiles are 96 KiB, which a block may have on every arch.
+# Three stages of the largest tiles need 96 KiB of shared memory, which a block can get on every
+# arch.
 CONFIGS = [
     triton.Config({"M": 128, "N": 128, "K": 64}, num_warps=8, num_stages=3),
     triton.Config({"M": 128, "N": 128, "K": 64}, num_warps=8, num_stages=2),
@@ -38,7 +40,7 @@ BLOCK = 2048
 
 @triton.jit
 def finished(product, bias):
-    """Add the bias and take GELU. x (1 + tanh(u)) / 2 is x / (1 + exp(-2 u))."""
+    """Return GELU(product + bias), using x (1 + tanh(u)) / 2 = x / (1 + exp(-2 u))."""
     x = product.to(tl.float32) + bias.to(tl.float32)
     u = 0.7978845608028654 * (x + 0.044715 * x * x * x)
     return (x / (1 + tl.exp(-2 * u))).to(tl.float16)
@@ -46,7 +48,7 @@ def finished(product, bias):
 
 @triton.jit
 def finish_kernel(c, bias, n, BLOCK: tl.constexpr):
-    """Finish products in place. A program has a piece of a row."""
+    """Add the bias and apply GELU in place. A program has BLOCK elements of a row."""
     j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = c + tl.program_id(0).to(tl.int64) * n + j
     product = tl.load(at, mask=j < n)
@@ -55,7 +57,7 @@ def finish_kernel(c, bias, n, BLOCK: tl.constexpr):
 
 @triton.jit
 def tile_of(m, n, M: tl.constexpr, N: tl.constexpr):
-    """Return which tile this program computes. Eight rows of tiles at a time reuse the L2."""
+    """Return the first row and column of this tile. Groups of 8 tile rows share the L2."""
     rows, columns = tl.cdiv(m, M), tl.cdiv(n, N)
     group = tl.program_id(0) // (8 * columns)
     height = min(rows - 8 * group, 8)
@@ -169,7 +171,7 @@ def stored(m, n):
 
 
 def finished_in_place(m, n):
-    """Return the cost of the kernel that reads, finishes and writes products."""
+    """Return the cost of the kernel that adds the bias and applies GELU in place."""
     return Cost(read=2 * m * n, write=2 * m * n, sfu=2 * m * n, launches=1)
 
 

@@ -12,12 +12,12 @@
 
 constexpr int M = 128, N = 128, K = 64, THREADS = 256, STAGES = 3;
 constexpr int A_BYTES = M * K * 2, B_BYTES = N * K * 2, STAGE_BYTES = A_BYTES + B_BYTES;
-constexpr int PIECES = K / 8;            // of 16 bytes in a row of a tile
+constexpr int PIECES = K / 8;            // pieces of 16 bytes in a row of a tile
 constexpr int WARP_M = 64, WARP_N = 32;  // a warp's part of the block's tile
 constexpr int TILES_M = WARP_M / 16, TILES_N = WARP_N / 8;
 
-// Where a piece lies in a tile. Rows are 128 bytes, and their pieces are in the order of TMA's
-// 128-byte swizzle, so that the eight rows of an 8 x 8 matrix meet all banks.
+// Returns the position of a piece in a tile. Rows are 128 bytes, and their pieces are in the order
+// of TMA's 128-byte swizzle. So the eight rows of an 8 x 8 matrix use all banks.
 __device__ unsigned place(unsigned row, unsigned piece) {
   return row * 128 + (piece ^ row % 8) * 16;
 }
@@ -41,7 +41,7 @@ __device__ void multiply_add(float (&sum)[4], const unsigned (&a)[4], unsigned b
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Adds the product of two tiles to a warp's sums.
+// Adds this warp's part of the product of two tiles to its sums.
 __device__ void multiply(Sums& sums, const unsigned char* a, const unsigned char* b) {
   const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const unsigned top = warp / (N / WARP_N) * WARP_M, left = warp % (N / WARP_N) * WARP_N;
@@ -143,12 +143,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       fill(stage, a, blockIdx.y * M, m, step * K);
       fill(stage + A_BYTES, b, blockIdx.x * N, n, step * K);
     }
-    __pipeline_commit();  // a group may be empty, so that wait_prior counts right
+    __pipeline_commit();  // commits even an empty group, because wait_prior counts groups
   };
   for (int step = 0; step < STAGES - 1; ++step) load(step);
   for (int step = 0; step < steps; ++step) {
     __pipeline_wait_prior(STAGES - 2);
-    __syncthreads();  // all see this stage, and nobody reads the previous one
+    __syncthreads();  // all threads see this stage, and none reads the previous one
     load(step + STAGES - 1);
     const unsigned char* stage = stages + step % STAGES * STAGE_BYTES;
     multiply(sums, stage, stage + A_BYTES);
@@ -180,7 +180,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   for (int step = 0; step < STAGES - 1; ++step) load(step);
   for (int step = 0; step < steps; ++step) {
     wait_phase(&full[step % STAGES], step / STAGES % 2);
-    __syncthreads();  // nobody reads the previous stage
+    __syncthreads();  // no thread reads the previous stage anymore
     load(step + STAGES - 1);
     const unsigned char* stage = stages + step % STAGES * STAGE_BYTES;
     multiply(sums, stage, stage + A_BYTES);

@@ -1,43 +1,49 @@
 """Matrix product on Hopper: feed its tensor cores, from `mma.sync` to cluster multicast.
 
-Problem    c = a b^T, a (m, k), b (n, k) in bf16, summed in fp32, written in bf16.
-Baseline   mma_sync: tiles of 128 x 128, 64 of k at a time, loaded through registers into swizzled
-           shared memory, then `ldmatrix` and `mma.sync`. A warp that loads does not compute.
-           library: `torch.matmul`, for which cuBLAS chooses a kernel. It is a yardstick in the
-           first test. In the second it is the baseline of stored and multicast.
+Problem    c = a b^T in bf16 with fp32 sums. a is (m, k), b is (n, k), and c is (m, n).
+Baseline   mma_sync: a block computes a tile of 128 x 128, in steps of 64 along k. It loads its
+           operands through registers into swizzled shared memory, and multiplies with `ldmatrix`
+           and `mma.sync`. A warp does not compute while it loads.
+           library: `torch.matmul`, for which cuBLAS chooses a kernel. In test_gemm it is only for
+           comparison. In test_gemm_beside_the_library it is the baseline of stored and multicast.
 Optimized  cp_async: changes mma_sync. `cp.async` fills a ring of three tiles while the tensor
            cores work.
-           tma: changes cp_async. One thread and the tensor memory accelerator fill the same ring.
-           wgmma: changes tma. The tensor cores read shared memory themselves, 64 x 128 per
-           warpgroup.
+           tma: changes cp_async. One thread fills the same ring through the tensor memory
+           accelerator (TMA).
+           wgmma: changes tma. The tensor cores read their operands directly from shared memory. A
+           warpgroup computes 64 x 128.
            specialized: changes wgmma. A ninth warp fills the ring, without block-wide barriers.
-           back_to_back: changes specialized. The products of a step may still run when those of the
-           next one start (`wgmma_wait<1>`).
-           wide: changes back_to_back. Tiles of 128 x 256, whose products read a quarter less. A
-           tile needs twice the registers and more shared memory, so an SM has one block, not two.
-           four_tiles: changes wide. A ring of four tiles, not three.
-           persistent: changes four_tiles. One block per SM takes tile after tile.
-           grouped: changes persistent. The tiles come in another order, 8 rows of tiles at a time.
-           stored: changes grouped. Results leave through shared memory and TMA while the next tile
-           is computed.
-           multicast: changes stored. Two blocks of a cluster each load half of b's tile for both.
+           back_to_back: changes specialized. The products of one step may still run when the
+           products of the next step start (`wgmma_wait<1>`).
+           wide: changes back_to_back. Tiles of 128 x 256, which read a quarter fewer bytes per
+           operation. A tile needs twice the registers and more shared memory, so an SM holds one
+           block instead of two.
+           four_tiles: changes wide. The ring has four tiles instead of three.
+           persistent: changes four_tiles. One block per SM computes many tiles, one after another.
+           grouped: changes persistent. The order of the tiles changes: 8 rows of tiles at a time.
+           stored: changes grouped. Results are written through shared memory and TMA while the next
+           tile is computed.
+           multicast: changes stored. Each of the two blocks of a cluster loads half of b's tile for
+           both blocks.
 Bound      Tensor cores from wide on, at the rate that the power limit allows. Tiles of 128 x 128
            are limited by the L2, from which each tile reads its operands. With `mma.sync`, shared
-           memory is the limit, because each of the 8 warps reads its operands there. mma_sync adds
-           the two, because a block's loads do not overlap its products. Two blocks share an SM, but
-           the stored time shows little overlap between them.
+           memory is the limit, because each of the 8 warps reads its operands from it. The cost of
+           mma_sync adds the times of L2 and shared memory, because a block's loads do not overlap
+           its products. Two blocks share an SM, but the stored time shows little overlap between
+           them.
 Seen       cp_async takes longer than predicted. tma fills the same ring in less time, and its
-           threads compute no addresses. Whether that is the cause was not measured. On Hopper,
+           threads compute no addresses. We did not measure whether that is the cause. On Hopper,
            `mma.sync` reaches less than two thirds of the tensor cores' peak (arXiv 2501.12084). The
-           cost does not count this, and shared memory would still take longer. At the power limit
-           the clock drifts, and the time of mma_sync with it. Compare only sides that were timed in
-           turn. A share of the library from this page's first test is the ratio of two speedups
-           over mma_sync, and has the errors of both. The second test times stored and multicast in
-           turn with the library. On an H100, both take as long as the library, within two percent.
-           There, specialized is slower than wgmma, and back_to_back faster than both. Neither
-           four_tiles nor multicast gains anything over the rung before it.
+           cost does not include this limit, and shared memory would still take longer. At the power
+           limit the clock rate drifts, and so does the time of mma_sync. Compare only sides that
+           were timed in turn. In test_gemm, a side's share of the library's rate is the ratio of
+           two speedups over mma_sync, so it has the errors of both speedups.
+           test_gemm_beside_the_library times stored and multicast in turn with the library. On an
+           H100, both take as long as the library, within two percent. On an H100, specialized is
+           slower than wgmma, and back_to_back is faster than both. Neither four_tiles nor multicast
+           gains anything over the rung before it.
 Use when   Call the library. Write this kernel only for a product that the library does not have,
-           and begin with wide tiles, a warp that only loads, and TMA. Add multicast only if it is
+           and start with wide tiles, a warp that only loads, and TMA. Add multicast only if it is
            faster than stored for your sizes.
 """
 
@@ -53,7 +59,7 @@ M, K = 128, 64
 
 
 def ring(wide, stages=4, out=0):
-    """Return the bytes of a ring of tiles of `wide` columns, and `out` for results."""
+    """Return the bytes of a ring of tiles with `wide` columns, plus `out` bytes for results."""
     return stages * (M + wide) * K * 2 + out + 1024
 
 
@@ -179,8 +185,8 @@ def library(a, b):
 def multiplied(m, n, k):
     """Return the cost of a product that leaves its results in registers.
 
-    DRAM counts each operand once. b comes from DRAM again for each wave of blocks, but DRAM is far
-    from the limit.
+    DRAM counts each operand once. In fact b is read from DRAM again for each wave of blocks, but
+    DRAM is far from the limit.
     """
     return Cost(read=2 * (m * k + k * n), ops={"bf16": 2 * m * n * k}, launches=1)
 
@@ -190,13 +196,13 @@ def results(m, n):
 
 
 def in_tiles(m, n, k, wide=128, loaded=None):
-    """Return the cost of tiles of M x wide, which load `loaded` rows of b, by default all."""
+    """Return the cost of tiles of M x wide. A tile loads `loaded` rows of b, by default `wide`."""
     tiles = m // M * (n // wide)
     return replace(multiplied(m, n, k), l2=2 * tiles * (M + (loaded or wide)) * k)
 
 
 def shared_by_warps(m, n, k):
-    """Return the bytes of shared memory if 8 warps read operands for 64 x 32 results each."""
+    """Return the bytes that 8 warps read from shared memory, for 64 x 32 results per warp."""
     written, read = M + 128, 8 * (64 + 32)
     return 2 * (m // M) * (n // 128) * (written + read) * k
 
@@ -216,9 +222,10 @@ def stored_meanwhile(m, n, k, **tile):
 
 
 SIZES = [{"m": 8192, "n": 8192, "k": 8192}]
-# Rows begin at multiples of 16 bytes, which are 8 elements. Less than a tile, several tiles in each
-# dimension, one step of k. The last has more tiles than an H200 has SMs, so a
-# persistent block takes a second tile. With 3 steps of k, that begins in the middle of the ring.
+# Rows begin at multiples of 16 bytes, which are 8 elements. The sizes cover less than a tile,
+# several tiles in each dimension, and one step of k. The last size has more tiles than an H200 has
+# SMs, so a persistent block computes a second tile. With 3 steps of k, the second tile begins in
+# the middle of the ring.
 CHECK_SIZES = [
     {"m": 33, "n": 40, "k": 72},
     {"m": 300, "n": 264, "k": 520},

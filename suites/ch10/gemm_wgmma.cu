@@ -1,7 +1,8 @@
 // c = a b^T in bf16, summed in fp32, on Hopper's tensor cores. These are the rungs after gemm.cu.
 //
-// wgmma: `tma` of gemm.cu, but two warpgroups compute 64 x 128 each, from shared memory.
-// The rungs after it have a warp that only loads. A struct for each says what it changes.
+// wgmma: like `tma` of gemm.cu, but two warpgroups compute 64 x 128 each, with operands from shared
+// memory.
+// The rungs after wgmma have a warp that only loads. Each rung has a struct with its settings.
 
 #include <cuda_bf16.h>
 
@@ -12,16 +13,16 @@
 constexpr int M = 128, K = 64, HALF = 64;  // HALF: rows of each computing warpgroup
 constexpr int WARPGROUP = 128, COMPUTE = 2;
 constexpr int A_BYTES = M * K * 2;
-constexpr int GROUP = 8;  // rows of tiles that are taken together, for reuse in the L2
+constexpr int GROUP = 8;  // rows of tiles that are computed together, for reuse in the L2
 constexpr int SLICE = 64, SLICE_BYTES = HALF * SLICE * 2;  // results on their way out
 
 // The rungs with a warp that only loads. Each differs from the rung before in one thing.
 struct Specialized {
   static constexpr int N = 128, STAGES = 3;  // columns of a tile, tiles in the ring
   static constexpr int UNDER_WAY = 0;        // steps whose products may run beside the next step's
-  static constexpr bool PERSISTENT = false;  // a block takes tile after tile
-  static constexpr bool GROUPED = false;     // rows of tiles are taken GROUP at a time
-  static constexpr bool BY_TMA = false;      // results leave through shared memory and TMA
+  static constexpr bool PERSISTENT = false;  // a block computes many tiles
+  static constexpr bool GROUPED = false;     // GROUP rows of tiles are computed together
+  static constexpr bool BY_TMA = false;      // results are written through shared memory and TMA
   static constexpr int CLUSTER = 1;          // blocks that share b's tile
 };
 struct BackToBack : Specialized {
@@ -67,8 +68,8 @@ __device__ void multiply(float (&sums)[N / 2], const unsigned char* a, const uns
   wgmma_commit();
 }
 
-// The compiler does not know that products arrive later. Reads of sums cannot move above this.
-// Call it after wgmma_wait<0>.
+// Keeps the compiler from moving reads of the sums above this point, because it does not model that
+// the asynchronous products write them. Call it after wgmma_wait<0>.
 template <int count>
 __device__ void settle(float (&sums)[count]) {
 #pragma unroll
@@ -119,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(COMPUTE* WARPGROUP, 2)
   for (int step = 0; step < STAGES - 1; ++step) load(step);
   for (int step = 0; step < steps; ++step) {
     wait_phase(&full[step % STAGES], step / STAGES % 2);
-    __syncthreads();  // nobody reads the previous stage
+    __syncthreads();  // no thread reads the previous stage anymore
     load(step + STAGES - 1);
     __syncwarp();  // wgmma needs whole warps
     const unsigned char* stage = stages + step % STAGES * STAGE_BYTES;
@@ -132,7 +133,8 @@ extern "C" __global__ void __launch_bounds__(COMPUTE* WARPGROUP, 2)
 
 // The rungs with a warp that only loads -----------------------------------------------------------
 
-// Returns which tile comes at turn `turn`. `together` rows are taken together, by columns.
+// Returns the tile of turn `turn`. `together` rows of tiles are computed together, column by
+// column.
 template <int together>
 __device__ void place_of(int turn, int rows, int columns, int& row, int& column) {
   const int group = turn / (together * columns), inside = turn % (together * columns);
@@ -142,9 +144,9 @@ __device__ void place_of(int turn, int rows, int columns, int& row, int& column)
 }
 
 // Lane 0 arrives at the barrier of block `rank` of the cluster. It does so without a branch,
-// because wgmma needs whole warps. The warp has only read, so the arrival need not release
-// anything. With `.release.cluster` it would be a fence of the whole GPU's memory, about a
-// microsecond per step.
+// because wgmma needs whole warps. The warp has only read, so the arrival does not need release
+// semantics. With `.release.cluster`, it would be a fence for the whole GPU's memory, which takes
+// about a microsecond per step.
 __device__ void arrive_at(unsigned long long* barrier, unsigned rank) {
   asm volatile(
       "{ .reg .b32 there; .reg .pred p; setp.eq.u32 p, %2, 0;"
@@ -163,8 +165,8 @@ __device__ void arrive(unsigned long long* barrier) {
       : "memory");
 }
 
-// load_tile for both blocks of the cluster, to the same place in each. Each block's barrier counts
-// its bytes.
+// Loads a tile into both blocks of the cluster, at the same offset in each block's shared memory.
+// Each block's barrier counts the block's bytes.
 __device__ void load_tile_for_both(void* tile, const CUtensorMap& map, int row, int column,
                                    unsigned long long* barrier) {
   asm volatile(
@@ -190,7 +192,7 @@ __device__ void store_by_tma(const float (&sums)[N / 2], unsigned char* slices,
 #pragma unroll
   for (int slice = 0; slice < N / SLICE; ++slice) {
     unsigned char* to = slices + slice % 2 * SLICE_BYTES;
-    // Now at most the other slice is still being read.
+    // From here on, TMA may still be reading the other slice, but not this one.
     if (thread == 0) asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");
     meet_warpgroup();
 #pragma unroll
@@ -218,7 +220,7 @@ __device__ void compute(const CUtensorMap& a, const CUtensorMap& b, const CUtens
   __shared__ alignas(8) unsigned long long full[stages], empty[stages];
   unsigned char *ring = aligned(memory), *out = ring + stages * STAGE_BYTES;
   const int steps = (k + K - 1) / K, columns = (n + N - 1) / N;
-  // The blocks of a cluster take neighboring rows of tiles. `rows` counts such pairs.
+  // The blocks of a cluster compute neighboring rows of tiles. `rows` counts the pairs of rows.
   const int rows = (m + M * cluster - 1) / (M * cluster);
   const unsigned rank = cluster > 1 ? rank_in_cluster() : 0;
   const int first = blockIdx.x / cluster, stride = gridDim.x / cluster;

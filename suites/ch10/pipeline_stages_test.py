@@ -1,24 +1,25 @@
 """How many tiles a matrix product should have in flight: Triton's num_stages, from 1 to 4.
 
-Problem    (m, k) @ (k, n) in fp16, summed in fp32, written in fp16.
-Baseline   one: a tile of a and of b is fetched, waited for and multiplied, and then the next one.
-           This is `num_stages=1`. Triton's default is 3.
-Optimized  two: of one. The next tile is on its way (`cp.async`) while one is multiplied. The same
-           kernel is launched with another number, in this rung and the next ones. With two or
-           more, Triton also lets a product run until the next one has been issued.
-           three: of two. Two tiles are on their way.
-           four: of three. Three tiles are on their way, and shared memory holds one block per SM
-           instead of two.
+Problem    (m, k) @ (k, n) in fp16 with fp32 sums.
+Baseline   one: a program loads a tile of a and a tile of b, waits for them and multiplies them, and
+           only then loads the next tiles. This is `num_stages=1`. Triton's default is 3.
+Optimized  two: changes one. The next tiles are loaded by `cp.async` during a product. Only
+           `num_stages` changes, here and in the next two variants. With two or more stages, Triton
+           also lets a product run until the next product has been issued.
+           three: changes two. The loads of two steps are in flight.
+           four: changes three. The loads of three steps are in flight, and only one block fits in
+           an SM's shared memory instead of two.
            library: `torch.matmul`.
-Bound      The L2, from which each tile of 128 x 128 results reads its operands. one adds the time
-           of the tensor cores to that of the L2, because its fetches do not overlap its products.
-           Two blocks share an SM, but the stored time shows little overlap between them.
+Bound      The L2, from which each tile of 128 x 128 results reads its operands. The cost of one
+           adds the time of the tensor cores to the time of the L2, because its loads do not overlap
+           its products. Two blocks share an SM, but the stored time shows little overlap between
+           them.
 Seen       two takes longer than predicted. Before each product it waits for all of its copies
-           (`cp.async.wait_group 0` in Triton 3.9's PTX). three leaves the copies of one tile under
-           way, which is the only wait that differs, and takes the predicted time. So one fetch in
-           flight per block does not hide the L2's latency, and two fetches do.
-Use when   Use three stages, and also measure two and four. Each stage costs shared memory, so
-           fewer blocks may fit an SM.
+           (`cp.async.wait_group 0` in Triton 3.9's PTX). three takes the predicted time. The only
+           difference is that its wait leaves the copies of one step in flight. So one load in
+           flight per block does not hide the L2's latency, and two loads do.
+Use when   Use three stages, and also measure two and four. Each stage needs shared memory, so fewer
+           blocks may fit on an SM.
 """
 
 from dataclasses import replace
@@ -34,7 +35,7 @@ M, N, K = 128, 128, 64
 
 @triton.jit
 def tile_of(m, n, M: tl.constexpr, N: tl.constexpr):
-    """Return which tile this program computes. Eight rows of tiles at a time reuse the L2."""
+    """Return the first row and column of this tile. Groups of 8 tile rows share the L2."""
     rows, columns = tl.cdiv(m, M), tl.cdiv(n, N)
     group = tl.program_id(0) // (8 * columns)
     height = min(rows - 8 * group, 8)
@@ -126,7 +127,7 @@ def overlapped(m, n, k):
     inputs=inputs,
     reference=reference,
     sizes=[{"m": 8192, "n": 8192, "k": 8192}],
-    # Fewer steps than stages, as many, and more. Rows that begin at odd addresses.
+    # The sizes have fewer steps than stages, the same number, and more. Some rows are not aligned.
     check_sizes=[
         {"m": 33, "n": 41, "k": 65},
         {"m": 130, "n": 72, "k": 199},

@@ -1,20 +1,22 @@
-"""Skinny product: split k where there are too few tiles for the GPU.
+"""Skinny product: split k if there are too few tiles to fill the GPU.
 
-Problem    (m, k) @ (k, n) in fp16 with m = 64, summed in fp32, written in fp16. This is a layer of
-           a model that answers 64 requests at once.
-Baseline   one_block_a_tile: a program computes a tile of 64 rows over all of k. Tiles of 64 columns
-           are 64 programs for 132 SMs. Tiles of 32 columns are 128 programs and read a twice as
-           often.
-Optimized  split_k: of one_block_a_tile. 8 programs share a tile, each over an eighth of k. They add
-           up their sums by fp32 atomics. A kernel zeroes the sums before, and another rounds them.
-           two_kernels: of split_k. Each of the 8 programs stores its sums. A second kernel adds
-           them in a fixed order and rounds them.
+Problem    (m, k) @ (k, n) in fp16 with fp32 sums and m = 64. This is a linear layer of a model that
+           decodes 64 requests at once.
+Baseline   one_block_a_tile: a program computes a tile of 64 rows over all of k. With tiles of 64
+           columns, there are only 64 programs for 132 SMs. With tiles of 32 columns, there are 128
+           programs, but a is read twice as often.
+Optimized  split_k: changes one_block_a_tile. 8 programs share a tile, and each computes an eighth
+           of k. They add their sums with fp32 atomics. One kernel zeroes the sums first, and
+           another rounds them at the end.
+           two_kernels: changes split_k. Each of the 8 programs stores its sums. A second kernel
+           adds them in a fixed order and rounds them.
            library: `torch.matmul`.
-           Every side is tuned over the same tiles.
-Bound      DRAM, from which b is read once. Each tile also reads its rows of a from the L2. The
-           baseline's narrow tiles make that the limit: the cost counts tiles of 32 columns, because
-           wider ones leave half of the SMs without work. Which tiles the tuner chose is not stored.
-           Split, tiles of 128 columns still give every SM work, so the L2 is no longer the limit.
+           Every Triton side is autotuned over the same tile sizes.
+Bound      DRAM, from which b is read once. Each tile also reads its rows of a from the L2. In the
+           baseline, narrow tiles make the L2 the limit. Its cost assumes tiles of 32 columns,
+           because wider tiles leave half of the SMs idle. The results do not record which tiles the
+           autotuner chose. With k split, even tiles of 128 columns give work to every SM, so the L2
+           is no longer the limit.
 Use when   A product has fewer tiles than the GPU has SMs, and k is long. Use two_kernels if the
            result must be the same in every run.
 """
@@ -28,7 +30,8 @@ import triton.language as tl
 from pytest_aisp import Cost, Variant, Work, compare
 
 M, SPLIT, BLOCK = 64, 8, 1024
-# Three or four stages are 96 KiB, which a block may have on every arch. Six are 192 KiB.
+# Configurations with three or four stages need 96 KiB of shared memory, which a block can get on
+# every arch. Those with six need 192 KiB.
 CONFIGS = [
     triton.Config({"N": 64, "K": 128}, num_warps=4, num_stages=3),
     triton.Config({"N": 64, "K": 128}, num_warps=4, num_stages=6),
@@ -38,7 +41,7 @@ CONFIGS = [
 
 
 def fitting(configs, arguments, **_):
-    """Leave out what is too large for the shared memory of GB10, 99 KiB."""
+    """Return the configs that fit in the GPU's shared memory. GB10 has only 99 KiB."""
     if triton.runtime.driver.active.get_current_target().arch < 120:
         return configs
     return [config for config in configs if config.num_stages < 6]
@@ -49,7 +52,7 @@ PRUNE = {"early_config_prune": fitting}
 
 @triton.jit
 def product(a, b, begin, end, m, n, k, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
-    """Return this program's tile of the product, from `begin` to `end` of k, and where it is."""
+    """Return the sums of this program's tile over k from `begin` to `end`, and its position."""
     i = tl.program_id(1) * M + tl.arange(0, M)
     j = tl.program_id(0) * N + tl.arange(0, N)
     steps = tl.arange(0, K)
@@ -66,7 +69,7 @@ def product(a, b, begin, end, m, n, k, M: tl.constexpr, N: tl.constexpr, K: tl.c
 
 @triton.jit
 def piece(k, K: tl.constexpr, SPLIT: tl.constexpr):
-    """Return where this program's piece of k begins and ends: whole steps of K, or none."""
+    """Return the begin and the end of this program's part of k. It has 0 or more steps of K."""
     length = tl.cdiv(tl.cdiv(k, K), SPLIT) * K
     begin = tl.program_id(2) * length
     return begin, tl.minimum(begin + length, k)
@@ -171,7 +174,8 @@ def in_tiles(m, n, k, wide):
     inputs=inputs,
     reference=reference,
     sizes=[{"m": 64, "n": 4096, "k": 16384}],
-    # Less than a tile, where most pieces of k are empty. Several tiles, whose last piece is empty.
+    # First less than a tile, where most parts of k are empty. Then several tiles, with an empty
+    # last part.
     check_sizes=[{"m": 33, "n": 40, "k": 72}, {"m": 65, "n": 73, "k": 1100}],
     work=lambda m, n, k: Work(
         read=2 * (m * k + k * n), write=2 * m * n, flops={"fp16": 2 * m * n * k}, terms=k
@@ -179,7 +183,7 @@ def in_tiles(m, n, k, wide):
     bound="dram",
     costs={
         one_block_a_tile: lambda m, n, k: in_tiles(m, n, k, wide=32) + Cost(write=2 * m * n),
-        # The sums stay in the L2.
+        # The partial sums stay in the L2, so DRAM traffic does not include them.
         split_k: lambda m, n, k: (
             Cost(l2=4 * m * n, launches=1)
             + in_tiles(m, n, k, wide=128)

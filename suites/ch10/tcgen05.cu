@@ -3,7 +3,7 @@
 //
 // one_block: a block computes 128 x 128.
 // block_pair: the two blocks of a cluster compute 256 x 256 with one instruction for both tensor
-//     cores. Each loads 128 rows of a, and half of b.
+//     cores. Each block loads its 128 rows of a, and half of b.
 
 #include <cuda_bf16.h>
 
@@ -30,8 +30,8 @@ __device__ void meet() {
   }
 }
 
-// Allocates tensor memory for `columns` sums in each of 128 lanes. A whole warp must allocate it,
-// and free it.
+// Allocates tensor memory for `columns` sums in each of 128 lanes. A whole warp must call this, and
+// also the function that frees the memory.
 template <bool pair>
 __device__ void take_tensor_memory(unsigned* where, int columns) {
   if constexpr (pair) {
@@ -93,7 +93,8 @@ __device__ void multiply(unsigned sums, unsigned long long a, unsigned long long
   }
 }
 
-// Arrives at `barrier` when all products issued so far are done. In a pair, arrives in both blocks.
+// Arrives at `barrier` when all products issued so far are done. For a pair, it arrives at the
+// barriers of both blocks.
 template <bool pair>
 __device__ void arrive_when_done(unsigned long long* barrier) {
   if constexpr (pair) {
@@ -109,7 +110,7 @@ __device__ void arrive_when_done(unsigned long long* barrier) {
   }
 }
 
-// Writes a thread's row, 16 sums at a time, from the tensor memory of its lane.
+// Writes the thread's row of results from its lane of tensor memory, 16 sums at a time.
 __device__ void store_row(unsigned sums, unsigned short* c, int row, int column, int columns, int m,
                           int n) {
   for (int j = 0; j < columns; j += 16) {

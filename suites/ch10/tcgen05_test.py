@@ -1,16 +1,17 @@
-"""Matrix product on Blackwell: one instruction for the tensor cores of two blocks.
+"""Matrix product on Blackwell: one instruction drives the tensor cores of two blocks.
 
-Problem    c = a b^T, a (m, k), b (n, k) in bf16, summed in fp32, written in bf16.
-Baseline   one_block: tcgen05 with sums in tensor memory, 128 x 128 per block, and a ring of four
-           tiles that TMA fills. One thread loads and multiplies. All threads write the results.
-Optimized  block_pair: of one_block. The two blocks of a cluster compute 256 x 256. Each loads its
-           128 rows of a and half of b, so that a product loads half as much of b.
+Problem    c = a b^T in bf16 with fp32 sums. a is (m, k), b is (n, k), and c is (m, n).
+Baseline   one_block: a block computes 128 x 128 with tcgen05, with the sums in tensor memory. TMA
+           fills a ring of four tiles. One thread issues the loads and the products. All threads
+           write the results.
+Optimized  block_pair: changes one_block. The two blocks of a cluster compute 256 x 256. Each block
+           loads its own 128 rows of a and half of the 256 rows of b.
            library: `torch.matmul`, which is cuBLASLt with its own choice of kernel.
-Bound      Tensor cores, if shared memory can feed them. A product of 128 x 128 x 16 takes a tensor
-           core 64 cycles and reads 8 KiB, which is all that shared memory delivers in 64 cycles.
-           A block of a pair reads less per product. The page is assembled for sm100 and sm103. No
-           GPU has run it, so nothing is known about its results and times.
-Use when   Not yet: run it on sm100 first, and compare it with the library.
+Bound      Tensor cores, if shared memory can feed them. A product of 128 x 128 x 16 takes 64 cycles
+           on a tensor core and reads 8 KiB. Shared memory can deliver exactly 8 KiB in 64 cycles. A
+           block of a pair reads less per product. The page is assembled for sm100 and sm103. No GPU
+           has run it yet, so its results and times are unknown.
+Use when   Do not use it yet. First run it on sm100 and compare it with the library.
 """
 
 from dataclasses import replace
@@ -58,7 +59,7 @@ def multiplied(m, n, k):
 
 
 def in_tiles(m, n, k, columns):
-    """Return the cost of blocks that compute M x columns, and load M rows of a and of b each."""
+    """Return the cost of tiles of M x columns, for which a block loads M rows of a and of b."""
     loaded = 2 * (m // M) * (n // columns) * 2 * M * k
     operands = 2 * (m // M) * (n // columns) * (M + columns) * k  # read by the tensor cores
     return replace(multiplied(m, n, k), l2=loaded, shared=loaded + operands)
@@ -70,8 +71,8 @@ def in_tiles(m, n, k, columns):
     inputs=inputs,
     reference=reference,
     sizes=[{"m": 8192, "n": 8192, "k": 8192}],
-    # Rows begin at multiples of 16 bytes, which are 8 elements. Less than a tile, several tiles,
-    # one step of k.
+    # Rows begin at multiples of 16 bytes, which are 8 elements. The sizes cover less than a tile,
+    # several tiles, and one step of k.
     check_sizes=[
         {"m": 33, "n": 40, "k": 72},
         {"m": 300, "n": 264, "k": 520},

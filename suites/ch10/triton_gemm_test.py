@@ -1,26 +1,31 @@
-"""Matrix product in Triton: from a program a tile to warps that only load.
+"""Matrix product in Triton: from one program per tile to warps that only load.
 
-Problem    (m, k) @ (k, n) in fp16, summed in fp32, written in fp16.
-Baseline   tiles: one program per tile, eight rows of tiles at a time so that the L2 is reused.
-           Three tiles are in flight, fetched through pointers. This is Triton's tutorial product.
-Optimized  persistent: of tiles. One program per SM takes tile after tile, in the same order.
-           descriptors: of persistent. The tensor memory accelerator (TMA) loads and stores tiles.
-           flattened: of descriptors. Both loops become one, so that the first tiles of the next
-           result are fetched while the last ones of this result are multiplied and stored.
-           specialized: of descriptors. Some warps load, others multiply.
+Problem    (m, k) @ (k, n) in fp16 with fp32 sums.
+Baseline   tiles: one program per tile, eight rows of tiles at a time, which improves reuse in the
+           L2. It loads through pointers and has three tiles in flight. This is the matrix product
+           of Triton's tutorial.
+Optimized  persistent: changes tiles. One program per SM computes many tiles, in the same order.
+           descriptors: changes persistent. The tensor memory accelerator (TMA) loads and stores
+           tiles.
+           flattened: changes descriptors. The loops over tiles and over k become one loop. So the
+           operands of the next tile are loaded while the current tile is finished and stored.
+           specialized: changes descriptors. Some warps load, and others multiply.
            library: `torch.matmul`.
-           Every side is tuned over the same tiles.
-Bound      Tensor cores, at the rate that the power limit allows. Storing a tile adds to that on all
-           sides but flattened and specialized. The cost counts the tiles of 128 x 256, the largest
-           ones. Which tiles the tuner chose is not stored.
-           Triton specializes only kernels of 4 warps, to which it adds others. It ignores the
-           option in kernels of 8 warps, and in a flattened loop on Hopper. Only loads by TMA are
-           flattened, because Triton would prefetch only part of what pointers load.
+           Every Triton side is autotuned over the same tile sizes.
+Bound      Tensor cores, at the rate that the power limit allows. On all sides except flattened and
+           specialized, the time to store a tile comes on top. The cost assumes the largest tiles,
+           128 x 256. The results do not record which tiles the autotuner chose.
+           Triton specializes warps only in kernels of 4 warps, to which it adds more warps. It
+           ignores the option in kernels of 8 warps, and in a flattened loop on Hopper. This page
+           flattens only the loop with TMA loads, because in a flattened loop Triton prefetches only
+           part of the loads through pointers.
            library takes longer here than in `pipeline_stages_test.py`, where the same product is
-           timed in turn with a slower side. A slower side may leave more power, but power was not
-           stored, so this is not explained. Compare only sides of one page.
-Use when   A product in Triton needs speed: use descriptors, then flatten the loop. A persistent
-           loop alone gains nothing. The library is as fast, if it has the operation.
+           timed in turn with a slower side. The slower side may draw less power and leave the GPU a
+           higher clock rate. We did not record power, so we cannot confirm this. Compare only sides
+           of the same page.
+Use when   A matrix product in Triton has to be faster. First use descriptors, and then flatten the
+           loop. A persistent loop alone gains nothing. If the library has the operation, it is just
+           as fast.
 """
 
 from dataclasses import replace
@@ -38,7 +43,7 @@ CONFIGS = [
 
 
 def launchable(configs, named, WARPS=False, **meta):
-    """Keep configs whose tiles fit, three of a and b and one of results. WARPS needs 4 warps."""
+    """Return the configs whose tiles fit in shared memory. With WARPS, only those of 4 warps."""
     driver = triton.runtime.driver.active
     most = driver.utils.get_device_properties(driver.get_current_device())["max_shared_mem"]
 
@@ -53,7 +58,7 @@ def launchable(configs, named, WARPS=False, **meta):
 
 
 def tuned(*switches):
-    """Tune a kernel for each size, and for each value of `switches` if sides share the kernel."""
+    """Return a decorator that autotunes a kernel per size and per value of its `switches`."""
     return triton.autotune(
         CONFIGS,
         key=["m", "n", "k", *switches],
@@ -63,7 +68,7 @@ def tuned(*switches):
 
 @triton.jit
 def tile_of(index, m, n, M: tl.constexpr, N: tl.constexpr):
-    """Return which tile comes at `index`. Eight rows of tiles at a time reuse the L2."""
+    """Return the first row and column of tile `index`. Groups of 8 tile rows share the L2."""
     rows, columns = tl.cdiv(m, M), tl.cdiv(n, N)
     group = index // (8 * columns)
     height = min(rows - 8 * group, 8)
@@ -153,12 +158,12 @@ def launch(kernel, a, b, programs=None, **options):
 
 
 def processors(a):
-    """Return the number of SMs, or two in the interpreter so that each program has many turns."""
+    """Return the number of SMs. In the interpreter it is two, so each program has many tiles."""
     return torch.cuda.get_device_properties(a.device).multi_processor_count if a.is_cuda else 2
 
 
 def scratch(size, alignment, stream):
-    """Return memory for the descriptors that a kernel makes, 128 bytes each per program."""
+    """Return `size` bytes of memory for the descriptors that a kernel creates."""
     return torch.empty(size, device="cuda", dtype=torch.int8)
 
 
@@ -215,8 +220,8 @@ def stored_after(m, n, k):
     inputs=inputs,
     reference=reference,
     sizes=[{"m": 8192, "n": 8192, "k": 8192}],
-    # TMA needs rows that begin at multiples of 16 bytes, which are 8 elements. Less than a tile,
-    # several tiles for each program, and more rows of tiles than are taken at a time.
+    # TMA needs rows that begin at multiples of 16 bytes, which are 8 elements. The sizes cover less
+    # than a tile, several tiles for each program, and more than 8 rows of tiles.
     check_sizes=[
         {"m": 33, "n": 40, "k": 72},
         {"m": 130, "n": 136, "k": 200},
