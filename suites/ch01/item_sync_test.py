@@ -64,8 +64,7 @@ def at_the_end(features, labels, weight):
 
 
 def batches(count, batch, width):
-    """Return the cost of `count` batches. Each batch makes two views, and four tensors for the
-    loss."""
+    """Return the cost of `count` batches, each with two views and four tensors for the loss."""
     return Cost(
         read=4 * count * batch * (width + 2),
         ops={"fp32": 2 * count * batch * width * CLASSES},
@@ -75,8 +74,7 @@ def batches(count, batch, width):
 
 
 def fetching(count):
-    """Return the cost of stacking `count` losses, which takes a view of each, and reading the
-    result."""
+    """Return the cost of stacking `count` losses (a view of each) and reading the result."""
     return Cost(launches=1, host_steps=count + 1, syncs=1)
 
 

@@ -136,8 +136,8 @@ def missing(entries):
 
 
 def read_once(rows, entries, again=0.0):
-    """Return the cost if `again` reads of the table go to DRAM, in addition to one read of each
-    row."""
+    """Return the cost if each row of the table is read once from DRAM, and `again` rows once
+    more."""
     return Cost(
         read=4 * WIDTH * (rows + max(entries, again)) + 4 * rows,
         write=4 * rows,

@@ -46,8 +46,7 @@ def reference(table, index, device):
 
 
 class OnTheGpu:
-    """The address of a pinned fp32 tensor, through the interface by which torch accepts GPU
-    memory."""
+    """A pinned fp32 tensor's address, through the interface by which torch accepts GPU memory."""
 
     def __init__(self, pinned):
         self.pinned = pinned  # so that the memory is not freed

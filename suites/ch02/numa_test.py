@@ -115,8 +115,7 @@ two_nodes = pytest.mark.skipif(bool(REASON), reason=REASON)
 
 @contextlib.contextmanager
 def memory_on(node, x):
-    """Yield a pinned tensor like `x` in memory on `node`. Without a GPU, yield an ordinary
-    tensor."""
+    """Yield a pinned tensor like `x` in memory on `node`. Without a GPU, it is not pinned."""
     if not torch.cuda.is_available():
         yield torch.empty(x.shape)
         return

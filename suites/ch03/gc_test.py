@@ -46,8 +46,7 @@ def reference(lengths):
 
 
 def grouped(lengths):
-    """Return the indices of all documents, sorted by bucket. Within a bucket, they keep their
-    order."""
+    """Return the indices of all documents by bucket. Within a bucket, they keep their order."""
     buckets = defaultdict(list)
     for place, length in enumerate(lengths.tolist()):
         document = Document(place, length)

@@ -1,4 +1,4 @@
-"""Compressed all-reduce: send gradients in fewer bits, and add them in enough.
+"""Compressed all-reduce: send gradients in fewer bits, but add them in fp32.
 
 Problem    Sum `n` fp32 gradients over the ranks. Each rank gets the sum in fp32.
 Baseline   fp32: an all-reduce of a copy of the gradients.
@@ -145,7 +145,7 @@ def in_bf16(n, world):
 
 
 def in_int8(n, world):
-    """Return the cost with one byte per element and one per 32 elements, sent separately."""
+    """Return the cost of int8, which sends bytes and one scale byte per 32 elements separately."""
     quantized = 33 / 32
     sent_and_received = exchange(n, world) + exchange(n / 32, world)
     return (

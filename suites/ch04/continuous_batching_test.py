@@ -77,8 +77,7 @@ def admit(slots, free, requests):
 
 
 def step(slots, to_heads, up, down):
-    """Advance every slot by one token. Return a list with a bool per slot: whether it is free
-    now."""
+    """Advance every slot by one token. Return a bool per slot: True if it is free."""
     number, at = slots.number, slots.position
     x = slots.tokens[slots.request, at]
     query, key, value = (x @ to_heads).chunk(3, dim=-1)

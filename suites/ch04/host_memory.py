@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 @contextmanager
 def shared_by_all(like: torch.Tensor) -> Iterator[list[torch.Tensor]]:
-    """Yield one host tensor per rank, of the shape and type of `like`. Every rank sees them all.
+    """Yield one host tensor per rank, of the shape and type of `like`, shared by all ranks.
 
     This is a collective: all ranks must enter and leave, in the same order. Rank r has made the
     memory of tensor r, and each rank has pinned all of them for its own GPU.

@@ -5,8 +5,8 @@ Problem    A prefill rank computes `layers` layers for `tokens` tokens. A decode
            a projection to the next layer's input, and a norm.
 Baseline   staged: layer by layer through pinned memory that both ranks share. The prefill rank
            waits for its copy of a layer. The decode rank fetches a layer while the next one is
-           computed. It shows what GPUs without peer access pay in this order. On NVLink, an
-           engineer writes sent first.
+           computed. It shows the cost on GPUs without peer access, in this order of steps. On
+           NVLink, an engineer would start with sent.
 Optimized  sent: all layers are computed, then the whole cache is sent in one NCCL message.
            pipelined: each layer's cache is sent on NCCL's stream while the next layer is computed.
 Bound      Tensor cores. pipelined hides every message but the last under a layer's products. staged

@@ -121,7 +121,7 @@ def gathered(own, order):
 
 
 def neighbours(state):
-    """Return the blocks by rank. Those of a rank follow each other."""
+    """Return a list of the blocks of each rank, which are consecutive."""
     return [state.blocks[at : at + BLOCKS] for at in range(0, len(state.blocks), BLOCKS)]
 
 

@@ -10,10 +10,10 @@ Optimized  halves: whole, but in two halves of the rows. The all-reduce of the f
            eighths: halves with eight parts.
            copied: eighths, but the products are written into symmetric memory and moved by copy
            engines ([copy_engines](copy_engines.py)). The SMs only add.
-Bound      Tensor cores. NVLink is hidden behind them, except for the last part's all-reduce. More
-           parts leave a shorter one, but their products fill the last wave of SMs less well, and
-           NCCL's kernels occupy some SMs. NVLink multicast was off (README). From four GPUs on, it
-           could shorten NCCL's all-reduces.
+Bound      Tensor cores. NVLink is hidden behind them, except for the last part's all-reduce. With
+           more parts, the last all-reduce is shorter, but the products fill the last wave of SMs
+           less well, and NCCL's kernels occupy some SMs. NVLink multicast was off (README). From
+           four GPUs on, it could shorten NCCL's all-reduces.
 Seen       halves, quarters and eighths take longer than predicted, by over 25 % at an inner
            dimension of 3584 and by less at 8192. The prediction uses the rate of an all-reduce of
            512 MiB, and NCCL is slower with the parts (see the README's plot). But even at the

@@ -18,7 +18,8 @@ def all_reduce_of(nbytes: float, world: int) -> Cost:
 def exchange(nbytes: float, world: int) -> Cost:
     """Return the cost of an all-gather, all-to-all or reduce-scatter of `nbytes`.
 
-    `nbytes` are all ranks' parts together: what an all-gather returns and the others take.
+    `nbytes` counts the parts of all ranks together: the output of an all-gather, or the input of an
+    all-to-all or reduce-scatter.
     """
     return Cost(nccl=(world - 1) / world * nbytes, launches=1, collectives=1)
 

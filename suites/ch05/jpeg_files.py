@@ -69,7 +69,7 @@ def _segment(marker, data):
 
 
 def _bits(values):
-    """Return how many bits each value takes, and these bits."""
+    """Return the number of bits of each value, and these bits as integers."""
     size = torch.frexp(values.abs().double()).exponent.long()
     return size, torch.where(values < 0, values + (1 << size) - 1, values)
 

@@ -9,8 +9,8 @@ Optimized  into: seek by `os.preadv`, which reads into the row of the result, wi
            mapped: into with the file mapped into memory, which is not timed. One `index_select`
            copies the rows, so there is no Python per row, and torch may use several threads. There
            are no system calls either, once each page was touched.
-Bound      The host, for seek and into: each row costs Python and system calls. For mapped, it is
-           memory latency, and the copy to the GPU. The costs count only that copy, at the rate of
+Bound      The host, for seek and into: each row costs Python and system calls. mapped is limited by
+           memory latency and the copy to the GPU. The costs count only that copy, at the rate of
            pinned memory, because no rate of the host's work is measured. So all sides take longer
            than predicted.
 Use when   Map a file that is read often, at random, and that fits in the page cache. Read in larger

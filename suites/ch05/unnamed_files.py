@@ -1,9 +1,9 @@
 """Files without a name, which the pages of this chapter write and read.
 
-A file exists until the process closes it or ends, however it ends. So nothing is left behind, even
-after SIGKILL. The files lie in `$TMPDIR`, or else in /tmp. Python's `tempfile` would also try other
-folders, at last the current one. Pages that read write the file before their timed part, so it is
-in the page cache.
+A file exists until the process closes it or ends. So no file is left behind, even after SIGKILL.
+The files lie in `$TMPDIR`, or else in /tmp. Python's `tempfile` would also try other folders, at
+last the current one. Pages that read write the file before their timed part, so it is in the page
+cache.
 """
 
 import errno

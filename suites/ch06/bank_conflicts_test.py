@@ -16,7 +16,7 @@ Optimized  padded: changes strided. Four unused floats follow each row, so the r
            straight: changes padded. No shared memory. A thread reads its row in eight 16-byte loads
            from global memory. A warp's lanes are 128 bytes apart, so each load touches 32 lines of
            the L1. It uses half of each sector, and a later load finds the other half in the L1.
-           There is no library rung: none evaluates a polynomial per row.
+           There is no library variant, because no library evaluates a polynomial per row.
 Bound      DRAM for padded and swizzled: each coefficient is read once. Shared memory for strided:
            its reads take eight times as long as without conflicts. That is only a little longer
            than its bytes take in DRAM, so conflicts cost much less here than in a kernel that reads

@@ -31,7 +31,7 @@ from pytest_aisp import Cost, Variant, Work, compare, cuda_module
 kernels = cuda_module("block_atomics.cu")
 BLOCK, WARP = 256, 32
 EACH = 4  # elements that a thread loads at once
-THREADS = 2048 * 132  # of an H200, all at once
+THREADS = 2048 * 132  # that an H200 runs at once
 # The `atomics` rate is that of many addresses. In the time of one addition to a single address, the
 # L2 adds to this many different ones.
 ADDRESSES = 850
@@ -75,7 +75,8 @@ def summed(n):
 
 
 def cleared_and_summed(n, each):
-    """Return the cost if `each` threads do one atomic at the end. A fill of the result is first."""
+    """Return the cost of a fill with zeros and a sum in which 1 of `each` threads does an
+    atomic."""
     return Cost(launches=1) + summed(n) + Cost(atomics=ADDRESSES * THREADS / each)
 
 

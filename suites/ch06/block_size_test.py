@@ -1,4 +1,4 @@
-"""Block size: how many threads an SM holds, and how often a block starts.
+"""Block size: it determines how many threads fit an SM and how many blocks must start.
 
 Problem    a * x + y on n fp32 elements, one thread per element. The kernel is the same on both
            sides. The size names the number of threads per block.
@@ -6,12 +6,13 @@ Baseline   usual: blocks of 256 threads.
 Optimized  resized: changes usual. Blocks of the size's number of threads. The cases are points of a
            curve, so they claim no speedup.
 Bound      The start of blocks up to 128 threads: the GPU starts a limited number of blocks per
-           second, whether a block has one warp or four. Half the threads need twice as many blocks.
-           An SM of an H200 or B200 holds 2048 threads and 32 blocks, so it cannot be full with 32
-           threads per block. That is not the limit: new blocks come so slowly that only about 13 of
-           the 32 places are taken if a block takes 1 us. DRAM from 256 threads on. An SM with room
-           for 1536 threads, such as a GB10's, holds only one block of 1024. A large block frees its
-           place only when its last warp has ended, so part of the SM stays empty until then.
+           second, whether a block has one warp or four. With half the threads per block, there are
+           twice as many blocks. An SM of an H200 or B200 holds 2048 threads and 32 blocks, so it
+           cannot be full with 32 threads per block. That is not the limit: new blocks come so
+           slowly that only about 13 of the 32 places are taken if a block takes 1 us. DRAM from 256
+           threads on. An SM with room for 1536 threads, such as a GB10's, holds only one block of
+           1024. A large block frees its place only when its last warp has ended, so part of the SM
+           stays empty until then.
 Seen       usual, 512 and 1024 take longer than their bytes predict. The 2048 threads of an SM have
            16 KiB of loads in flight. If a thread takes as long as in
            `../ch07/vector_width_test.py`, the copy rate needs about 17 KiB here, because two of

@@ -16,7 +16,7 @@ Optimized  series_in_constant: changes series_in_global. The coefficients are in
            decode_in_shared: changes decode_in_global. Each block copies the table into shared
            memory.
            decode_computed: changes decode_in_global. No table: shifts and a few additions. There is
-           no library rung: no call of PyTorch does either.
+           no library variant, because PyTorch has no call for either problem.
 Bound      test_constant_memory: issue, one multiply-add per coefficient, and the loads of
            series_in_constant in addition. series_in_global is limited by the L1: it needs one load
            per coefficient, and an SM starts one load in the time of four multiply-adds.

@@ -25,8 +25,8 @@ Seen       With a block per row, n = 256 takes longer than both instructions and
            that copies 256 elements stays 0.8 us. So most of the time is start and wait, and we did
            not measure how much each of them takes. We did not examine the library's kernel.
 Use when   A block needs a sum or a maximum: reduce inside warps first. If rows are short, give a
-           row to a warp. If a kernel reduces once after long loops, the way hardly matters
-           (`../ch07/reduction_test.py`).
+           row to a warp. If a kernel reduces once after long loops, it hardly matters how the block
+           adds up its sums (`../ch07/reduction_test.py`).
 """
 
 import torch

@@ -6,13 +6,13 @@ Problem    Bootstrap: the sums of four resamples of n fp32 values. A resample is
 Baseline   unsorted: the draws in the order in which they were drawn. The lanes of a warp read 32
            scattered places of the table.
 Optimized  sorted_once: the same kernel on the same draws, sorted. A sum does not depend on the
-           order. The sort runs once, before the timed part, and the row says after how many calls
-           it has paid for itself.
-           The preparation may only reorder the draws: both sides must read 4 n indices and gather
-           4 n values, so that the order is the only difference. An expert who may prepare anything
-           counts how often each value was drawn. With counts of one byte, a single sweep of the
-           table gives all four sums from a fourth of the bytes, and no gather is left to measure.
-           There is no library rung: `values[index].sum(1)` first writes all 4 n gathered values.
+           order. The sort runs once, before the timed part. The result's line says after how many
+           calls the sort has paid for itself. The preparation may only reorder the draws: both
+           sides must read 4 n indices and gather 4 n values, so that the order is the only
+           difference. An expert who may prepare anything counts how often each value was drawn.
+           With counts of one byte, a single sweep of the table gives all four sums from a fourth of
+           the bytes, and no gather is left to measure. There is no library variant, because
+           `values[index].sum(1)` first writes all 4 n gathered values.
 Bound      DRAM: sorted draws sweep the table once per resample, so each resample reads 4 n bytes of
            indices and 4 n bytes of values. An unsorted draw reads a sector of 32 bytes to use 4 of
            them. The table has 268 MB and the L2 50 MB, so four of five draws miss the L2.

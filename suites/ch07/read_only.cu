@@ -2,7 +2,7 @@
 //
 // plain: ordinary loads, as for memory that another thread may write.
 // ldg: loads by `__ldg`, as for memory that no thread writes while the kernel runs.
-// restricted: ordinary loads, but the pointer declares that no thread writes there.
+// restricted: ordinary loads, but `__restrict__` declares that no thread writes to x.
 
 constexpr unsigned BLOCK = 256, EACH = 4, REACH = 2, TAPS = 2 * REACH + 1;
 

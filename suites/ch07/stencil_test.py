@@ -12,7 +12,8 @@ Optimized  column: changes in_cache. A thread computes 8 cells along z. It loads
            takes about 13 loads per thread from global memory, not 42.
            tiled: changes planes. A thread issues all its loads before it uses the first. So a block
            puts all planes into shared memory at once, with one barrier, and reads the neighbors
-           along z from there too. There is no library rung: `conv3d` computes 27 products per cell.
+           along z from there too. There is no library variant, because `conv3d` computes 27
+           products per cell.
 Bound      DRAM, for 4 bytes read and 4 written per cell. The L2 serves in_cache 15 bytes per cell
            in whole sectors, and the other three 8.
 Seen       in_cache takes longer than predicted. Its threads keep one element from DRAM in flight,

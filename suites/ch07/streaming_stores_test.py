@@ -3,7 +3,8 @@
 Problem    Look up n rows of 32 fp32 values in a table that fits the L2, in random order.
 Baseline   ordinary: plain stores. A written row takes a place in the L2 like any other row.
 Optimized  streaming: changes ordinary. `__stcs` stores the rows, which marks them as the first to
-           evict. There is no library rung: `table[index]` of PyTorch stores as ordinary does.
+           evict. There is no library variant, because `table[index]` of PyTorch uses plain stores,
+           as ordinary does.
 Bound      DRAM writes. The table should stay in the L2. Under ordinary stores the L2 evicts part of
            it, and those rows are read from DRAM again. The cost assumes that the L2 evicts what was
            used longest ago.

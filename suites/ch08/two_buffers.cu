@@ -107,7 +107,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
   part.load(x, blockIdx.x);
   unsigned turn = 0;
   for (unsigned tile = blockIdx.x; tile < tiles; tile += gridDim.x, turn = 1 - turn) {
-    // A thread is here only after the last barrier, so all are done with the tile before that one.
+    // A thread gets here only after the last barrier, so all threads have finished the previous
+    // tile.
     part.store(buffer[turn]);
     if (tile + gridDim.x < tiles) part.load(x, tile + gridDim.x);
     __syncthreads();

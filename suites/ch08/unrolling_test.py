@@ -6,7 +6,8 @@ Baseline   compiled: one point per thread, and a plain loop. For sm_90 the compi
            times and loads four coefficients at once (LDS.128), without any pragma.
 Optimized  rolled: changes compiled. `#pragma unroll 1`. It is no optimization. It shows what the
            compiler's unrolling is worth, for loops in which the compiler cannot do it.
-           by_16: changes compiled. `#pragma unroll 16`. That is what the compiler did anyway.
+           by_16: changes compiled. `#pragma unroll 16`. The compiler had chosen the same factor for
+           compiled.
            known: changes compiled. The number of coefficients is a constant of the kernel, so the
            whole loop is unrolled. No counter and no branch remain.
            four_points: changes compiled. Four points per thread, so a loaded coefficient is used
