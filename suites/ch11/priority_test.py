@@ -14,8 +14,8 @@ Bound      DRAM for the large kernel, and the latency of small kernels for the n
            same_priority the two times add up. In urgent the longer one remains. The costs have no
            rate for the latency of a small kernel, only for its start. They count no starts for
            urgent, because these happen during the large kernel.
-Use when   Requests that somebody waits for share a GPU with other work whose kernels have many
-           short blocks. Priority does not help if a block runs for milliseconds, as in persistent
+Use when   Urgent requests share a GPU with other work, and the kernels of that work have many short
+           blocks. Priority does not help if a block runs for milliseconds, as in persistent
            kernels, or if the GPU has no room for a small block beside the large kernel's. A CUDA
            graph keeps the priority that its kernels were captured with. The latency of the network
            itself is not what this page times: a call ends when both have ended.

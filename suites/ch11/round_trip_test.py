@@ -14,7 +14,7 @@ Bound      PCIe. It carries data in both directions at once, and a GPU has a cop
            part of the time of a copy. A third stream therefore hides little more than two do.
 Use when   Data stream through the GPU and the results go back to the host. Two or three chunks in
            flight are enough. If the results stay on the GPU, only the copy in and the kernel can
-           overlap (`chunk_count_test.py`). More streams than that only add buffers.
+           overlap (`chunk_count_test.py`). More streams only add buffers.
 """
 
 from dataclasses import replace

@@ -72,7 +72,7 @@ def is_set(flag):
 
 
 def oscillators_of(y):
-    """Return the array that a call advances, the flag, and how kernels are launched on them."""
+    """Return the array that a call advances, the flag, and a function that launches kernels."""
     n = y.shape[1]
     flag = torch.zeros(1, dtype=torch.int32, device=y.device)
     blocks = -(-n // BLOCK), BLOCK

@@ -15,10 +15,10 @@ Seen       With two kernels, captured takes less than half of the predicted time
            and a replay calls no operator. With 32 kernels, captured takes a little longer than
            their starts, because the GPU also takes some time to start a graph. eager takes about as
            long as predicted.
-Use when   You want to know whether a graph pays for your loop. Count its launches and compare their
-           time with the GPU's. If the kernels run longer than a launch takes, the GPU is never
-           idle, and a graph saves nothing but the host's time. With few kernels, the launch of the
-           graph itself is most of what is left.
+Use when   You want to know whether a graph makes your loop faster. Count its launches and compare
+           their time with the GPU's. If the kernels run longer than a launch takes, the GPU is
+           never idle, and a graph saves nothing but the host's time. With few kernels, the launch
+           of the graph itself is most of what is left.
 """
 
 import torch

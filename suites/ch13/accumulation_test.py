@@ -5,11 +5,11 @@ Problem    Gradients of the mean loss over a batch of 8 x 1024 tokens, for 8 dec
 Baseline   whole: one forward and one backward of the batch.
 Optimized  accumulated: the baseline in 4 micro-batches of 2 sequences, each with a quarter of its
            mean loss. Backward adds to `.grad`. `.grad` is bf16, so a sum is rounded 4 times.
-Bound      Tensor cores. Memory is the point. checkpointing counts the peak of whole: activations
-           and temporaries of 180 units, each unit one bf16 value per token and column. accumulated
-           holds a quarter of these, and from the second part on it also holds the gradients of all
-           weights. That is 961 MB, or 32 % of the baseline's peak. In time, it launches four times
-           as many kernels.
+Bound      Tensor cores. The page is about memory. checkpointing counts the peak of whole:
+           activations and temporaries of 180 units, each unit one bf16 value per token and column.
+           accumulated holds a quarter of these, and from the second part on it also holds the
+           gradients of all weights. That is 961 MB, or 32 % of the baseline's peak. In time, it
+           launches four times as many kernels.
 Seen       The peak of accumulated is about 12 MB higher than this count, which we cannot explain.
            Both sides are slower than predicted. For whole this has the causes that checkpointing
            lists. accumulated also has smaller products: with 2048 rows, a result of 2048 x 1024 is

@@ -9,11 +9,11 @@ Optimized  checkpointed: `torch.utils.checkpoint` around each block of the basel
            arXiv:1604.06174).
            selective: checkpointed, but the results of products and attention are kept. Norms,
            rotation and SwiGLU are computed again, which costs traffic and no product.
-Bound      Tensor cores. Memory is the point. One unit is a bf16 value per token and column. A block
-           keeps 21.6 units: its input and the middle residual, both normalized (4), q, k, v (3), q
-           and k rotated (2), the output of attention and a copy with the heads side by side (2),
-           and gate, silu(gate), up and their product (10.6, since a hidden tensor is 2.656 units).
-           The peak comes when the backward of SwiGLU multiplies:
+Bound      Tensor cores. The page is about memory. One unit is a bf16 value per token and column. A
+           block keeps 21.6 units: its input and the middle residual, both normalized (4), q, k, v
+           (3), q and k rotated (2), the output of attention and a copy with the heads side by side
+           (2), and gate, silu(gate), up and their product (10.6, since a hidden tensor is 2.656
+           units). The peak comes when the backward of SwiGLU multiplies:
              units                     stored  checkpointed  selective
              blocks that are kept       173.0           1.0       98.5
              computed again               0.0          20.6       10.3

@@ -9,11 +9,12 @@ Baseline   ddp: DistributedDataParallel. Every rank holds and updates everything
 Optimized  fsdp: `fully_shard` on each layer instead. A rank holds rows / world of parameters,
            gradients and momentum. A layer's parameters are gathered before they are used, and freed
            after.
-Bound      The CUDA cores' products in ddp, and the host in fsdp. Memory is the point. 16 layers of
-           4096 x 4096 are 1 GiB. On two ranks, ddp holds parameters, buckets of gradients, momentum
-           and at last half of them as returned rows, 3.5 GiB. fsdp holds half of the first three,
-           1.5 GiB, and in backward also three or four layers of 64 MiB: the gathered layer, the
-           next one, and a gradient on its way to the other ranks. That is half of ddp's memory.
+Bound      The CUDA cores' products in ddp, and the host in fsdp. The page is about memory. 16
+           layers of 4096 x 4096 are 1 GiB. On two ranks, ddp holds parameters, buckets of
+           gradients, momentum and at last half of them as returned rows, 3.5 GiB. fsdp holds half
+           of the first three, 1.5 GiB, and in backward also three or four layers of 64 MiB: the
+           gathered layer, the next one, and a gradient on its way to the other ranks. That is half
+           of ddp's memory.
 Seen       In an earlier form, whose update had no momentum, fsdp was far slower than predicted. Its
            host runs Python hooks before and after each layer. The cost counts launches, but not the
            time of the hooks. We did not measure how long they take.

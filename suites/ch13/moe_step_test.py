@@ -211,7 +211,7 @@ def block(launches, host_steps, of_expert=None, syncs=0):
     Args:
         launches, host_steps: those that do not depend on the number of experts.
         of_expert: what the host does for each expert.
-        syncs: waits for the GPU, besides those of the experts.
+        syncs: waits for the GPU that do not belong to an expert.
     """
 
     def cost(batch, tokens, width, experts, hidden):

@@ -52,7 +52,7 @@ def reference(sequences, weight):
     return [layer(x.double(), weight.double()) for x in sequences]
 
 
-# A function of its own for each way to compile: Dynamo's cache belongs to a function's code.
+# Each way to compile has its own function, because Dynamo keeps one cache per function's code.
 def each_first_layer(x, weight):
     return layer(x, weight)
 
