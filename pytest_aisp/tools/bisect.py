@@ -43,7 +43,7 @@ class NoLoss(CliError):
 
 
 class Kept(Struct):
-    """What is kept of a search until it ends.
+    """The state of a search, which is kept in a file until the search ends.
 
     Attributes:
         case: the case's id.
@@ -175,7 +175,7 @@ class Bisection:
         return known is not None and bool(known.broken)
 
     def _slower_halves(self, role: str, *points: int) -> list[tuple[int, int]]:
-        """Return those of two adjacent ranges whose ends differ by more than their noise."""
+        """Return the one or two of two adjacent ranges whose ends differ by more than noise."""
         sides = [self.compared(point).sides.get(role) for point in points]
         values = [side.value if side else 0.0 for side in sides]
         errors = [side.error if side else 0.0 for side in sides]
@@ -280,7 +280,7 @@ def _file(root: Path, case: str) -> Path:
 
 
 def _read(file: Path, case: str) -> Kept:
-    """Return what is kept of an interrupted search. What could not be measured is tried again."""
+    """Return the saved state of an interrupted search. Failed measurements will be tried again."""
     if not file.exists():
         return Kept(case)
     try:

@@ -1,4 +1,4 @@
-"""What a search found, as text: commits, losses, and the differences of the code and its SASS."""
+"""The report of a search as text: commits, losses, and differences in source code and SASS."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from .catalog import Catalog, CatalogCase
 
 DECORATOR = "compare"
 DYNAMIC = {"globals", "locals", "vars", "eval", "exec", "getattr", "import_module", "modules"}
-"""Names with which a page may look up a function without naming it."""
+"""Names that a page can use to look up a function dynamically."""
 OWN_NAMES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
@@ -175,7 +175,7 @@ def _test_differs(case: tuple[str, str], new: PageSyntax, old: PageSyntax) -> bo
 
 
 def changed_result(pages: Catalog, ref: str, *, tell: Callable[[str], None]) -> CliResult:
-    """Return the pytest ids of the cases that may give other results than at the commit `ref`.
+    """Return the pytest ids of the cases whose results may differ from those at the commit `ref`.
 
     Only changed pages are imported. If that fails, the page is named instead of its cases. Paths
     are relative to the working directory.
@@ -215,7 +215,7 @@ def _files_differ(pages: Catalog, path: str, old: GitSnapshot) -> bool:
 
 
 def _changed_files(pages: Catalog, here: Path, then: Path, old: GitSnapshot) -> set[str]:
-    """Return the files, other than the page, that both versions may use and that differ."""
+    """Return the files, apart from the page, that both versions may use and that have changed."""
     new_files = contents(here, str(pages.root), pages.imports)
     old_files = contents(then, str(old.tree), pages.imports)
     names = new_files.keys() | old_files.keys()

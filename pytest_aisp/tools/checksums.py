@@ -40,7 +40,7 @@ FIELDS = ("baseline_us", "optimized_us", "share", "limit", "clock")
 
 
 class Recording(NamedTuple):
-    """What one run recorded for a case, and the environment of that run."""
+    """The values that one run recorded for a case, and the run's environment."""
 
     result: Result
     environment: Mapping[str, object]
@@ -81,7 +81,7 @@ def checksums_result(
 
 
 def _recorded(artifacts: Sequence[Path]) -> Recorded:
-    """Return what the runs in the folders `artifacts` recorded."""
+    """Return the values that the runs in the folders `artifacts` recorded."""
     found: dict[tuple[str, str], list[Recording]] = {}
     try:
         for folder in artifacts:
@@ -151,7 +151,7 @@ def _sources(before: Stored, key: str, run: Recording) -> list[Result]:
 def _other_than_recorded(
     result: Result, sources: Sequence[Result], runs: Sequence[Recording]
 ) -> list[str]:
-    """Return the fields of `result` whose values no result in `sources` has."""
+    """Return the fields of `result` whose values are in none of the results in `sources`."""
     wrong = [
         name
         for name in (*FIELDS, "sources", "choices")

@@ -34,7 +34,7 @@ SASS_SECONDS = 120.0
 
 
 class SideChange(Struct):
-    """How fast a changed side is, compared with its version at another commit.
+    """The speed of a changed side relative to its version at another commit.
 
     Attributes:
         name: the name of the side's function.
@@ -63,13 +63,13 @@ class SideChange(Struct):
         return stats.interval(self.value, self.spread, len(self.values))
 
     def merged(self, again: SideChange) -> SideChange:
-        """Return this measurement together with another one, whose outcome counts."""
+        """Return this measurement combined with `again`, with the outcome of `again`."""
         spread = max(self.spread, again.spread)
         return SideChange(again.name, [*self.values, *again.values], spread, again.outcome)
 
 
 class Measurement(Struct, omit_defaults=True):
-    """What the code gate found out about a commit, compared with another one.
+    """The result of timing the changed sides at a commit against another commit.
 
     Attributes:
         product, arch: the machine.
@@ -140,7 +140,7 @@ class CommitRuns:
         return cases[nodeid]
 
     def measure(self, commit: Commit, against: Commit) -> Measurement:
-        """Return what the code gate measures at `commit` against `against`."""
+        """Return the result of timing the changed sides at `commit` against those at `against`."""
         self.tree.check_out(commit)
         page, old = self.page(commit), self.page(against)
         if not (self.tree.root / page).is_file():
@@ -197,7 +197,7 @@ class CommitRuns:
         return reply.read(ChangedResult).sass
 
     def _run(self, *words: str) -> str:
-        """Run pytest in the worktree, and return what it prints."""
+        """Run pytest in the worktree, and return its output."""
         baselines = f"aisp_baselines={self.pages.baselines}"
         command = [*interpreter(), "-m", "pytest", "-p", "no:cacheprovider", "-o", baselines]
         process = Popen(
@@ -230,7 +230,7 @@ class CommitRuns:
 
 
 def read_row(row: Row, invalid: Sequence[str], fault: str) -> Measurement:
-    """Return what a run of the code gate measured, from the row of the case.
+    """Return the measurements of a run, from the row of the case.
 
     Args:
         invalid: the reasons why the run as a whole is invalid.

@@ -109,7 +109,7 @@ def _deepen(root: Path) -> str:
 
 
 def _not_before(root: Path, good: str, first: Commit, bad: str, last: Commit) -> str:
-    """Return why `first` is not an ancestor of `last`, and what to do."""
+    """Return a text that says why `first` is not an ancestor of `last`, and what to do."""
     if try_git(root, "merge-base", "--is-ancestor", last.sha, first.sha) is not None:
         return (
             f"--bad={bad} is older than --good={good}\nExchange them:\n"
@@ -215,7 +215,7 @@ def versions(
     commits: Sequence[Commit],
     tell: Callable[[str], None],
 ) -> list[Version]:
-    """Return the first of `commits`, and each one that changes a file that the page may use.
+    """Return the first of `commits`, and all others that change a file the page may use.
 
     A commit is checked out only if it modifies such a file, or adds or removes any file.
 

@@ -238,7 +238,7 @@ def cpus_of(text: str) -> set[int]:
 
 
 def counters(root: Path) -> Finding:
-    """Return a finding that says whether `ncu` may read the GPU's counters."""
+    """Return a finding about this process's permission to read the GPU's counters with `ncu`."""
     file = root / "proc/driver/nvidia/params"
     text = read_text(file)
     if text is None:

@@ -264,7 +264,7 @@ def has_only_data_sheet(baselines: Path, product: str | None) -> bool:
 
 
 def data_sheet_result(catalog: Catalog, product: str, *, as_json: bool) -> CliResult:
-    """Return the predicted times of all cases on `product`, which are timed on the H200.
+    """Return the predicted times on `product` of all cases that were timed on the H200.
 
     Raises:
         CliError: if no case of the H200 declares a cost, or if its rates are not stored.
