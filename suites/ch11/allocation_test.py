@@ -19,20 +19,20 @@ Bound      The host: its launches and its calls of the allocator. `cudaFree` wai
            driver's pool like a call of torch that launches nothing, because no rate for it was
            measured.
 Seen       device_malloc takes more than twice as long as predicted: `cudaMalloc` and `cudaFree` of
-           a tensor take more than twice as long as a wait. cached, which makes no such calls, takes
-           half as long again as predicted: the rate of a launch was measured with an addition, not
+           a tensor take more than twice as long as a wait. cached makes no such calls, but it takes
+           1.5 times as long as predicted: the rate of a launch was measured with an addition, not
            with means. stream_ordered takes longer than cached by about as much as predicted.
 Use when   You write CUDA code with temporaries: take them from `cudaMallocAsync` with a release
-           threshold, or from the framework's allocator. In PyTorch, keep the default. The variable
-           is meant for finding bugs in memory. `../ch13/allocator_test.py` compares the memory that
-           the allocators leave unused.
+           threshold, or from the framework's allocator. In PyTorch, keep the default.
+           `PYTORCH_NO_CUDA_MEMORY_CACHING` is meant for finding memory bugs.
+           `../ch13/allocator_test.py` compares the memory that the allocators leave unused.
 """
 
 import torch
 
 from pytest_aisp import Conditions, Cost, Work, compare, fresh_process
 
-TENSORS = 4  # that a step allocates
+TENSORS = 4  # tensors that a step allocates
 SPLIT = 2**17  # values from which torch sums by several blocks, which need two more tensors each
 
 

@@ -14,9 +14,9 @@ Bound      Latency. A multiply-add of Horner's rule needs the result of the one 
            coefficients from shared memory, which the machine code for sm_90 does not start ahead.
            So the time of a kernel does not depend on how
            many SMs are idle, until the blocks of all kernels together need more than the GPU has.
-           The costs count the issue slots that a warp leaves empty, and those of idle SMs. They
-           also add the starts of all kernels, as if no two started at the same time. The data are
-           less than 1 MB, so they stay in the L2.
+           The costs count the empty issue slots of running warps and of idle SMs as work. They also
+           add the starts of all kernels, as if no two started at the same time. The data are less
+           than 1 MB, so they stay in the L2.
 Seen       On an H100, the ratio of one_launch and in_turn is as predicted. a_stream_each takes less
            than predicted, because starts on different streams overlap.
 Use when   Several independent kernels run at a time and none of them fills the GPU. One launch is

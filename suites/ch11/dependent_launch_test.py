@@ -1,7 +1,7 @@
 """Programmatic dependent launch: start a kernel while the one before it is ending.
 
 Problem    A chain of fp32 layers, x = relu(W x), with n neurons each, for one vector x. A layer
-           needs all of the previous layer's result. Its weights depend on nothing.
+           needs all of the previous layer's result. Its weights do not depend on other layers.
 Baseline   launches: one kernel per layer. A kernel starts when the one before it has ended.
 Optimized  waits_first: changes launches. Every layer except the first is a dependent launch.
            Each kernel allows the next one to start at once, and `griddepcontrol.wait` makes the
@@ -20,10 +20,10 @@ Seen       launches, waits_first and library take a third to two thirds longer t
            H100 and an H200. The latencies that the costs leave out are the difference: loads_first,
            which hides them, takes about as long as predicted on an H100.
 Use when   Short kernels run in a row, as in decoding, and you write these kernels. The next kernel
-           needs something that does not depend on the previous one, such as weights. Its blocks
-           must also find room beside the previous kernel's. Read nothing that the previous kernel
-           writes, and write nothing, before the wait. For long kernels, the gap between two of them
-           does not matter.
+           needs something that does not depend on the previous one, such as weights. The SMs must
+           also have room for its blocks while the previous kernel still runs. Read nothing that the
+           previous kernel writes, and write nothing, before the wait. For long kernels, the gap
+           between two of them does not matter.
 """
 
 import torch

@@ -10,15 +10,15 @@ Optimized  prefetched: changes on_demand. A second stream copies the next layer'
            second buffer while this layer computes. The cases are points of a curve, so they claim
            no speedup.
 Bound      PCIe or DRAM, whichever takes longer. A layer reads its weights from DRAM, however many
-           tokens there are. The copy grows with the tokens. While it is shorter than the layer,
-           prefetched hides all of it but the first. When it is much longer, there is little to
-           hide it behind, and the gain becomes small again. It is largest in between, where the
-           two are equal, and can never be more than twofold.
+           tokens there are. The copy grows with the tokens. If a copy takes less time than a layer,
+           prefetched hides every copy except the first. If a copy takes much longer than a layer,
+           only a small part of it is hidden, and the gain is small again. The gain is largest if
+           both take the same time, and it is never more than twofold.
 Seen       Without its copy, a layer takes about twice as long as predicted from its weights and its
            kernels' starts. We did not measure which kernels take the rest. So the gain is largest
            at more tokens than predicted. With 2048 tokens PCIe is the limit, and prefetched takes
            as long as predicted.
-Use when   Caches have to live on the host for a while, and the copy of a layer's cache does not
+Use when   Caches have to stay in host memory for a while, and the copy of a layer's cache does not
            take much longer than the layer. For longer caches, move fewer bytes: keep a part of each
            cache on the GPU, or store it in 8 bits. Capture the step as a graph: launched one by
            one, these kernels take longer, and the host is the limit. `../ch13/kv_cache_test.py`

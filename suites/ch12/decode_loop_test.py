@@ -1,4 +1,4 @@
-"""Autoregressive loop: capture one step, and the number of steps stays free.
+"""Autoregressive loop: capture one step, so that the number of steps can vary.
 
 Problem    A recurrent network of 4 layers predicts the next `steps` vectors of 8 sequences, fp32.
            Each prediction is the input of the next step, so the steps run one after another.

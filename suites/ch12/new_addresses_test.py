@@ -1,4 +1,4 @@
-"""Inputs elsewhere: copy them to the graph, not the graph to them.
+"""Inputs at new addresses: copy them to where one graph reads, or capture a graph per address.
 
 Problem    Four requests lie at different addresses. Each passes through a small MLP of 24 kernels,
            fp32. A CUDA graph reads and writes only the addresses of its capture.
@@ -117,7 +117,7 @@ class Recorder:
         return output
 
     def replay_updated(self, step):
-        """Capture, let the first instance take over the new graph, and replay it."""
+        """Capture, update the first instance to the new graph, and replay it."""
         if self.first is None:
             return step()
         driver = import_module("cuda.bindings.driver")

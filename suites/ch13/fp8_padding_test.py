@@ -1,4 +1,4 @@
-"""FP8 with an inner dimension that it does not take: pad it with zeros.
+"""FP8 with an inner dimension that it does not support: pad it with zeros.
 
 Problem    y = x W^T, x (m, k) and W (n, k) in bf16, y in bf16. k is not a multiple of 16, but FP8
            products need that. The weights are the page's state.

@@ -7,8 +7,9 @@ Problem    Decode `steps` tokens of `batch` sequences with one attention layer i
            as usual, so that about 40 keys get most of the weight. The outputs of all steps are
            compared.
 Baseline   grown: `torch.cat` of cache and token, as caches without a fixed size do.
-Optimized  by_words: grown, but `cat` sees its bytes as int64. PyTorch copies into a part of a
-           tensor number by number, whatever their size. In bf16 a warp moves 64 bytes at a time.
+Optimized  by_words: grown, but `cat` sees its bytes as int64. When PyTorch copies into a part of a
+           tensor, it copies one element at a time, of any size. In bf16 a warp moves 64 bytes at a
+           time.
            preallocated: by_words, but room for all tokens is made once, and a token is written to
            its place. The prompt is copied by words.
            paged: preallocated, but all sequences share a pool of pages of 64 tokens. A table says
@@ -19,8 +20,8 @@ Optimized  by_words: grown, but `cat` sees its bytes as int64. PyTorch copies in
 Bound      DRAM. Every step reads all keys and values, which are larger than the L2. `cat` copies
            them as well, in every step. preallocated and paged copy the prompt once per call.
 Seen       grown takes longer than its bytes predict. by_words moves the same bytes in the same
-           number of kernels and comes close to its prediction, so the copy by numbers costs the
-           rest.
+           number of kernels and comes close to its prediction, so the copies by single bf16
+           elements cause the rest.
 Use when   Preallocate when the longest sequence is known and there is room for it. Use pages when
            sequences end at different lengths: they take memory 64 tokens at a time. All sequences
            are equally long here, so paged needs about the memory of preallocated, and grown needs

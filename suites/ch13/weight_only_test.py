@@ -5,7 +5,8 @@ Problem    y = x W^T for the few rows of a decode step. x (rows, k), W (n, k) an
 Baseline   bf16: `torch.nn.functional.linear`, which calls cuBLAS.
 Optimized  All but library are one Triton kernel, which converts the weights to bf16 in registers.
            The weights are quantized once, before the timed part. x stays bf16.
-           streamed: bf16 with this kernel. It separates the effect of the kernel from the bytes'.
+           streamed: bf16 with this kernel. It shows the effect of the kernel without the effect of
+           smaller weights.
            int8: streamed with one byte per weight, and one scale per row of W.
            int4: int8 with half a byte per weight, and one fp32 scale per 128 weights of a row.
            library: the weights of int4 with PyTorch's own kernel, `_weight_int4pack_mm`.

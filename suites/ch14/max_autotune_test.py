@@ -1,4 +1,4 @@
-"""Max-autotune: let the compiler time products, and put what follows into the fastest one.
+"""Max-autotune: let the compiler time several products, and fuse the following operations.
 
 Problem    x + silu(h w), bf16 with fp32 sums: a product, an activation and a residual.
            test_max_autotune has a short inner dimension k, test_max_autotune_deeper a long one.
