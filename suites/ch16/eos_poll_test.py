@@ -1,33 +1,33 @@
-"""End of answers: do not let the GPU idle while the host asks whether to go on.
+"""End of answers: keep the GPU busy while the host checks whether decoding is done.
 
 Problem    Decode answers to `rows` prompts of 8 tokens, together and greedily, with a decoder in
            bf16 (`suites/decoder.py`). An answer ends with the first end token, or after `limit`
-           tokens. On the way through all tokens, every `period`-th one ends an answer. So answers
-           have 1 to `period` tokens, and only the GPU knows how many. Decoding ends when all
-           answers have ended. The tokens and their scores are compared. After an answer's end,
-           every side writes -1 and a score of 0. All sides compute the prompts and the steps in
-           CUDA graphs.
-Baseline   every_step: `.item()` after each step. The GPU idles until the host has the answer and
-           has launched the next step.
-Optimized  every_eighth: changes every_step. The host asks after 8 steps. Up to 7 steps too many are
-           made, and change nothing.
+           tokens. The greedy tokens visit the whole vocabulary in a fixed cycle, and every
+           `period`-th token of the cycle is an end token. So answers have 1 to `period` tokens. The
+           host cannot know the number in advance. Decoding ends when all answers have ended. The
+           tokens and their scores are compared. After an answer's end, every side writes -1 and a
+           score of 0. All sides compute the prompts and the steps in CUDA graphs.
+Baseline   every_step: `.item()` after each step. The GPU idles until the host has read the flag and
+           launched the next step.
+Optimized  every_eighth: changes every_step. The host checks after every 8 steps. Up to 7 extra
+           steps run, and they change nothing.
            one_behind: changes every_step. After each step, the flag is copied to pinned memory and
-           an event is recorded. The host launches a step, and then waits for the event of the step
-           before. So the GPU always has a step to do, and one step too many is made.
-Bound      The GPU computes the steps, which DRAM and the starts of kernels in the graph limit.
-           every_step adds a wait to each one. every_eighth trades 7 of 8 waits for 3.5 steps too
-           many on average. one_behind trades all of them for one step.
+           an event is recorded. The host launches a step, and then waits for the event of the
+           previous step. So the GPU always has work, and one extra step runs.
+Bound      DRAM and the starts of kernels in the graph limit the steps. every_step adds a wait to
+           each step. every_eighth saves 7 of 8 waits and runs 3.5 extra steps on average.
+           one_behind saves all waits and runs one extra step.
 Seen       On an H100, all sides take about twice as long as predicted. The costs count each small
            kernel as its start, and it probably takes longer. So a wait is a smaller share of a step
-           than predicted. The gain of both variants is smaller than the interval, even with a model
-           of one layer. So they claim only that they are not slower.
-Use when   A loop decodes until a token says stop, and its steps are captured. Expect little: the
+           than predicted. The gain of both variants is smaller than the confidence interval, even
+           with a model of one layer. So they claim only that they are not slower.
+Use when   A loop decodes until an end token, and its steps are CUDA graphs. Expect little: the
            model of this page is tiny, and even its steps take many times as long as a wait. With a
-           large model, a wait is a still smaller share of a step. If a step is launched kernel by
-           kernel, the host limits all sides, and the wait is a small part of its time. Asking
-           rarely is simple, but pays only if answers are much longer than the interval. Steps after
-           the end must do no harm: keep room for them in the cache. A server that sends each token
-           to its user can do that one step behind too.
+           large model, the wait is an even smaller share of a step. If the host launches each
+           kernel of a step separately, the host limits all sides, and the wait is a small part of
+           the time. Checking rarely is simple, but helps only if answers are much longer than the
+           interval. Extra steps after the end must be harmless, so the cache needs room for them. A
+           server that sends each token to its user can also send it one step late.
 """
 
 import pytest
@@ -43,12 +43,12 @@ NOTHING = -1
 
 
 def size_of(layers, width, rows, period, limit):
-    # Whole multiples of 8 keys, as the fused attention kernels want their masks.
+    # Rounded up to 8 keys, because the fused attention kernels require it of their masks.
     return config_of(layers, width, -(-(PROMPT + limit) // 8) * 8)
 
 
 def state(device, layers, width, rows, period, limit):
-    """Return a decoder whose greedy tokens go around all tokens, and which of them are ends."""
+    """Return a decoder whose greedy tokens cycle through all tokens. `is_end` marks end tokens."""
     config = size_of(layers, width, rows, period, limit)
     model = Decoder(config, device=device)
     order = torch.randperm(config.vocabulary, device=device)
@@ -75,8 +75,8 @@ class Answers:
     """Answers that are being decoded, at fixed addresses so that a step can be captured.
 
     Attributes:
-        count: how many tokens each answer has, or would have if it had not ended.
-        going: whether some answer has not ended yet.
+        count: the number of tokens decoded in each row, including those after the end.
+        going: whether any answer has not ended yet.
     """
 
     def __init__(self, model, prompts, limit):
@@ -120,7 +120,7 @@ class Answers:
 
 
 def asking(answers, read, step, every):
-    """Decode and wait for the GPU after `every` steps, to ask whether an answer goes on."""
+    """Decode. After every `every` steps, wait for the GPU and check whether to go on."""
     read()
     for done in range(1, answers.limit):
         step()
@@ -149,7 +149,7 @@ class Flags:
 
 
 def asking_late(answers, read, step, flags):
-    """Decode, and launch a step before asking whether an answer goes on after the one before."""
+    """Decode. Launch each step before checking whether the previous step was the last."""
     read()
     for done in range(1, answers.limit):
         step()
@@ -178,22 +178,22 @@ def one_behind(model, prompts, limit):
 
 
 def steps_of(rows, period, limit):
-    """Return how many steps the longest of `rows` answers needs on average, after its prompt."""
+    """Return the mean number of steps that the longest of `rows` answers needs."""
     return max(1, min(limit, round(period * rows / (rows + 1))) - 1)
 
 
 def decoding(steps, wait, waits):
-    """Return a function of the size: the cost of the prompts, of all steps and of all waits.
+    """Return a function from the page's sizes to the cost of prompts, steps and waits.
 
     Args:
-        steps: how many steps are made, as a function of the steps that are needed.
-        wait: the cost of asking.
-        waits: how often the host asks, as a function of the steps that are made.
+        steps: a function from the number of needed steps to the number of steps that run.
+        wait: the cost of one check.
+        waits: a function from the number of steps that run to the number of checks.
     """
 
     def cost(layers, width, rows, period, limit):
         config = size_of(layers, width, rows, period, limit)
-        # The best token, and what keeps it, finds ends and moves on: 17 kernels.
+        # 17 kernels find the best token, store it, check for end tokens and advance.
         starts = {"launches": 1, "graph_nodes": kernels_of(config) + 17}
         total = forward_cost(config, rows * PROMPT, rows * PROMPT, rows * PROMPT**2 / 2, **starts)
         made = steps(steps_of(rows, period, limit))
@@ -239,7 +239,7 @@ def work(layers, width, rows, period, limit):
     costs={
         every_step: decoding(lambda n: n, Cost(syncs=1), lambda made: made),
         every_eighth: decoding(
-            # The number of steps is anywhere between two multiples of 8.
+            # The needed steps may end anywhere between two multiples of 8.
             lambda n: n + RARELY // 2,
             Cost(syncs=1),
             lambda made: -(-made // RARELY),
@@ -263,7 +263,7 @@ class Counted:
         self.answers.step()
 
     def decoded(self, every):
-        """Decode, and ask after `every` steps, or one behind if it is None."""
+        """Decode and check after every `every` steps. If None, check one step late."""
         answers, read = self.answers, self.answers.read
         if every is None:
             return asking_late(answers, read, self.step, Flags(answers.prompts.device))
@@ -271,10 +271,10 @@ class Counted:
 
 
 class TestOverrun:
-    """How many steps too many are made, and that they change nothing."""
+    """The number of extra steps, and that they change nothing."""
 
     def made(self, model, prompts, limit):
-        """Return the steps of all three ways to ask. Their results must be equal."""
+        """Return the number of steps of each of the three sides. Results must be equal."""
         wanted, found = None, []
         for every in (1, RARELY, None):
             counted = Counted(model, prompts, limit)
@@ -304,7 +304,7 @@ class TestOverrun:
 
 
 class TestBadInput:
-    """What does not fit."""
+    """Sizes that do not fit are refused."""
 
     def test_a_limit_longer_than_the_cache_is_refused(self):
         model = state("cpu", 1, 256, rows=1, period=4, limit=8)

@@ -1,5 +1,5 @@
-// Multiplies a matrix of n rows and k columns with one vector. x, y and sums are bf16, bf16 and
-// fp32. A warp computes four rows, so it loads and converts a part of x once for all four.
+// Multiplies a matrix of n rows and k columns with one vector. x and y are bf16, and sums are fp32.
+// A warp computes four rows, so it loads and converts each part of x once for all four.
 //
 // gemv_bf16: weights of 16 bits.
 // gemv_int8: weights of 8 bits, stored with 128 added, and one scale per row.
@@ -9,7 +9,7 @@
 
 constexpr unsigned WARPS = 8, ROWS = 4, GROUP = 128;
 
-// Eight numbers of bf16 as fp32. bf16 is the upper half of fp32.
+// Converts eight bf16 numbers to fp32. bf16 is the upper half of fp32.
 __device__ void from_bf16(const uint4& packed, float* out) {
   const unsigned words[4] = {packed.x, packed.y, packed.z, packed.w};
 #pragma unroll
@@ -19,7 +19,7 @@ __device__ void from_bf16(const uint4& packed, float* out) {
   }
 }
 
-// Four bytes as fp32. 0x4b in front of a byte u gives the number 2^23 + u.
+// Converts four bytes to fp32. The fp32 number 0x4b0000uu, with a byte u at the end, is 2^23 + u.
 __device__ void from_bytes(unsigned word, float* out) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -27,8 +27,9 @@ __device__ void from_bytes(unsigned word, float* out) {
   }
 }
 
-// Eight halves of bytes as fp32, each with 136 added. 0x43 in front of a half u gives the bf16
-// number 128 + u, and u is the weight + 8. A word has weights 0, 2, 4 and 6 in its lower 16 bits.
+// Converts eight 4-bit weights to fp32, each with 136 added. The bf16 number 0x430u, with four bits
+// u at the end, is 128 + u, and u is the weight + 8. The lower 16 bits of a word hold weights 0, 2,
+// 4 and 6.
 __device__ void from_halves(unsigned word, float* out) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -64,7 +65,7 @@ __device__ void gemv(const uint4* __restrict__ w, const float* __restrict__ scal
     uint4 packed[ROWS];
 #pragma unroll
     for (unsigned r = 0; r < ROWS; ++r) {
-      const unsigned row = min(first + r, n - 1);  // rows behind the last one are not stored
+      const unsigned row = min(first + r, n - 1);  // rows after the last are not stored
       packed[r] = __ldcs(w + size_t(row) * loads + c);
     }
     float values[EACH], sum = 0.0f;

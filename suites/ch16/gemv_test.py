@@ -1,30 +1,31 @@
-"""Weight-only GEMV: one row needs no tensor cores, so convert weights in as few steps as possible.
+"""Weight-only GEMV: one row needs no tensor cores, so convert weights with few instructions.
 
 Problem    y = W x for one token of a decode step. x, W (n, k) and y are bf16. The weights are the
            page's state.
 Baseline   library: `torch.nn.functional.linear`, which calls cuBLAS.
-Optimized  bf16: a CUDA C++ kernel. A warp computes four rows, and sums in fp32. It separates the
-           effect of the kernel from that of smaller weights.
+Optimized  bf16: a CUDA C++ kernel. A warp computes four rows, and sums in fp32. It shows the effect
+           of the kernel without smaller weights.
            int8: changes bf16. One byte per weight, and one scale per row of W. The weights are
            quantized once, before the timed part. A byte becomes a float by bit operations and a
            subtraction.
            int4: changes int8. Half a byte per weight, and one fp32 scale per 128 weights of a row.
-           The order of the weights in a word lets one mask convert two of them. The conversion adds
-           an offset to each weight. The kernel subtracts the offsets from the sum, once for 32
+           The weights in a word are ordered such that one mask extracts two of them. The conversion
+           adds an offset to each weight. The kernel subtracts the offsets from the sum, once per 32
            weights.
 Bound      DRAM for bf16 and int8. int4 reads half the bytes of int8 and spends about as many
            instructions on a weight, most of them on the conversion. So instructions and DRAM limit
-           it about equally. `weight_only_test.py` in chapter 13 solves the same problem with tensor
-           cores, whose products always have 16 rows. It takes more instructions to bring a weight
-           there.
-Seen       On an H100, int4 takes longer than either its bytes or its instructions, and less than
-           both in a row. A warp loads its weights and then converts them, so the two overlap only
-           across warps. The kernel has 80 registers, so an SM holds three of its blocks. 896 blocks
-           are not a whole number of rounds for 132 SMs, and in the last one many SMs have less to
-           overlap. We did not measure how much each of these takes.
-Use when   One sequence is decoded at a time. Every row of x adds multiplications on ordinary cores,
-           so tensor cores win from a few rows on. Weights of 4 bits cost accuracy. This page has
-           random weights and shows nothing about that (`outliers_test.py` in chapter 19).
+           int4 about equally. `weight_only_test.py` in chapter 13 solves the same problem with
+           tensor cores, whose products always have 16 rows. There, a weight takes more
+           instructions.
+Seen       On an H100, int4 takes longer than its loads alone or its instructions alone, but less
+           than their sum. A warp loads its weights and then converts them, so loads and conversions
+           overlap only across warps. The kernel uses 80 registers, so an SM holds three blocks. 896
+           blocks are not a whole number of waves on 132 SMs, and in the last wave many SMs have
+           less to overlap. We did not measure each of these effects.
+Use when   One sequence is decoded at a time. Every further row of x adds multiplications on the
+           CUDA cores, so with a few rows tensor cores are faster. 4-bit weights cost accuracy. This
+           page has random weights, so it cannot show the loss (see `outliers_test.py` in chapter
+           19).
 """
 
 import torch
@@ -64,7 +65,7 @@ def bf16(w, x):
 
 
 def rounded(w, most):
-    """Return each last dimension of `w` as integers up to `most`, and its scale in fp32."""
+    """Return `w` as integers up to `most`, with one fp32 scale per row of its last dimension."""
     scales = (w.float().abs().amax(dim=-1, keepdim=True) / most).clamp(min=1e-12)
     return (w.float() / scales).round().clamp(-most, most).int(), scales.squeeze(-1)
 
@@ -83,7 +84,7 @@ def int8(w, x):
 
 
 def in_words(integers):
-    """Pack eight weights from -8 to 7 in an int32. Even ones are in its lower 16 bits."""
+    """Pack eight weights from -8 to 7 into an int32. Weights 0, 2, 4, 6 get its lower half."""
     places = torch.tensor([0, 16, 4, 20, 8, 24, 12, 28], device=integers.device)
     halves = (integers + 8).unflatten(-1, (-1, 8)).long()
     words = (halves << places).sum(-1)
@@ -104,12 +105,12 @@ def int4(w, x):
 
 
 def product_cost(weights, instructions=0):
-    """Return a function of the size: the cost of a product.
+    """Return a function from the page's sizes to the cost of a product.
 
     Args:
-        weights: bytes of a weight and its share of the scales.
-        instructions: how many a weight takes, counted in the loop of the machine code for sm90.
-            Each takes the slot of a multiply-add of fp32, which counts as 2 operations.
+        weights: bytes per weight, including its share of the scales.
+        instructions: the number per weight, counted in the loop of the sm90 machine code. Each one
+            takes the place of an fp32 multiply-add, so it counts as 2 operations.
     """
 
     def cost(n, k):
@@ -137,7 +138,7 @@ FOUR_BITS = 0.5 + 4 / GROUP
     inputs=inputs,
     reference=reference,
     sizes=[{"n": 28672, "k": 8192}],
-    # The bound of four bits is wide, so it takes many elements to tell a stale answer.
+    # The tolerance of int4 is wide, so detecting a stale answer takes many elements.
     check_sizes=[{"n": 101, "k": 256}, {"n": 130, "k": 1152}],
     work=lambda n, k: Work(read=FOUR_BITS * n * k + 2 * k, write=2 * n, terms=k),
     bound="dram",

@@ -1,23 +1,23 @@
-"""Grammar mask: send one bit per token, and apply the bits where the logits are.
+"""Grammar mask: send one bit per token, and apply the bits on the GPU.
 
 Problem    A grammar allows each of `rows` sequences only some of `vocabulary` tokens. The grammar
-           runs on the host and writes its answer into pinned memory, once in every step of
-           decoding. Set the bf16 logits of all other tokens to minus infinity. From none to all
-           tokens of a row are allowed.
-Baseline   bools: the grammar's answer is a byte per token. It is copied to the GPU, and
-           `masked_fill` applies it.
-Optimized  bits: changes bools. The answer has a bit per token, in words of 32, as xgrammar writes
-           it. PyTorch unpacks it on the GPU with a shift and a comparison.
+           runs on the host and writes the allowed tokens into pinned memory in every decoding step.
+           Set the bf16 logits of all other tokens to minus infinity. A row may allow any number of
+           tokens, from none to all.
+Baseline   bools: the grammar writes a byte per token. The bytes are copied to the GPU, and
+           `masked_fill` applies them.
+Optimized  bits: changes bools. The grammar writes a bit per token, in 32-bit words, like xgrammar.
+           PyTorch unpacks the bits on the GPU with a shift and a comparison.
            fused: changes bits. A Triton kernel reads the bits and applies them in one pass.
-Bound      PCIe for bools and fused. bits sends an eighth of what bools sends, and spends much of
-           the gain on passes over numbers that are up to 32 times as large as the bits. For fused,
-           the copy of the bits still takes longer than the pass over the logits.
+Bound      PCIe for bools and fused. bits sends an eighth of the bytes of bools. It loses much of
+           this gain, because it unpacks the bits in several passes over arrays up to 32 times their
+           size. For fused, the copy of the bits still takes longer than the pass over the logits.
 Seen       On an H100, all sides take 7 to 11 us more than predicted, which is much for fused and
-           little for bools. Every side has one copy from the host, which the costs count as its
-           bytes and the start of a kernel. The start of such a copy probably takes longer.
+           little for bools. Every side has one copy from the host. The costs count its bytes and
+           the start of a kernel. Starting a copy probably takes longer than starting a kernel.
 Use when   A grammar or a list of forbidden tokens changes in every step. If the mask is always the
-           same, leave it on the GPU: then nothing is copied. The time that the grammar itself needs
-           on the host is not part of this page. Hide it under the forward pass of the step.
+           same, leave it on the GPU: then nothing is copied. This page does not include the time of
+           the grammar on the host. Overlap the grammar with the forward pass of the step.
 """
 
 import torch
@@ -31,7 +31,7 @@ WORD, BLOCK = 32, 1024
 
 @triton.jit
 def apply_kernel(logits, bits, out, vocabulary, words, BLOCK: tl.constexpr):
-    """Copy the logits of a row whose bit is set, and write minus infinity for the others."""
+    """Copy each logit whose bit is set, and write minus infinity in place of the others."""
     row, token = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = token < vocabulary
     word = tl.load(bits + row * words + token // 32, mask=there, other=0)
@@ -42,7 +42,7 @@ def apply_kernel(logits, bits, out, vocabulary, words, BLOCK: tl.constexpr):
 
 
 def packed(allowed):
-    """Return bits of the tokens in words of 32, from the lowest bit of the first word on."""
+    """Pack the allowed tokens into int32 words. Token 0 is the lowest bit of the first word."""
     rows, vocabulary = allowed.shape
     whole = allowed.new_zeros(rows, triton.cdiv(vocabulary, WORD) * WORD)
     whole[:, :vocabulary] = allowed
@@ -54,7 +54,7 @@ def inputs(device, rows, vocabulary):
     logits = torch.randn(rows, vocabulary, device=device).bfloat16()
     share = torch.linspace(0, 1, rows)[:, None] if rows > 1 else torch.tensor([[0.5]])
     allowed = torch.rand(rows, vocabulary) < share
-    # Both forms of the answer: each side uses the one that its grammar would write.
+    # The allowed tokens as bytes and as bits. Each side uses the form its grammar would write.
     return logits, pinned(allowed, device), pinned(packed(allowed), device)
 
 
@@ -104,7 +104,7 @@ def bools_cost(rows, vocabulary):
 
 
 def bits_cost(rows, vocabulary):
-    """Return its cost. Shifted words and their lowest bits take 4 bytes per token."""
+    """Return the cost of bits. Shifted words and their lowest bits take 4 bytes per token."""
     n = rows * vocabulary
     unpacked = Cost(launches=1) + Cost(read=n / 8, write=4 * n, launches=1)
     unpacked += Cost(read=4 * n, write=4 * n, launches=1) + Cost(read=4 * n, write=n, launches=1)

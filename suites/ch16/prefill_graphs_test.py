@@ -3,30 +3,31 @@
 Problem    Serve `requests` requests, one after another, with a decoder in bf16
            (`suites/decoder.py`). The lengths of their prompts are quantiles of an exponential
            distribution with the mean `mean`, at most `longest`. For each request, compute the
-           logits after its prompt, and those after one more token, which reads the cache. That
-           token's step is a CUDA graph on all sides. All logits are compared.
-Baseline   eager_prefill: a prompt is computed one operation after another, because a graph has a
-           fixed shape and prompts have many lengths.
-Optimized  padded: changes eager_prefill. A graph computes the longest prompt. Shorter ones are
-           padded to it. Attention is causal, so no token sees the padding behind it. Logits are
-           computed at the last token only, whose place is data of the graph.
+           logits after its prompt, and the logits after one more token, whose step reads the cache.
+           On all sides, this step is a CUDA graph. All logits are compared.
+Baseline   eager_prefill: prompts run without a graph, because a graph has a fixed shape and prompts
+           have many lengths.
+Optimized  padded: changes eager_prefill. One graph computes `longest` tokens, and shorter prompts
+           are padded. Attention is causal, so no token sees the padding after it. Logits are
+           computed only at the last token. The graph reads this token's position from memory.
            bucketed: changes padded. There is a graph for `smallest` tokens, one for twice as many,
            and so on. A prompt is padded to the next size.
-           piecewise: changes bucketed. Attention is left out of the graphs and launched with the
-           true length of the prompt. Everything between the attention of two layers is one graph.
+           piecewise: changes bucketed. Attention is not part of the graphs. It is launched with the
+           true length of the prompt. All work between the attention of two layers is one graph.
 Bound      The host for eager_prefill, which launches more than a hundred kernels for each prompt.
-           padded is limited by the GPU: tensor cores and memory for `longest` tokens, whatever the
-           prompt has. bucketed computes less than twice the tokens of a prompt, but at least
-           `smallest`. Even that takes at least the time to read the weights and to start the
-           kernels of the graph. piecewise launches a graph and four kernels per layer.
+           The GPU limits padded: it always computes `longest` tokens. bucketed computes less than
+           twice the tokens of a prompt, but at least `smallest`. Even the smallest graph takes the
+           time to read the weights and to start the kernels. piecewise launches a graph and four
+           kernels per layer.
 Seen       On an H100, all sides take longer than predicted. The rate of a launch was measured with
            an addition, not with products, and the costs count each small kernel of a graph as its
-           start. The time of eager_prefill differs by a third from one result to the next.
+           start. The time of eager_prefill differs by a third between the recorded results.
            piecewise is not recorded yet.
 Use when   Prompts are short, or come in chunks of limited size, and the model is so small that its
-           launches take longer than its work. With long prompts, launches hide behind the work, and
-           padding only costs. Each bucket needs a capture and memory, so choose few. Capture in
-           pieces if attention cannot be captured, as when its library plans on the host.
+           launches take longer than its work. With long prompts, launches overlap with the work on
+           the GPU, so padding only adds work. Each bucket takes a capture and memory, so use few
+           buckets. Capture in pieces if attention cannot be captured, for example because its
+           library plans on the host.
 """
 
 import functools
@@ -41,17 +42,17 @@ from suites.decoder import Cache, Decoder, exact_logits, matrix_weights, normali
 from suites.serving import config_of, forward_cost, kernels_of
 
 MASK_KERNELS = 4
-"""Kernels of a step that a prompt does not have, since causal attention needs no mask."""
+"""Kernels that make a step's mask. A prompt needs none, because its attention is causal."""
 
 
 def lengths_of(requests, mean, longest):
-    """Return the tokens of each prompt: quantiles of an exponential distribution."""
+    """Return each prompt's number of tokens: quantiles of an exponential distribution."""
     quantiles = ((k + 0.5) / requests for k in range(requests))
     return [min(longest, 1 + round(-(mean - 1) * math.log(1 - q))) for q in quantiles]
 
 
 def buckets_of(longest, smallest):
-    """Return sizes from `smallest` on, each twice the one before, up to `longest` or more."""
+    """Return bucket sizes that double from `smallest` until one holds `longest` tokens."""
     sizes = [smallest]
     while sizes[-1] < longest:
         sizes.append(2 * sizes[-1])
@@ -59,7 +60,7 @@ def buckets_of(longest, smallest):
 
 
 def bucket_of(tokens, sizes):
-    """Return the smallest of `sizes` that has room for so many tokens."""
+    """Return the smallest of `sizes` that has room for `tokens` tokens."""
     fitting = [size for size in sizes if size >= tokens]
     if not fitting:
         raise ValueError(
@@ -69,7 +70,7 @@ def bucket_of(tokens, sizes):
 
 
 def size_of(layers, width, requests, mean, longest, smallest):
-    # Whole multiples of 8 keys, as the fused attention kernels want their masks.
+    # Rounded up to 8 keys, because the fused attention kernels require it of their masks.
     room = max(buckets_of(longest, smallest)[-1], longest + 1)
     return config_of(layers, width, -(-room // 8) * 8)
 
@@ -93,7 +94,7 @@ def reference(model, prompts, following, lengths, smallest):
 
 
 class Server:
-    """A row of the cache for one request, and a captured step that decodes."""
+    """A cache with one row, and a captured step that decodes one token."""
 
     def __init__(self, model):
         device = model.embedding.device
@@ -107,7 +108,7 @@ class Server:
         return self.step()
 
     def serve(self, prompts, following, lengths, prefill):
-        """Return the logits after each prompt, and those after the token that follows it."""
+        """Return the logits after each prompt, and the logits after one more token."""
         vocabulary = self.model.config.vocabulary
         out = torch.empty(len(prompts), 2, vocabulary, dtype=torch.bfloat16, device=prompts.device)
         for request, length in enumerate(lengths):
@@ -143,8 +144,8 @@ class Pieces(Whole):
 
     Attributes:
         streams: the residual stream before each layer. A replay overwrites it.
-        heads: queries, keys and values of each layer, likewise.
-        turns: cosines and sines of all positions, likewise.
+        heads: queries, keys and values of each layer. A replay overwrites them.
+        turns: cosines and sines of all positions. A replay overwrites them.
         attended: where attention writes its output.
     """
 
@@ -160,7 +161,7 @@ class Pieces(Whole):
         self.pieces = [capture(functools.partial(self.piece, number)) for number in numbers]
 
     def piece(self, number):
-        """Compute what lies between the attention of layers `number - 1` and `number`."""
+        """Compute all work between the attention of layers `number - 1` and `number`."""
         model = self.model
         if number == 0:
             at = torch.arange(self.tokens.shape[1], device=self.tokens.device)[None]
@@ -201,7 +202,7 @@ def behind(block, x, attended):
 
 
 class Buckets:
-    """A computation of prompts for each size. A prompt takes the smallest one that it fits in."""
+    """One computation per bucket size. A prompt uses the smallest bucket that it fits in."""
 
     def __init__(self, server, sizes, kind):
         self.of_size = {size: kind(server, size) for size in sizes}
@@ -249,13 +250,13 @@ def work(layers, width, requests, mean, longest, smallest):
 
 
 def step_cost(config):
-    """Return the cost of a decoded token: it is copied in, and its logits are copied out."""
+    """Return the cost of one decoding step, with copies of its token and its logits."""
     keys, nodes = config.length, kernels_of(config)
     return Cost(launches=3) + forward_cost(config, 1, keys, keys, launches=1, graph_nodes=nodes)
 
 
 def serving(prompt_cost):
-    """Return a function of the size: the cost of all prompts, and of a step after each."""
+    """Return a function from the page's sizes to the cost of all prompts and one step each."""
 
     def cost(layers, width, requests, mean, longest, smallest):
         config = size_of(layers, width, requests, mean, longest, smallest)
@@ -280,7 +281,7 @@ def graph_cost(config, size):
 
 
 def pieces_cost(config, length, sizes):
-    """Return the cost of graphs, and of attention, its output and two writes of the cache."""
+    """Return the cost of the graphs, and of attention, its output and two cache writes."""
     size, layers = bucket_of(length, sizes), config.layers
     nodes = kernels_of(config) - MASK_KERNELS - 4 * layers  # positions of the cache are outside
     cost = forward_cost(
@@ -329,7 +330,7 @@ def test_prefill_graphs(pair):
 
 
 class TestBuckets:
-    """Which graph a prompt takes, and that padding changes nothing."""
+    """Which graph a prompt uses, and that padding does not change its logits."""
 
     def test_a_prompt_takes_the_smallest_bucket_that_it_fits_in(self):
         sizes = buckets_of(500, 32)

@@ -1,28 +1,30 @@
 """Sampling: choose from the best few tokens, and sort nothing else.
 
 Problem    Sample a token for each of `rows` sequences from `vocabulary` fp32 logits, with
-           temperature 0.8, top-k 50 and a top-p of each row's own. Top-p keeps the fewest best
-           tokens whose probability among the top k reaches it. The noise is given: the kept token
-           with the largest sum of scaled logit and Gumbel noise wins, which samples from softmax.
-           Inputs are drawn such that rounding changes neither the kept tokens nor the winner, but
-           one kept token more or less does. All tokens are compared exactly.
-Baseline   sort_all: sort all logits, and mask what top-k and top-p leave out.
-Optimized  top_k_first: changes sort_all. `torch.topk` gives the best 50 tokens in their order. All
-           else is done with these 50.
-           fused: changes top_k_first. A Triton kernel does all else, with one program per row.
-Bound      Sorting for sort_all: a sort moves all numbers and their places several times. DRAM or
-           the L2 for the others, which read all logits a few times to find the best ones. Their
-           small kernels after that are limited by the time that it takes to start a kernel.
+           temperature 0.8, top-k 50 and a top-p that differs per row. Top-p keeps as few of the
+           best tokens as it takes to reach the probability p among the top k. The Gumbel noise is
+           an input. The token with the largest sum of scaled logit and noise wins, which amounts to
+           sampling from the softmax. The inputs are drawn such that rounding cannot change the kept
+           tokens or the winner. But keeping one token too many or too few changes the winner. All
+           tokens are compared exactly.
+Baseline   sort_all: sort all logits, and mask the tokens that top-k and top-p exclude.
+Optimized  top_k_first: changes sort_all. `torch.topk` gives the best 50 tokens in order. All later
+           operations use only these 50.
+           fused: changes top_k_first. After `topk`, one Triton kernel does all the work, with one
+           program per row.
+Bound      Sorting for sort_all: a sort moves all numbers and their indices several times. DRAM or
+           the L2 for the other sides, which read all logits a few times to find the best 50. The
+           small kernels after that take about as long as their starts.
 Seen       On an H100, all sides take about twice as long as predicted. sort_all: `softmax` and
            `cumsum` give each row to one block, so 64 blocks work and the other SMs are idle. The
-           cost takes them for passes at the copy rate. A pass of a radix sort also ranks its keys
-           in shared memory, so it is probably slower than a copy. We did not measure how the time
-           divides among these. top_k_first and fused: the kernels of `topk` load one number at a
-           time and count it with an atomic in shared memory, and each waits for the one before. So
-           they probably do not reach the DRAM rate.
+           cost counts these operations as passes at the copy rate. A radix sort also ranks its keys
+           in shared memory, so each pass is probably slower than a copy. We did not time these
+           parts separately. top_k_first and fused: the kernels of `topk` load one number at a time
+           and count it with an atomic in shared memory, and each kernel waits for the previous one.
+           So they probably do not reach the DRAM rate.
 Use when   A request uses top-k, alone or with top-p. Top-p alone may keep very many tokens, so it
-           needs a sort or a kernel that searches a threshold (FlashInfer has one). If requests of
-           a batch have different k, take the largest one and mask the rest.
+           needs a sort, or a kernel that searches for a threshold, as in FlashInfer. If the
+           requests of a batch have different k, use the largest k and mask the rest.
 """
 
 import math
@@ -35,7 +37,7 @@ from pytest_aisp import Cost, Variant, Work, compare
 
 TEMPERATURE, KEPT = 0.8, 50
 GAP = 0.01
-"""By how much the winner wins, so that rounding cannot change it."""
+"""How far the winner leads, so rounding cannot change the winner."""
 
 
 @triton.jit
@@ -50,7 +52,7 @@ def choose_kernel(
     KEPT: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """Choose one of the best tokens of a row, which are in descending order."""
+    """Sample one token of a row from its best tokens, which are in descending order."""
     row, place = tl.program_id(0), tl.arange(0, PADDED)
     there = place < KEPT
     value = tl.load(values + row * KEPT + place, mask=there, other=float("-inf")) * scale
@@ -64,12 +66,12 @@ def choose_kernel(
 
 
 def gumbel(*shape, device):
-    """Return noise. The largest sum of it and of logits samples from their softmax."""
+    """Return Gumbel noise. The argmax of logits plus this noise is a sample of their softmax."""
     return -torch.empty(shape, device=device).exponential_().log()
 
 
 def best_of(logits, count=KEPT):
-    """Return the best tokens, and their logits over the temperature."""
+    """Return the best tokens of each row, and their logits divided by the temperature."""
     values, tokens = (logits.double() / TEMPERATURE).topk(count)
     return tokens, values
 
@@ -79,11 +81,12 @@ def inputs(device, rows, vocabulary):
     noise = gumbel(rows, vocabulary, device=device)
     tokens, values = best_of(logits, KEPT + 1)
     sums = values[:, :KEPT].softmax(1).cumsum(1)
-    # Half-way between the sums of two shares, so that rounding does not change how many are kept.
+    # Halfway between two cumulative probabilities, so rounding cannot change how many are kept.
     last = torch.randint(1, KEPT, (rows, 1), device=device)  # the place of the last kept token
     top_p = (sums.gather(1, last - 1) + sums.gather(1, last)) / 2
-    # The last kept token wins in half of the rows, and any kept one in the others. The next token
-    # would beat it. So a side that keeps one more or one less is refused.
+    # In half of the rows, the last kept token wins. In the others, any kept token may win. The
+    # first token that is not kept would beat the winner. So a side that keeps one token too many or
+    # too few fails the check.
     score = values + noise.double().gather(1, tokens)
     places = torch.arange(KEPT + 1, device=device)
     highest = score.masked_fill(places > last, -torch.inf).amax(1, keepdim=True)
@@ -148,8 +151,8 @@ def work(rows, vocabulary):
 def sort_all_cost(rows, vocabulary):
     """Return the cost of sorting all rows as one list, and of the kernels around it.
 
-    `sort` numbers all places, sorts fp32 keys with places of 8 bytes in four passes, and sorts the
-    places by row in one pass. It then writes values and indices. Each sort first counts digits.
+    `sort` writes all indices, sorts fp32 keys with 8-byte indices in four passes, and sorts the
+    indices by row in one pass. It then writes values and indices. Each sort first counts digits.
     """
     n = rows * vocabulary
     by_value = Cost(read=4 * n, launches=2) + 4 * Cost(read=12 * n, write=12 * n, launches=1)
@@ -157,7 +160,7 @@ def sort_all_cost(rows, vocabulary):
     written = Cost(read=12 * n, write=12 * n, launches=1)
     sort = Cost(write=8 * n, launches=1) + by_value + by_row + written
     scaled = summed = shares = Cost(read=4 * n, write=4 * n, launches=1)
-    rest_dropped = Cost(write=4 * n, launches=1)  # of a row, all but the best few
+    rest_dropped = Cost(write=4 * n, launches=1)  # all but the best few of a row
     masked = Cost(read=8 * n, write=4 * n, launches=1) + Cost(read=4 * n, write=n, launches=1)
     masked += Cost(read=5 * n, write=4 * n, launches=1)
     scattered = Cost(write=4 * n, launches=1) + Cost(read=12 * n, write=4 * n, launches=1)
@@ -166,10 +169,11 @@ def sort_all_cost(rows, vocabulary):
 
 
 def top_k_cost(rows, vocabulary, kernels):
-    """Return its cost. `topk` selects digit by digit: it reads all logits for each of four digits.
+    """Return the cost of `topk` and of `kernels` small kernels after it.
 
-    It reads them once more to gather the best. Since torch 2.10, a digit is three kernels. One more
-    and two fills of memory begin, and seven add up the counts of blocks, gather and sort.
+    `topk` selects digit by digit: it reads all logits once for each of four digits, and once more
+    to gather the best. Since torch 2.10, each digit takes three kernels. Before them, one kernel
+    and two fills of memory run. After them, seven kernels add up block counts, gather and sort.
     """
     read = 5 * 4 * rows * vocabulary
     return Cost(read=read, write=12 * rows * KEPT, launches=22) + Cost(launches=kernels)
@@ -199,7 +203,7 @@ def test_sampling(pair):
 
 
 class TestDistribution:
-    """The winner of fresh noise is distributed as softmax over the kept tokens."""
+    """With new noise, the winners follow the softmax over the kept tokens."""
 
     def test_tokens_come_as_often_as_their_shares_say(self):
         draws, vocabulary, top_p = 40_000, 64, 0.9

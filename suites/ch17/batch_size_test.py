@@ -1,24 +1,25 @@
 """Batch size: a larger batch lowers the cost of a token and raises the time between two tokens.
 
 Problem    Decode 8 tokens of each of `rows` sequences with a decoder in bf16 (`suites/decoder.py`).
-           The tokens are given, so both sides compute the same. Each sequence has a cache of 1024
-           positions. The logits of all tokens are wanted. The page is a curve over `rows`.
+           The tokens are inputs, so both sides do the same work. Each sequence has a cache of 1024
+           positions. Return the logits of all tokens. The page is a curve over `rows`.
 Baseline   alone: one sequence after another. A step is a CUDA graph.
 Optimized  batched: changes alone. One step advances all sequences. Every sequence now waits for the
-           others: divide the time of the call by 8 for the time between two of its tokens.
+           others. The time between two of its tokens is the time of the call divided by 8.
 Bound      DRAM. A step reads all weights once, for one sequence or for many. It also reads the
            whole cache of each of its sequences, because a captured step has fixed shapes: a mask
-           hides the positions behind the present one. So the time between two tokens is that of the
-           weights plus that of `rows` caches. The cost of a token is that of one cache plus a share
-           of the weights, so it hardly falls once the caches take longer than the weights. With few
-           sequences and two layers, the starts of a step's many small kernels take even longer.
-Seen       Only 1 and 4 sequences are recorded, on an H100. Both sides take more than half as long
-           again as predicted, so their ratio is as predicted. The costs count each small kernel as
-           its start. It probably takes somewhat longer, because it waits for its first bytes and
-           has work for only a few SMs. `prefill_decode_test.py` shows the same.
+           hides the positions behind the present one. So the time between two tokens is the time to
+           read the weights and `rows` caches. The cost of a token is the time to read one cache and
+           its share of the weights. So it hardly falls once reading the caches takes longer than
+           reading the weights. With few sequences and two layers, the starts of a step's many small
+           kernels take even longer than the reads.
+Seen       Only 1 and 4 sequences are recorded, on an H100. Both sides take more than one and a half
+           times as long as predicted, so their ratio is as predicted. For each small kernel, the
+           costs count only the start. A kernel probably takes somewhat longer, because it waits for
+           its first bytes and has work for only a few SMs. `prefill_decode_test.py` shows the same.
 Use when   A server has an objective for the time between tokens. The largest batch that meets it is
-           the cheapest, and the curve shows where larger batches stop paying. No batch meets an
-           objective below the time of a step with one sequence: that takes smaller weights, a
+           the cheapest, and the curve shows where larger batches stop paying. If even a step with
+           one sequence takes longer than the objective, no batch size helps. Use smaller weights, a
            smaller cache, or more GPUs.
 """
 
@@ -44,7 +45,7 @@ def reference(model, tokens):
 
 
 def decoded(model, tokens, together):
-    """Return a function that decodes `together` rows at a time, with a graph of one step."""
+    """Return a function that decodes `together` rows at a time and replays a graph of a step."""
     config, device, rows = model.config, tokens.device, len(tokens)
     cache = Cache(config, together, config.length, device)
     current, positions = torch.zeros(2, together, dtype=torch.int64, device=device)

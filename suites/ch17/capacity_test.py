@@ -1,31 +1,30 @@
-"""Capacity factor: padding keeps shapes fixed, and its price is the capacity that nobody uses.
+"""Capacity factor: padding keeps shapes fixed, but computes rows that hold no token.
 
 Problem    A mixture of experts keeps at most `factor` times the mean number of tokens per expert.
            Each token goes to one expert. A token whose expert is full is dropped, and its result is
            zero. The most popular expert is chosen four times as often as the least popular. Compute
-           a gated MLP of each expert, in bf16, for the tokens that are kept. The result is in the
-           tokens' order.
-Baseline   padded: each expert has a buffer with `factor` times the mean of rows. Tokens are copied
-           to their places, all buffers are multiplied by `bmm`, and results are copied back. All
-           shapes are known before the tokens are. Rows without a token are computed as well.
+           the gated MLP of each expert, in bf16, for the kept tokens. The results are in the order
+           of the tokens.
+Baseline   padded: each expert has a buffer, whose number of rows is `factor` times the mean. Tokens
+           are copied into the buffers, `bmm` multiplies all buffers, and results are copied back.
+           No shape depends on the tokens. Rows without a token are computed as well.
 Optimized  grouped: changes padded. The kept tokens lie one after another, sorted by expert, and
            `grouped_mm` reads from the GPU where each expert's tokens begin and end. It computes no
            empty row. The same tokens are dropped. The page is a curve over `factor`. The most
-           popular expert gets 1.6 times the mean, so tokens are dropped up to a factor of 1.5.
-Bound      Tensor cores at a large factor. padded multiplies `factor` times as many rows as there
-           are tokens. grouped multiplies those that are kept: all of them if no expert is full. At
-           a small factor, the sort, the copies and the gate together take about as long as the
-           products, and DRAM limits them.
-Seen       On an H100, both sides take longer than predicted at every factor. The curve of padded
-           divides the difference into two parts. The part that does not grow with `factor`, a sort
-           and five copies of tokens, takes more than twice as long as predicted. A sort of so few
-           numbers is a chain of short kernels, and a copy by index probably misses the copy rate.
-           The part that grows, the products and the gate, takes about a quarter longer. We timed
-           neither of them alone. grouped gains nothing at a factor of 1, where padded has few empty
-           rows.
-Use when   Experts are on one GPU: with grouped products a large factor costs little, so there is
-           no reason to drop tokens, which costs quality. Buffers of a fixed size are useful if
-           other GPUs write into them. Then the factor is a choice: near 1, few rows are empty and
+           popular expert gets 1.6 times the mean. So tokens are dropped at factors up to 1.5.
+Bound      Tensor cores at a large factor. The rows of padded are `factor` times the number of
+           tokens. grouped multiplies only the kept tokens. At a small factor, the sort, the copies
+           and the gate together take about as long as the products, and DRAM limits them.
+Seen       On an H100, both sides take longer than predicted at every factor. The time of padded has
+           a fixed part and a part that grows with `factor`. The fixed part, a sort and five copies
+           of tokens, takes more than twice as long as predicted. A sort of so few numbers is a
+           chain of short kernels, and a copy by index probably does not reach the copy rate. The
+           growing part, the products and the gate, takes about a quarter longer than predicted. We
+           timed neither of them alone. grouped gains nothing at a factor of 1, where padded has few
+           empty rows.
+Use when   All experts are on one GPU. With grouped products a large factor costs little, so there
+           is no reason to lose quality by dropping tokens. Fixed-size buffers are useful if other
+           GPUs write into them. Then the factor is a trade-off: near 1, few rows are empty, but
            many tokens are dropped.
 """
 
@@ -34,7 +33,7 @@ from torch.nn import functional as F
 
 from pytest_aisp import Cost, Sweep, Variant, Work, compare
 
-MEAN = 1.25  # of the weights in `popularity`, which lie between 0.5 and 2
+MEAN = 1.25  # mean weight in `popularity`, whose weights lie between 0.5 and 2
 
 
 def popularity(experts, device):
@@ -54,7 +53,7 @@ def state(device, tokens, experts, width, hidden, factor):
 
 
 def rows_of(tokens, experts, factor):
-    """Return the capacity of an expert, a multiple of 8 as tensor cores like it."""
+    """Return the capacity of an expert, rounded up to a multiple of 8 for the tensor cores."""
     return max(8, round(factor * tokens / experts / 8) * 8)
 
 
@@ -82,7 +81,7 @@ def gated(pair):
 
 def sorted_by_expert(expert, experts):
     """Return the order of tokens by expert, their experts, and the first place of each expert."""
-    ordered, order = expert.sort(stable=True)  # stable: who comes first is kept
+    ordered, order = expert.sort(stable=True)  # stable: earlier tokens are kept
     return ordered, order, torch.searchsorted(ordered, torch.arange(experts, device=expert.device))
 
 
@@ -91,7 +90,7 @@ def padded(state, x, expert):
     ordered, order, first = sorted_by_expert(expert, experts)
     rank = torch.arange(len(order), device=x.device) - first[ordered]
     fits = rank < room
-    # A token without a place goes to the row behind the last buffer, which is not multiplied.
+    # A dropped token goes to the row after the last buffer, which is not multiplied.
     place = torch.where(fits, ordered * room + rank, experts * room)
     buffers = x.new_zeros(experts * room + 1, x.shape[1])
     buffers[place] = x[order]
@@ -108,8 +107,8 @@ def grouped(state, x, expert):
     kept = (ends - first).clamp(max=room)
     last = kept.cumsum(0)
     fits = rank < room
-    # A token without a place goes to the last row, behind all groups. The products leave the rows
-    # behind the last group unwritten. The gate passes over them, and nothing else reads them.
+    # A dropped token goes to the last row, after all groups. The products do not write rows after
+    # the last group. The gate computes these rows, but nothing else reads them.
     place = torch.where(fits, (last - kept)[ordered] + rank, tokens)
     rows = x.new_zeros(tokens + 1, x.shape[1])
     rows[place] = x[order]
@@ -125,7 +124,7 @@ def in_order(results, fits, order):
 
 
 def products(rows, gated_rows, experts, width, hidden):
-    """Return the cost of both products for `rows` rows, and of the gate for `gated_rows`."""
+    """Return the cost of both products for `rows` rows, and of the gate for `gated_rows` rows."""
     moved = 2 * gated_rows * hidden
     weights = experts * width * hidden
     up = Cost(
@@ -146,7 +145,7 @@ def products(rows, gated_rows, experts, width, hidden):
 
 
 def moving(rows, tokens, width):
-    """Return the cost of sorting, of zeroed buffers, of two copies there, and of three back."""
+    """Return the cost of sorting, of zeroing the buffers, and of two copies in and three out."""
     line = 2 * tokens * width
     sort = Cost(read=64 * tokens, write=64 * tokens, launches=16)
     zeroed = Cost(write=2 * rows * width, launches=1)

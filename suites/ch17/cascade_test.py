@@ -1,25 +1,24 @@
-"""Cascade and early exit: a small model answers what it is sure of.
+"""Cascade and early exit: a small model labels the inputs it is sure of.
 
-Problem    Label `rows` inputs, in bf16. An easy input is near one of `classes` prototypes, whose
-           number is its label. A hard input is near the sum of two, and the sum of their numbers,
-           modulo `classes`, is its label. One input in 5 is hard, which is a choice of this page.
+Problem    Label `rows` inputs, in bf16. An easy input is near one of `classes` prototypes, and its
+           label is the prototype's number. A hard input is near the sum of two prototypes, and its
+           label is the sum of their numbers modulo `classes`. We chose to make one input in 5 hard.
            The large network has `layers` random layers. Its head is fitted to a training set by
-           least squares when the page draws its state. Every label is checked, and all must be
-           right.
+           least squares, as part of the page's state. Every label must be right.
 Baseline   large: the large network labels all inputs.
-Optimized  cascade: changes large. A linear model, fitted to easy inputs, labels all inputs. Where
-           its best score is less than 0.5 above the second best, the large network decides. The
-           host waits to learn how many inputs these are.
-           early_exit: changes cascade. The first layer of the large network gets a fitted head of
-           its own, in place of the linear model. The inputs of which it is not sure go on from
-           there, so the large network does not start again. It multiplies more than cascade does,
-           because its first layer computes every input.
-Bound      Tensor cores. large multiplies all its matrices for every input, and cascade only for the
-           hard ones. Next comes the wait for the number of hard inputs.
-Use when   Most inputs are easy, and the small model knows when it is not sure. Measure the accuracy
-           at your threshold, because a wrong label costs more than the time it saves. The plain
-           test of this page shows that labels are wrong without a threshold. An early exit needs no
-           second model, which matters where none is at hand or memory is short.
+Optimized  cascade: changes large. A linear model, fitted to easy inputs, labels all inputs. If its
+           best score is less than 0.5 above the second best, the large network labels the input
+           instead. The host waits to learn the number of these inputs.
+           early_exit: changes cascade. In place of the linear model, a second head is fitted to the
+           first layer of the large network. If this head is not sure of an input, the other layers
+           continue from the first layer's output. early_exit multiplies more than cascade, because
+           the first layer computes every input.
+Bound      Tensor cores. large multiplies every input by all its matrices, and cascade only the hard
+           inputs. The second largest part is the wait for the number of hard inputs.
+Use when   Most inputs are easy, and the small model's scores show when it is not sure. Measure the
+           accuracy at your threshold, because a wrong label costs more than the time it saves.
+           `TestAccuracy` shows that labels are wrong without a threshold. An early exit needs no
+           second model, which saves memory.
 """
 
 import itertools
@@ -30,13 +29,13 @@ from torch.nn import functional as F
 from pytest_aisp import Cost, Work, compare
 
 HARD, SURE = 0.2, 0.5
-TRAINING = 2  # inputs in the training set, for each number that a head reads
-NOISE = 0.2  # its norm, relative to that of a prototype
+TRAINING = 2  # training inputs per input feature of a head
+NOISE = 0.2  # norm of the noise, relative to the norm of a prototype
 GAIN = 1.5  # of a random layer, so that tanh is not linear
 
 
 def drawn(device, rows, classes, dimensions, hard):
-    """Return inputs, of which a share is `hard`, and their labels. Prototypes are unit vectors."""
+    """Return inputs and their labels. `hard` is the share of hard inputs."""
     first = torch.randint(classes, (rows,), device=device)
     second = (first + torch.randint(1, classes, (rows,), device=device)) % classes
     is_hard = torch.rand(rows, device=device) < hard
@@ -66,7 +65,7 @@ def state(device, rows, classes, dimensions, width, layers):
         "layers": network,
         "head": fitted(features_of(x, network), labels, classes),
         "linear": fitted(easy, easy_labels, classes),
-        # With a large ridge, the head is not sure of inputs unlike those it was fitted to.
+        # A large ridge makes the head unsure of inputs that differ from its training set.
         "exit": fitted(features_of(easy, network[:1]), easy_labels, classes, ridge=1.0),
     }
 
@@ -76,7 +75,7 @@ def inputs(device, rows, classes, dimensions, width, layers):
 
 
 def reference(state, x):
-    """Return the true labels, from the prototypes in each input and without any network."""
+    """Return the true labels: find the prototypes in each input, without any network."""
     classes = state["head"].shape[1]
     present = x.double()[:, :classes] > 0.5
     return (present * torch.arange(classes, device=x.device)).sum(dim=1) % classes
@@ -93,7 +92,7 @@ def best(scores):
 
 
 def unsure(scores, threshold=SURE):
-    """Return the numbers of the rows whose two best scores are close. The host waits for them."""
+    """Return the indices of rows whose two best scores are close. The host waits for them."""
     first, second = scores.float().topk(2, dim=1).values.unbind(1)
     return (first - second < threshold).nonzero().squeeze(1)
 
@@ -136,7 +135,7 @@ def large_cost(rows, classes, dimensions, width, layers):
 
 
 def chosen(rows, columns):
-    """Return the cost of finding the unsure rows, of the wait, and of copies there and back."""
+    """Return the cost of finding the unsure rows, of the wait, and of gathering and scattering."""
     left = HARD * rows * columns
     return Cost(read=2 * left, write=2 * left, launches=14, syncs=1)
 
@@ -188,5 +187,5 @@ class TestAccuracy:
             left = unsure(scores, threshold)
             answers = best(scores).index_copy_(0, left, large(weights, x[left]))
             shares[threshold] = (answers == labels).float().mean().item()
-        assert shares[0.0] < 1 - HARD / 2  # it guesses at most one of the hard ones' numbers
+        assert shares[0.0] < 1 - HARD / 2  # it finds at most one of a hard input's two numbers
         assert shares[SURE] == shares[10.0] == 1.0

@@ -1,42 +1,41 @@
-"""Offered load: a server that fills rows at once keeps up with more arrivals.
+"""Offered load: a server that refills rows immediately keeps up with more arrivals.
 
-Problem    Serve `requests` requests that arrive one after another, at random, `load` a second on
-           average, with a decoder in bf16 (`suites/decoder.py`) that has `slots` rows in its batch.
-           The arrivals are drawn once and replayed for all sides, in real time: a server without
-           work waits for the next one. All calls of the decoder are real, and each new token is
-           copied to the host before the next call. All prompts are equally long. The lengths of the
-           answers are quantiles of an exponential distribution with the mean `mean`. The server
-           knows them in advance. A call ends when the last answer has ended. All tokens and scores
-           are compared. The loop of all sides is `serve` in `suites/server.py`. The first test is a
-           curve over `load`. The second is at its largest load.
+Problem    Serve `requests` requests with a decoder in bf16 (`suites/decoder.py`) that has `slots`
+           rows in its batch. Requests arrive at random, on average `load` per second. The arrivals
+           are drawn once and replayed in real time for all sides. A server without work waits for
+           the next arrival. All calls of the decoder are real, and each new token is copied to the
+           host before the next call. All prompts are equally long. The lengths of the answers are
+           quantiles of an exponential distribution with the mean `mean`. The server knows the
+           lengths in advance. A call ends when the last answer has ended. All tokens and scores are
+           compared. The loop of all sides is `serve` in `suites/server.py`. The first test is a
+           curve over `load`. The second test runs at the largest load.
 Baseline   static: all requests that have arrived when the batch is empty start together, up to
            `slots` of them. The next group starts when the longest answer has ended.
            continuous: the baseline of chunked.
 Optimized  continuous: of static. A request starts as soon as it has arrived and a row is free. Its
-           prompt is read at once, and all rows that decode wait for it.
-           chunked: of continuous. Prompts are read in chunks, one prompt after another, and all
-           rows that decode make a step after each chunk. It takes longer in total. No token waits
-           for more than one chunk, so the time between tokens (ITL) has a limit that the prompts'
-           length does not change. Serving engines put a chunk and a step into one call, which saves
+           whole prompt is computed in one call, and all decoding rows wait for it.
+           chunked: of continuous. Prompts are computed in chunks, one prompt after another. After
+           each chunk, all decoding rows make a step. The total time is longer. But no token waits
+           for more than one chunk, so the limit on the time between tokens (ITL) does not depend on
+           the length of prompts. Serving engines put a chunk and a step into one call, which saves
            one pass over the weights: `mixed` of `chunked_prefill_test.py` in chapter 15.
-Bound      The arrivals, as long as a side keeps up with them: all sides then take about as long.
-           Above the load that a side can serve, requests wait in line, and the time of a call is
-           `requests` divided by that capacity. A step is a CUDA graph in all sides, limited by DRAM
-           and by the starts of its kernels. The capacity is limited by the number of steps, and by
-           the prompts, whose launches the host makes. static makes more steps, and fewer calls for
-           prompts. The knee of the curve is where static has reached its capacity.
+Bound      The arrivals, while a side keeps up with them. All sides then take about the same time.
+           Above a side's capacity, requests wait in line, and a call takes `requests` divided by
+           the capacity. A step is a CUDA graph in all sides, limited by DRAM and by the starts of
+           its kernels. The capacity is limited by the number of steps, and by the prompts, whose
+           launches the host makes. static makes more steps, and fewer calls for prompts. The curve
+           bends where static reaches its capacity.
 Seen       On an H100 machine, both sides had reached their capacity at 400 requests a second:
            static about 190, continuous almost 230. The costs predict twice as many, because they do
            not count the Python of the prompts' launches. continuous gains most near the capacity of
-           static. Of the largest load nothing is recorded yet. The costs count no waiting for
-           arrivals. So a side that keeps up with its load takes longer than predicted, by the time
-           that it waits.
-Use when   A server has objectives for the time to the first token (TTFT) and between tokens. No
-           objective for the TTFT can be met for long above the capacity, since the line grows.
-           Below it, chunks decide whether the other objective is met: `chunked` trades capacity for
-           it. This page judges the time of all requests. Both latencies, with intervals from a
-           bootstrap, and the requests per second that meet objectives:
-           `python benchmarks/serving_load.py`, which replays the same sides.
+           static. The largest load is not recorded yet. The costs do not count the waits for
+           arrivals. So a side that keeps up with its load takes longer than predicted.
+Use when   A server has objectives for the time to the first token (TTFT) and between tokens. Above
+           the capacity, the line grows, so no TTFT objective can be met for long. Below the
+           capacity, chunks bound the time between tokens: `chunked` gives up some capacity for
+           that. This page judges the total time of all requests. To measure both latencies and the
+           requests per second that meet objectives, with bootstrap intervals, run `python
+           benchmarks/serving_load.py`. It replays the same sides.
 """
 
 import functools
@@ -52,8 +51,8 @@ from suites.serving import config_of, continued, forward_cost, kernels_of, plant
 
 def size_of(layers, width, slots, prompt, chunk, requests, mean, load):
     lengths = lengths_of(requests, mean)
-    # Whole multiples of 8 keys, as the fused attention kernels want their masks. A row whose prompt
-    # is being read has one position more, to which steps write.
+    # Rounded up to 8 keys, because the fused attention kernels require it of their masks. One extra
+    # position takes the writes of steps while a row's prompt is being computed.
     return config_of(layers, width, -(-(prompt + max(lengths) + 1) // 8) * 8), lengths
 
 
@@ -69,10 +68,10 @@ def inputs(device, layers, width, slots, prompt, chunk, requests, mean, load):
 
 
 def arrivals(requests, load):
-    """Return when each request arrives, in seconds: a Poisson process that begins with one."""
+    """Return arrival times in seconds: a Poisson process whose first request arrives at 0."""
     gaps = -torch.rand(requests, dtype=torch.float64).neg().log1p() / load
     gaps[0] = 0.0
-    return gaps.cumsum(0)  # on the host, which waits for them
+    return gaps.cumsum(0)  # on the host, which reads the times
 
 
 def reference(model, prompts, lengths, due, slots, chunk):
@@ -110,7 +109,7 @@ def work(layers, width, slots, prompt, chunk, requests, mean, load):
 
 
 def serving(*, together=False, in_chunks=False):
-    """Return a function of the size: the cost of serving all requests without waiting for any."""
+    """Return a function from the page's sizes to the cost of serving without idle time."""
 
     def cost(layers, width, slots, prompt, chunk, requests, mean, load):
         config, lengths = size_of(layers, width, slots, prompt, chunk, requests, mean, load)
@@ -119,17 +118,17 @@ def serving(*, together=False, in_chunks=False):
             lengths, slots, together=together, parts=len(parts) if in_chunks else None
         )
         parts = parts if in_chunks else [prompt]
-        # To keep all rows is 2 launches, and to send them is a copy that the host waits for.
+        # Storing all rows takes 2 launches. Sending them takes a copy that the host waits for.
         sent = Cost(launches=2, d2h=8 * slots, syncs=1)
         kernels, keys = kernels_of(config), slots * config.length
-        # The best token, and what keeps it and moves on: 5 kernels.
+        # 5 kernels find the best token, store it and advance.
         step = forward_cost(config, slots, keys, keys, launches=1, graph_nodes=kernels + 5)
         total = steps * (step + sent)
         for count in calls:
             start = 0
             for part in parts:
-                masks = layers + 2 if start else 0  # in each layer, queries share a copy of it
-                # Only the last part computes scores and a token: 7 launches more.
+                masks = layers + 2 if start else 0  # each layer copies the mask for its query heads
+                # Only the last part computes logits and a token: 7 more launches.
                 token = 6 if start + part == prompt else -1
                 scores = count * part * (start + part / 2)
                 total += forward_cost(
@@ -194,7 +193,7 @@ def test_load_in_chunks(pair):
 
 
 class TestServer:
-    """What becomes of requests, in each order of serving."""
+    """Each order of serving answers all requests."""
 
     LENGTHS = (1, 3, 1, 1, 4, 2)
     POLICIES = pytest.mark.parametrize("policy", [{"together": True}, {}, {"chunk": 2}])

@@ -1,25 +1,26 @@
 """Prefill and decode: tokens computed together share one pass over the weights.
 
 Problem    Compute the logits of all `tokens` tokens of one sequence with a decoder in bf16
-           (`suites/decoder.py`). The tokens are given, so nothing has to be generated. The page is
-           a curve over `tokens`.
+           (`suites/decoder.py`). The tokens are inputs, so nothing is generated. The page is a
+           curve over `tokens`.
 Baseline   decode: one token after another, as in generating. A step is a CUDA graph. It attends to
-           the whole cache, and a mask hides what lies behind the token.
-Optimized  prefill: all tokens in one call, as for a prompt. The call is a CUDA graph too. Outputs,
-           weights and cache are the same.
-Bound      A step of decode reads each weight for 2 operations, so DRAM limits it. prefill reads
-           the weights once. Its operations grow with `tokens` until tensor cores are the limit.
-           That is the corner of the roofline. While DRAM delivers one weight, the tensor cores do
-           some number of operations. The corner is at half that many tokens, because each token
-           does 2 operations with a weight. The starts of the many small kernels add to that. With
-           two layers, they take longer than reading the weights.
-Seen       Only 4 tokens are recorded, on an H100. Both sides take more than half as long again as
-           predicted. The costs count each small kernel as its start. It probably takes somewhat
-           longer, because it waits for its first bytes and has work for only a few SMs.
-Use when   You decide how many tokens to compute together: up to the corner, more tokens in a call
-           cost nearly nothing. Prompts are longer than that, and a sequence that generates has one
-           token. So a server batches decodes (`batch_size_test.py`), adds tokens of a prompt to
-           them, or checks several guessed tokens in one call.
+           the whole cache, and a mask hides the later positions.
+Optimized  prefill: all tokens in one call, like a prompt. The call is a CUDA graph too. Outputs,
+           weights and cache are the same on both sides.
+Bound      A step of decode reads each weight for 2 operations, so DRAM limits it. prefill reads the
+           weights once. Its operations grow with `tokens` until tensor cores are the limit, at the
+           ridge point of the roofline. Count the operations that the tensor cores do while DRAM
+           delivers one weight. The ridge point is at half that number of tokens, because each token
+           does 2 operations with a weight. The starts of the many small kernels add time. With two
+           layers, they take longer than reading the weights.
+Seen       Only 4 tokens are recorded, on an H100. Both sides take more than one and a half times as
+           long as predicted. For each small kernel, the costs count only the start. A kernel
+           probably takes somewhat longer, because it waits for its first bytes and has work for
+           only a few SMs.
+Use when   You decide how many tokens to compute together. Up to the ridge point, more tokens in a
+           call cost nearly nothing. Prompts are longer than that, but a sequence that generates
+           adds one token per step. So a server batches decodes (`batch_size_test.py`), adds prompt
+           tokens to them, or checks several guessed tokens in one call.
 """
 
 import torch
@@ -34,7 +35,7 @@ def state(device, layers, width, tokens):
 
 
 def room_of(tokens):
-    return -(-tokens // 8) * 8  # whole multiples of 8 keys, as the fused kernels want their masks
+    return -(-tokens // 8) * 8  # rounded up to 8 keys, because fused kernels require it of masks
 
 
 def inputs(device, layers, width, tokens):

@@ -1,23 +1,21 @@
 """Queue disciplines: batch prompts of similar length, so that little padding is needed.
 
-Problem    `requests` prompts wait, of 1 to `longest` tokens. Most of them are short. Compute the
-           last token's state of each prompt with a decoder of `layers` blocks in bf16. A batch is
-           padded to its longest prompt. Attention is causal, so no token sees the padding behind
-           it. The lengths are known to the host before it starts. The results are in the order of
-           arrival.
+Problem    `requests` prompts of 1 to `longest` tokens are waiting. Most of them are short. Compute
+           the last token's state of each prompt with a decoder of `layers` blocks in bf16. A batch
+           is padded to its longest prompt. Attention is causal, so no token sees the padding after
+           it. The host knows all lengths at the start. The results are in the order of arrival.
 Baseline   fifo: 16 prompts at a time, in the order of arrival.
 Optimized  by_length: changes fifo. The queue is sorted by length, still 16 prompts at a time.
-           token_budget: changes by_length. A batch is closed when its padded tokens would exceed
-           half of 16 times `longest`, not after 16 prompts. So short prompts are in larger batches.
-Bound      Tensor cores, which multiply padded tokens as well. A length is `longest` times the
-           third power of a uniform number. So the mean is a quarter of `longest`, and the longest
-           of 16 is on average five sixths of it. token_budget saves launches and fills the GPU when
-           prompts are short.
+           token_budget: changes by_length. A batch ends when its padded tokens would exceed half of
+           16 times `longest`, instead of after 16 prompts. So batches of short prompts are larger.
+Bound      Tensor cores, which multiply the padding as well. A length is `longest` times the cube of
+           a uniform random number. So the mean is a quarter of `longest`, and the longest of 16 is
+           on average five sixths of it. token_budget saves launches and fills the GPU when prompts
+           are short.
 Use when   Prompts wait and their lengths are known, as in offline inference or under load. The
-           shortest prompts are done first, so the mean wait falls as well. Limit the wait of long
-           prompts, because under steady load they may starve. Attention that takes sequences of any
-           length needs no padding (`varlen` in chapter 18), and then the order changes only who
-           waits.
+           shortest prompts finish first, so the mean wait falls as well. Limit the wait of long
+           prompts, because under steady load they may starve. Attention over packed sequences needs
+           no padding (`varlen` in chapter 18). Then the order only changes which requests wait.
 """
 
 import torch
@@ -45,7 +43,7 @@ def state(device, requests, longest, layers, width):
 def inputs(device, requests, longest, layers, width):
     tokens = torch.randint(VOCABULARY, (requests, longest), device=device)
     lengths = (longest * torch.rand(requests) ** 3).long() + 1
-    return tokens, lengths  # the lengths stay on the host, which makes the batches
+    return tokens, lengths  # lengths stay on the host, where batches are formed
 
 
 def reference(state, tokens, lengths):
@@ -77,7 +75,7 @@ def block_of(x, qkv, out, up, down):
 
 
 def prefill(state, tokens, lengths, batches):
-    """Return the last state of each prompt, computed in `batches`, which are lists of prompts."""
+    """Return the last state of each prompt. `batches` is a list of lists of prompt numbers."""
     layers = list(zip(*(state[name] for name in ("qkv", "out", "up", "down")), strict=True))
     results = state["embedding"].new_empty(len(tokens), state["embedding"].shape[1])
     host = lengths.tolist()
@@ -109,7 +107,7 @@ def token_budget(state, tokens, lengths):
     for prompt in lengths.argsort(stable=True).tolist():
         if (len(batches[-1]) + 1) * host[prompt] > budget and batches[-1]:
             batches.append([])
-        batches[-1].append(prompt)  # the longest so far, so it decides the padding
+        batches[-1].append(prompt)  # the longest prompt so far, which sets the padding
     return prefill(state, tokens, lengths, batches)
 
 
@@ -160,7 +158,7 @@ def budget_cost(requests, longest, layers, width):
 
 
 def work(requests, longest, layers, width):
-    # 0.6: a draw may have shorter prompts than the mean.
+    # 0.6, because the prompts of a draw may be shorter than the expected ones.
     tokens = 0.6 * requests * longest / 4
     return Work(
         read=24 * layers * width**2,
@@ -182,7 +180,7 @@ def work(requests, longest, layers, width):
         {"requests": 3, "longest": 12, "layers": 2, "width": 128},
     ],
     work=work,
-    bound="host",  # the host makes the batches from the lengths
+    bound="host",  # the host forms batches from the lengths
     costs={fifo: fifo_cost, by_length: sorted_cost, token_budget: budget_cost},
 )
 def test_queue(pair):

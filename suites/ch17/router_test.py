@@ -1,35 +1,34 @@
 """Router: choose the experts of all tokens at once, and in one kernel.
 
 Problem    A router gives each token a score for each of `experts` experts, in fp32. Find the 4 best
-           experts of a token, best first, and their shares: a softmax over their 4 scores. Scores
-           of a token are never equal, so there is one right answer.
-Baseline   of_all: a softmax over all experts, `topk`, and a division by the sum of what was chosen,
-           as published implementations of Mixtral do.
-           looped: the baseline of a test of its own, for a router of requests. A function decides
-           for one request and is called for each, as in a first version of a server. Nobody would
-           write this for the tokens of a layer.
+           experts of a token, best first, and their shares: a softmax over their 4 scores. The
+           scores of a token all differ, so there is one right answer.
+Baseline   of_all: a softmax over all experts, `topk`, and a division by the sum of the chosen
+           shares, as in published implementations of Mixtral.
+           looped: the baseline of a separate test, which routes requests instead of tokens. A
+           function routes one request and is called for each request, as in the first version of a
+           server. Nobody would write this for the tokens of a layer.
 Optimized  of_chosen: changes of_all. `topk` first, then a softmax over the 4 chosen scores. The
-           shares are the same, because the sum over all experts cancels.
-           fused: changes of_chosen. One Triton kernel reads the scores once. It takes the largest
-           score 4 times, and removes it each time. The shares stay in registers in between. In the
-           test of requests, of_chosen changes looped: it makes the same two calls once, for the
-           whole matrix.
-Bound      With few tokens, the host limits all sides: it launches a few kernels, and in looped some
-           for each request.
-           With many tokens, DRAM limits fused. The other sides call `topk` of torch, which starts a
-           block of threads for each row. The block finds the fourth largest score digit by digit,
-           with barriers in between.
+           shares are the same, because the sum over all experts cancels out.
+           fused: changes of_chosen. One Triton kernel reads the scores once. It finds and removes
+           the largest score 4 times. The scores and shares stay in registers. In the test of
+           requests, of_chosen changes looped: it makes the same two calls once, for the whole
+           matrix.
+Bound      With few tokens, the host limits all sides: it launches a few kernels per call, and in
+           looped a few per request. With many tokens, DRAM limits fused. The other sides call
+           `topk` of torch, which starts a block of threads for each row. The block finds the fourth
+           largest score digit by digit, with barriers in between.
 Seen       On an H100, with many tokens, of_chosen gains nothing over of_all, because `topk` takes
-           nearly all of both times. It takes several times as long as predicted: the cost counts
-           only the starts of its blocks, and not the search. fused takes longer than its bytes
-           predict. It searches a row 4 times for the largest score and its place, and these
-           instructions were not counted. With few tokens, a call of `topk` or of a Triton kernel
-           takes the host longer than the rate `launch`, which is that of an addition.
-Use when   Choose first and normalize what is left: it is fewer launches for the same shares, which
-           shows only with few tokens. Write one kernel if the router is a visible part of a layer:
-           it gains most with many tokens, but with large experts the router is not visible.
-           Vectorize any decision that is made per request and does not depend on the decision
-           before it.
+           nearly all of both times. `topk` takes several times as long as predicted: the cost
+           counts only the starts of its blocks, and not the search. fused takes longer than its
+           bytes predict. It searches a row 4 times for the largest score and its index, and the
+           cost does not count these instructions. The rate `launch` was measured with an addition.
+           With few tokens, the host takes longer than that to call `topk` or a Triton kernel.
+Use when   Choose first and normalize the chosen scores. The shares are the same with fewer
+           launches, which matters only with few tokens. Write one kernel if the router takes a
+           noticeable part of a layer's time. The kernel gains most with many tokens, but with large
+           experts the router hardly matters. Vectorize any decision that is made per request and
+           does not depend on the previous decision.
 """
 
 import functools
@@ -47,7 +46,7 @@ TOKENS = 16  # of a program
 
 def inputs(device, tokens, experts):
     ranks = torch.rand(tokens, experts, device=device).argsort(dim=1)
-    spread = 1 + 7 * torch.rand(tokens, 1, device=device)  # from unsure routers to sure ones
+    spread = 1 + 7 * torch.rand(tokens, 1, device=device)  # some scores are close, some are not
     return (spread * (ranks / experts - 0.5),)
 
 
@@ -121,13 +120,13 @@ def routed(tokens, experts, launches, **more):
 
 
 def each_request(tokens, experts):
-    """Return the cost of selecting, sorting and softmax for each request, and of two stacks."""
+    """Return the cost of `topk`, a sort and a softmax per request, and of two `stack` calls."""
     stacks = 2 * -(-tokens // 128)  # a launch copies up to 128 tensors
     return routed(tokens, experts, launches=3 * tokens + stacks, host_steps=3 * tokens)
 
 
 def chosen_only(tokens, experts):
-    """Return the cost of selecting, of sorting what was selected, and of softmax."""
+    """Return the cost of `topk`, of sorting the selected scores, and of a softmax."""
     kept = 12 * tokens * CHOSEN
     sort = Cost(read=kept, write=kept, launches=1)
     softmax = Cost(read=kept / 3, write=kept / 3, sfu=2 * tokens * CHOSEN, launches=1)
@@ -135,7 +134,7 @@ def chosen_only(tokens, experts):
 
 
 def all_experts(tokens, experts):
-    """Return the cost of a softmax, of selecting and sorting, of a sum, and of a division."""
+    """Return the cost of a softmax, of `topk` and a sort, of a sum, and of a division."""
     scores, kept = 4 * tokens * experts, 12 * tokens * CHOSEN
     softmax = Cost(read=scores, write=scores, sfu=tokens * (experts + 1), launches=1)
     sort = Cost(read=kept, write=kept, launches=1)
@@ -193,7 +192,7 @@ def test_router(pair):
 
 
 @rungs(
-    # With many tokens, topk takes nearly all of the time of of_all and of of_chosen.
+    # With many tokens, `topk` takes nearly all the time of both of_all and of_chosen.
     optimized=[Variant(of_chosen, at_least="neutral"), Variant(fused, at_least={"sm90": 13})],
     sizes=[{"tokens": 1 << 19, "experts": 64}],
     check_sizes=[{"tokens": 17, "experts": 6}],

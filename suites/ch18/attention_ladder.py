@@ -1,4 +1,4 @@
-"""What the pages of attention ladders share: inputs, reference, work, costs, some sides."""
+"""Shared code of the forward attention pages: inputs, reference, work, costs, some sides."""
 
 import math
 from dataclasses import replace
@@ -10,8 +10,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from pytest_aisp import Cost, Work, cuda_module
 
 WIDTH = 128  # of a head
-SCALE = WIDTH**-0.5 * math.log2(math.e)  # of scores, as the kernels use it: exponentials of base 2
-AT_ONCE = 2**26  # scores that the reference has at once
+SCALE = WIDTH**-0.5 * math.log2(math.e)  # of scores. Kernels use base-2 exponentials
+AT_ONCE = 2**26  # scores that the reference holds at a time
 STAGED = 128 * 256 + 2 * 2 * 64 * 256 + 1024
 """Bytes of shared memory with mma.sync: queries, two stages of keys and values, alignment."""
 tensor = cuda_module("cuda_attention_mma.cu")
@@ -32,7 +32,7 @@ REFUSED = [
 
 
 def queries_keys_values(device, total, tokens, causal):
-    """Return q, k and v of (1, heads, tokens, 128), and whether the mask is causal."""
+    """Return q, k and v of shape (1, heads, tokens, 128), and whether the mask is causal."""
     shape = (1, total // tokens, tokens, WIDTH)
     q, k = torch.randn(2, *shape, device=device)
     v = torch.rand(*shape, device=device) * 2 - 1
@@ -40,7 +40,7 @@ def queries_keys_values(device, total, tokens, causal):
 
 
 def in_float64(q, k, v, causal):
-    """Return the exact outputs, a part of a head at a time."""
+    """Return attention in float64. It computes a part of a head at a time to save memory."""
     out = torch.empty_like(q, dtype=torch.float64)
     heads, tokens = q.shape[1:3]
     rows = max(AT_ONCE // tokens, 1)
@@ -61,7 +61,7 @@ def shape_of(q, k, v, types=(torch.bfloat16,)):
     """Return the numbers of heads and tokens.
 
     Raises:
-        ValueError: the kernels do not take such tensors.
+        ValueError: if the kernels do not take these tensors.
     """
     if not q.shape == k.shape == v.shape or q.dim() != 4 or q.shape[0] != 1:
         raise ValueError(f"q, k and v need one shape (1, heads, tokens, {WIDTH}): {q.shape}")
@@ -73,7 +73,7 @@ def shape_of(q, k, v, types=(torch.bfloat16,)):
 
 
 def scores_of(total, tokens, causal, tile):
-    """Return how many scores are computed if no tile above the diagonal is."""
+    """Return how many scores are computed if causal kernels skip the tiles above the diagonal."""
     return total * (tokens + tile) / 2 if causal else total * tokens
 
 
@@ -129,13 +129,15 @@ def cudnn(q, k, v, causal):
 
 
 def mma_cost(total, tokens, causal):
-    """Return the cost of 128 x 64 scores at a time, 32 x 64 per warp. Exponentials come after them.
+    """Return the cost of a kernel with `mma.sync`, whose exponentials do not overlap products.
 
-    On Hopper, `mma.sync` reaches 63 % of the tensor cores' rate (arXiv 2501.12084), so operations
-    count more.
+    It computes tiles of 128 x 64 scores, 32 x 64 per warp.
+
+    On Hopper, `mma.sync` reaches 63 % of the tensor cores' rate (arXiv 2501.12084), so the cost
+    divides operations by that share.
     """
     scores = scores_of(total, tokens, causal, 64)
-    matrices = 8 * (2 + 4) + 4 * 8  # of 512 bytes, that a warp reads
+    matrices = 8 * (2 + 4) + 4 * 8  # of 512 bytes each, read by a warp
     per_score = (4 * matrices * 512 + 2 * 64 * 256) / (128 * 64)
     cost = fused(total, scores, shared=per_score * scores, l2=4 * WIDTH * scores / 128)
     products = {"bf16": cost.ops["bf16"] / 0.63}

@@ -5,25 +5,26 @@ Problem    Attention of 16384 tokens in bf16, 8 heads of 128. Tokens are in bloc
            over the sequence (the pattern of BigBird, arXiv:2007.14062). The pattern is the same in
            every call, and differs from head to head. Every side prepares its mask or list before
            the timed part.
-Baseline   biased: `scaled_dot_product_attention` with a mask of numbers for every head. PyTorch
+Baseline   biased: `scaled_dot_product_attention` with an additive bf16 mask for every head. PyTorch
            chooses the kernel.
-Optimized  tiled: changes biased. A Triton kernel that reads one byte per tile instead of a mask for
-           each score. It computes all tiles, and hides the scores of those that are not kept.
-           listed: like tiled, with a loop over the list of kept tiles.
+Optimized  tiled: changes biased. A Triton kernel reads one byte per tile instead of a mask value
+           per score. It computes all tiles, and masks the scores of tiles that are not kept.
+           listed: like tiled, but it loops over a list of the kept tiles.
            flex: changes biased. Compiled FlexAttention with a block mask. Its tiles have 128
-           queries and 128 keys by default. So it visits more tiles than listed, and masks parts of
-           them.
-Bound      listed: the L2, because a program of 64 queries reads each kept tile of keys and values,
-           and the tensor cores need nearly as long. tiled: the same, for all tiles. biased: tensor
-           cores, for all tiles, and it reads two bytes of its mask for every score.
+           queries and 128 keys by default. So flex visits more tiles than listed, and masks parts
+           of them.
+Bound      listed: the L2, because each program of 64 queries reads its kept tiles of keys and
+           values. The tensor cores take nearly as long. tiled: the same for all tiles. biased:
+           tensor cores for all tiles. It also reads two bytes of its mask for every score.
 Seen       On an H100, biased and flex take much longer than predicted. We did not record which
-           kernel PyTorch chose for biased. Nearly every tile of flex is kept only in part. There
-           flex loads a flag for each score, which the cost leaves out. The times of listed at both
-           sizes say that a program's start and end take about as long as two tiles, which the cost
-           leaves out too.
-Use when   A pattern is known before the call and leaves out most blocks. The saving follows the
-           tiles, not the scores: a pattern that keeps one score in every tile saves nothing. Use
-           flex if its tiles fit the pattern. A window is in `../ch13/sliding_window_test.py`.
+           kernel PyTorch chose for biased. Nearly every tile of flex is kept only in part. In such
+           a tile, flex loads a flag for each score, which the cost leaves out. The times of listed
+           at both sizes suggest that a program's start and end take about as long as two tiles. The
+           cost leaves them out too.
+Use when   A pattern is known before the call and leaves out most blocks. The saving depends on the
+           tiles, not on the scores: a pattern that keeps one score in every tile saves nothing. Use
+           flex if its tiles fit the pattern. For a sliding window, see
+           `../ch13/sliding_window_test.py`.
 """
 
 import functools
@@ -50,7 +51,7 @@ def attend_kernel(
     q, k, v, out, entries, blocks, count, factor,
     LISTED: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, PRODUCT: tl.constexpr,
 ):  # fmt: skip
-    """Attend from a block of queries. Its `count` entries are blocks of keys, or flags of all."""
+    """Compute attention for a block of queries. Entries are key blocks, or flags for all."""
     block, head = tl.program_id(0), tl.program_id(1)
     lane, within = tl.arange(0, WIDTH), tl.arange(0, TILE)
     first = head.to(tl.int64) * blocks * TILE
@@ -70,7 +71,7 @@ def attend_kernel(
         if not LISTED:
             scores = tl.where(entry != 0, scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, axis=1))
-        # Before the first kept tile, a row has seen no score.
+        # Before the first kept tile, a row's maximum is still -inf.
         finite = tl.where(higher == float("-inf"), 0.0, higher)
         kept = tl.exp2(top - finite)
         p = tl.exp2(scores - finite[:, None])
@@ -82,7 +83,7 @@ def attend_kernel(
 
 
 def pattern(heads, blocks, kept):
-    """Return which blocks of keys each block of queries sees, as (heads, blocks, kept)."""
+    """Return the key blocks of each query block, of shape (heads, blocks, kept)."""
     rows = []
     for head in range(heads):
         for block in range(blocks):
@@ -98,7 +99,7 @@ def pattern(heads, blocks, kept):
 
 
 def checked(listed, blocks):
-    """Return the list, or raise `ValueError` if a block is outside."""
+    """Return the list of key blocks. Raise `ValueError` if it names a block that does not exist."""
     if listed.shape[-1] == 0:
         raise ValueError("a block of queries sees 0 blocks of keys")
     if listed.min() < 0 or listed.max() >= blocks:
@@ -109,7 +110,7 @@ def checked(listed, blocks):
 
 
 def flags(listed):
-    """Return a byte for each tile: whether it is kept."""
+    """Return a uint8 flag for each tile: 1 if it is kept."""
     heads, blocks, _ = listed.shape
     return torch.zeros(heads, blocks, blocks, dtype=torch.uint8).scatter_(2, listed.long(), 1)
 
@@ -233,7 +234,7 @@ def flex_cost(heads, tokens, kept):
 @compare(
     baseline=biased,
     optimized=[
-        Variant(tiled, at_least="yardstick"),  # separates the kernel from the list
+        Variant(tiled, at_least="yardstick"),  # shows the kernel's effect without the list
         Variant(listed, at_least={"sm90": 4.6}),
         Variant(flex, gpu_only="FlexAttention's Triton kernel", at_least="yardstick"),
     ],
@@ -249,7 +250,7 @@ def flex_cost(heads, tokens, kept):
         write=2 * heads * tokens * WIDTH,
         flops={"bf16": 4 * heads * tokens * kept * TILE * WIDTH},
         terms=kept * TILE,
-        # As in ../ch09/attention_test.py: rounded are the weights of a head, and its outputs.
+        # As in ../ch09/attention_test.py: a head's weights and outputs are rounded.
         roundings=16,
     ),
     bound="tensor",
@@ -261,7 +262,7 @@ def test_block_sparse(pair):
 
 
 class TestRefused:
-    """A list is refused where it is made, and other inputs by the launching helper."""
+    """A wrong list is refused when it is made, and the launching helper refuses wrong inputs."""
 
     @pytest.mark.parametrize(
         ("blocks", "words"),

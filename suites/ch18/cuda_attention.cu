@@ -1,16 +1,16 @@
 // Attention of heads of 128 without tensor cores: q, k and v in bf16, all arithmetic in fp32.
 // Causal: a query sees the keys up to its own position. blockIdx.y is the head.
 //
-// scores: a tile of scaled scores, without tiles above the diagonal. It writes fp32.
+// scores: writes a tile of scaled scores in fp32. Tiles above the diagonal are skipped.
 // softmax: one block per row turns its scores into weights, in place.
-// weighted: a tile of outputs, the product of the weights and the values.
-// online: all three for 64 queries. Each tile of scores stays on the chip. A running maximum and
-//   sum per row correct the outputs so far.
+// weighted: computes a tile of outputs, the product of weights and values.
+// online: does all three for 64 queries. Each tile of scores stays on the chip. A running maximum
+//   and sum per row correct the outputs so far.
 
 #include <cuda_bf16.h>
 
 constexpr int WIDTH = 128, TILE = 64, THREADS = 128;  // queries and keys of a tile
-constexpr int PITCH = WIDTH + 4, WEIGHTS = TILE + 16;  // floats from row to row, against conflicts
+constexpr int PITCH = WIDTH + 4, WEIGHTS = TILE + 16;  // row pitch in floats, avoids conflicts
 constexpr int ROWS = 8, COLUMNS = 4, OUTPUTS = 8;      // of a thread: 8 x 4 scores, 8 x 8 outputs
 constexpr float LOG2E = 1.44269504f;
 
@@ -24,7 +24,7 @@ struct Place {
   int x = threadIdx.x % 16, y = threadIdx.x / 16;
 };
 
-// Reads 64 rows of bf16 into shared memory, as fp32. Rows from `rows` on are zero.
+// Copies 64 rows of bf16 into shared memory as fp32. Rows from `rows` on become zero.
 __device__ void fill(float* tile, const __nv_bfloat16* from, int first, int rows) {
   for (int at = threadIdx.x; at < TILE * WIDTH / 8; at += THREADS) {
     const int row = at / (WIDTH / 8), column = at % (WIDTH / 8) * 8;
@@ -134,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   }
 }
 
-// The same number for all threads of the block: the largest, or the sum.
+// Returns the maximum or the sum over the block, to all its threads.
 template <bool sum>
 __device__ float reduced(float value) {
   __shared__ float parts[THREADS / 32];
@@ -157,7 +157,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   most = reduced<false>(most);
   for (int at = threadIdx.x; at < seen; at += THREADS) sum += exp2f((mine[at] - most) * LOG2E);
   const float factor = 1 / reduced<true>(sum);
-  // The rest of the diagonal's tile is read by `weighted`.
+  // `weighted` also reads the scores after the diagonal of the last tile.
   const int end = min((seen + TILE - 1) / TILE * TILE, tokens);
   for (int at = threadIdx.x; at < end; at += THREADS) {
     mine[at] = at < seen ? exp2f((mine[at] - most) * LOG2E) * factor : 0.0f;
@@ -195,7 +195,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   float *queries = reinterpret_cast<float*>(memory), *tile = queries + TILE * PITCH;
   float* weights = tile + TILE * PITCH;
   const Place my;
-  // Later queries of a causal head see more keys. They start first, so that short blocks end last.
+  // In a causal head, blocks of later queries have more keys. These long blocks start first.
   const int first = (gridDim.x - 1 - blockIdx.x) * TILE;
   const size_t head = blockIdx.y * static_cast<size_t>(tokens) * WIDTH;
   float sums[ROWS][OUTPUTS] = {}, most[ROWS], total[ROWS] = {};
@@ -212,7 +212,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     fill(tile, v + head, start, tokens);
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
-      // Every row sees the first key, so the maximum is a number from the first tile on.
+      // Every row attends to the first key, so the maximum is finite from the first tile on.
       const int seen = causal ? min(first + my.y + 8 * i + 1, tokens) : tokens;
       float now = most[i], added = 0;
 #pragma unroll

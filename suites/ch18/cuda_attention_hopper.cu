@@ -1,12 +1,12 @@
-// Attention of heads of 128 on Hopper's tensor cores: bf16, sums in fp32. These are the rungs after
+// Attention of heads of 128 on Hopper's tensor cores: bf16, sums in fp32. These kernels follow
 // cuda_attention_hopper_tma.cu. Causal: a query sees the keys up to its own position. blockIdx.y is
-// the head. A block takes 128 queries, 64 for each of two warpgroups, and 128 keys at a time, from
-// the last ones that the queries see to the first. So only the first tile needs a mask.
+// the head. A block takes 128 queries, 64 for each of two warpgroups. It takes 128 keys at a time,
+// from the last visible key to the first. So only the first tile needs a mask.
 //
-// wgmma_tiles: two warpgroups compute, and one of their threads keeps the ring filled. Scores,
-//   weights and outputs follow one another.
-// scores_ahead: wgmma_tiles, but the scores of the next keys are asked for together with the
-//   outputs of these.
+// wgmma_tiles: two warpgroups compute, and one of their threads keeps the ring of tiles filled.
+//   Scores, weights and outputs run one after another.
+// scores_ahead: wgmma_tiles, but the scores of the next keys are issued together with the outputs
+//   of the current keys.
 // specialized: scores_ahead, but a producer warpgroup fills the ring, without block-wide barriers.
 // pingpong: specialized, but the warpgroups take turns on the tensor cores. One computes weights
 //   while the products of the other run.
@@ -32,21 +32,21 @@ __device__ float exp2_of(float x) {
   return y;
 }
 
-// Volatile, so that it stays behind the wait for the product that reads its registers.
+// Volatile, so the compiler keeps it after the wait for the product that reads its registers.
 __device__ unsigned packed(float low, float high) {
   unsigned both;
   asm volatile("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
   return both;
 }
 
-// The compiler does not know that a product arrives later. It must not read sums before this.
+// wgmma writes its sums asynchronously. This stops the compiler from reading them too early.
 __device__ void settle(float (&sums)[64]) {
 #pragma unroll
   for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(sums[i])::"memory");
 }
 
-// The descriptor of a tile whose rows are along k: columns are contiguous, in slabs of 64. From
-// one slab to the next it is SLAB_BYTES, from 8 rows to the next 8 it is 1024 bytes.
+// The descriptor of a tile whose rows are along k: columns are contiguous, in slabs of 64. The
+// stride from slab to slab is SLAB_BYTES, and from 8 rows to the next 8 it is 1024 bytes.
 __device__ unsigned long long rows_along_k(const void* tile) {
   const unsigned long long address = __cvta_generic_to_shared(tile);
   return (address & 0x3ffff) >> 4 | SLAB_BYTES / 16ull << 16 | 64ull << 32 | 1ull << 62;
@@ -55,8 +55,8 @@ __device__ unsigned long long rows_along_k(const void* tile) {
 #define R4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define R16(d, i) R4(d, i), R4(d, i + 4), R4(d, i + 8), R4(d, i + 12)
 
-// sum += a b over 16 of k. a is in registers, in the layout of sums rounded to bf16. b's rows are
-// along k (the last 1: transposed).
+// sum += a b over 16 of k. a is in registers: sums rounded to bf16, in the layout of sums. b's rows
+// are along k (the last operand 1 means transposed).
 __device__ void wgmma_from_registers(float (&sum)[64], const unsigned* a, unsigned long long b) {
   asm volatile(
       "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16"
@@ -72,7 +72,7 @@ __device__ void wgmma_from_registers(float (&sum)[64], const unsigned* a, unsign
 #undef R4
 #undef R16
 
-// Asks for the scores of 64 queries and 128 keys, as one group.
+// Issues the products for the scores of 64 queries and 128 keys, as one group.
 __device__ void ask_scores(float (&scores)[64], const unsigned char* q, const unsigned char* k) {
   const unsigned long long from_q = tile_descriptor(q), from_k = tile_descriptor(k);
 #pragma unroll
@@ -83,7 +83,7 @@ __device__ void ask_scores(float (&scores)[64], const unsigned char* q, const un
   wgmma_commit();
 }
 
-// Asks for the product of 64 x 128 weights and 128 values, as one group.
+// Issues the product of 64 x 128 weights and 128 values, as one group.
 __device__ void ask_outputs(float (&out)[64], const unsigned (&weights)[32],
                             const unsigned char* v) {
   const unsigned long long from_v = rows_along_k(v);
@@ -94,12 +94,12 @@ __device__ void ask_outputs(float (&out)[64], const unsigned (&weights)[32],
   wgmma_commit();
 }
 
-// What a thread knows of its rows, thread / 4 of the warp's 16 and 8 further down.
+// A thread's state of its two rows: row lane / 4 of the warp's 16, and the row 8 below.
 struct Rows {
   float most[2] = {lowest(), lowest()}, total[2] = {};  // `total` is the thread's part of the sum
-  float kept[2];  // what the sums so far count, now that the maximum is a new one
+  float kept[2];  // factors of the sums so far, for the new maximum
 
-  // Turns scores into weights. `scale` is that of the scores, times log2(e).
+  // Turns scores into weights. `scale` is the softmax scale times log2(e).
   __device__ void soften(float (&scores)[64], float scale) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -108,7 +108,7 @@ struct Rows {
       for (int j = 2 * i; j < 64; j += 4) now = fmaxf(now, fmaxf(scores[j], scores[j + 1]));
       now = fmaxf(now, __shfl_xor_sync(~0u, now, 1));
       now = fmaxf(now, __shfl_xor_sync(~0u, now, 2));
-      // Each row sees a key of the first tile that comes, so the maximum is a number.
+      // Each row attends to a key of the first tile it visits, so the maximum is finite.
       const float scaled = now * scale;
       kept[i] = exp2_of(most[i] * scale - scaled);
       most[i] = now;
@@ -123,8 +123,9 @@ struct Rows {
     }
   }
 
-  // Keeps the weights before a wait that follows. ptxas moved most exponentials of `overlapped`
-  // behind the wait for the outputs, so nothing overlapped. A sum of weights is never negative.
+  // Forces the weights to be computed before the next wait. Without it, ptxas moved most
+  // exponentials of `overlapped` after the wait for the outputs, so nothing overlapped. The branch
+  // is never taken, because a sum of weights is never negative.
   __device__ void finish() const {
     if (total[0] + total[1] < 0) __nanosleep(1);
   }
@@ -140,7 +141,7 @@ __device__ void round_weights(unsigned (&weights)[32], const float (&scores)[64]
   for (int i = 0; i < 32; ++i) weights[i] = packed(scores[2 * i], scores[2 * i + 1]);
 }
 
-// Hides keys that a row does not see. `row` is the thread's first one.
+// Masks the keys after each row's position. `row` is the thread's first row.
 __device__ void mask(float (&scores)[64], int row, int start, int tokens, int causal) {
 #pragma unroll
   for (int j = 0; j < 64; ++j) {
@@ -170,7 +171,7 @@ __device__ void store(const float (&out)[64], const Rows& rows, __nv_bfloat16* t
   }
 }
 
-// Lane 0 arrives, without a branch, because wgmma needs whole warps.
+// Lane 0 arrives, without a branch, because wgmma needs converged warps.
 __device__ void arrive(unsigned long long* barrier) {
   asm volatile(
       "{ .reg .pred p; setp.eq.u32 p, %1, 0; @p mbarrier.arrive.shared::cta.b64 _, [%0]; }" ::"r"(
@@ -179,8 +180,8 @@ __device__ void arrive(unsigned long long* barrier) {
       : "memory");
 }
 
-// Turns on the tensor cores. A warpgroup waits at its own barrier, where the other one arrives.
-// Barrier 0 is __syncthreads.
+// Lets two warpgroups alternate on the tensor cores. Each waits at its own barrier, and the other
+// warpgroup arrives there. Barrier 0 is __syncthreads.
 __device__ void wait_turn(int mine) {
   asm volatile("bar.sync %0, 256;" ::"r"(1 + mine) : "memory");
 }
@@ -199,7 +200,7 @@ __device__ void attend(const CUtensorMap& q, const CUtensorMap& k, const CUtenso
   __shared__ alignas(8) Barriers barriers;
   unsigned char *queries = aligned(memory), *keys = queries + TILE_BYTES;
   unsigned char* values = keys + STAGES * TILE_BYTES;
-  // Later queries of a causal head see more keys. They start first, so that short blocks end last.
+  // In a causal head, blocks of later queries have more keys. These long blocks start first.
   const int first = (gridDim.x - 1 - blockIdx.x) * M, head = blockIdx.y;
   const int steps = ((causal ? min(first + M, tokens) : tokens) + N - 1) / N;
   if (threadIdx.x == 0) {
@@ -251,7 +252,7 @@ __device__ void attend(const CUtensorMap& q, const CUtensorMap& k, const CUtenso
   __syncwarp();
   const int mine = threadIdx.x / WARPGROUP - (producer ? 1 : 0);
   const int row = first + mine * HALF + threadIdx.x % WARPGROUP / 32 * 16 + threadIdx.x % 32 / 4;
-  // The tiles of these steps have been read. A step below zero had none.
+  // The tiles of these steps have been read. A step below zero has no tile.
   auto release = [&](int keys_of, int values_of) {
     if constexpr (producer) {
       if (keys_of >= 0) arrive(&barriers.no_k[keys_of % STAGES]);

@@ -3,19 +3,20 @@
 Problem    As in `cuda_attention_test.py`: forward attention in bf16, heads of 128, with and without
            a causal mask. The number of heads times tokens is the same at each length.
 Baseline   mma_sync: FlashAttention-2, with `mma.sync`. A block of 4 warps takes 128 queries, and 64
-           keys at a time. The next keys and values are copied meanwhile.
-Optimized  tma: of mma_sync. The tensor memory accelerator copies the same tiles.
-           wgmma: changes tma. Four changes: two warpgroups multiply with `wgmma`, straight from
-           shared memory. They take 128 keys at a time, not 64. An SM has one block of 8 warps, not
-           two blocks of 4. The last keys come first, so only the first tile needs a mask.
-           scores_ahead: changes wgmma. A warpgroup asks for the scores of the next keys together
-           with the outputs of these keys, and waits once for both.
-           specialized: changes scores_ahead. A producer warpgroup loads, and no barrier stops the
-           whole block.
-           pingpong: changes specialized. The two warpgroups take turns on the tensor cores, so that
-           one computes weights while the products of the other run.
+           keys at a time. The next keys and values are copied during the products.
+Optimized  tma: changes mma_sync. The tensor memory accelerator copies the same tiles.
+           wgmma: changes tma. There are four changes. Two warpgroups multiply with `wgmma`,
+           directly from shared memory. They take 128 keys at a time, not 64. An SM has one block of
+           8 warps, not two blocks of 4. The last keys come first, so only the first tile needs a
+           mask.
+           scores_ahead: changes wgmma. A warpgroup issues the scores of the next keys together with
+           the outputs of the current keys, and waits once for both.
+           specialized: changes scores_ahead. A separate producer warpgroup loads the tiles, and no
+           barrier stops the whole block.
+           pingpong: changes specialized. The two warpgroups take turns on the tensor cores. One
+           computes weights while the products of the other run.
            overlapped: changes pingpong. A warpgroup computes weights as soon as its scores are
-           there, while its own outputs are still summed. FlashAttention-3 does the same, with
+           ready, while its own output products still run. FlashAttention-3 does the same with
            larger blocks.
            flash: `SDPBackend.FLASH_ATTENTION`, which is FlashAttention-2.
            cudnn: `SDPBackend.CUDNN_ATTENTION`, which uses wgmma and TMA on Hopper.
@@ -30,13 +31,13 @@ Seen       On an H100, pingpong and overlapped gain at most a little over specia
            longer than predicted and tma does not: the threads of mma_sync copy all tiles
            themselves, and the cost leaves these instructions out. With 1024 tokens, all sides take
            longer than predicted. A block then has few tiles of keys. The times of wgmma at the
-           three lengths fit a fixed time per block for its start and its end, which the cost leaves
-           out. cudnn is faster than every rung there. With the causal mask, all sides also lose
-           because blocks differ in length, most at short lengths. Probably the last blocks leave
-           SMs idle.
-Use when   Call `scaled_dot_product_attention`, which chooses cuDNN on Hopper. Write such a kernel
-           only for attention that no library has, and stop at specialized: its producer warpgroup
-           is the last rung that gains.
+           three lengths fit a fixed time per block for its start and end, which the cost leaves
+           out. With 1024 tokens, cudnn is faster than every other side. With the causal mask, all
+           sides also lose time because blocks differ in length, most at short lengths. Probably SMs
+           are idle while the last blocks run.
+Use when   Call `scaled_dot_product_attention`, which chooses cuDNN on Hopper. Write your own kernel
+           only for attention that no library has, and stop at specialized. Its producer warpgroup
+           is the last change that gains.
 """
 
 from dataclasses import replace
@@ -80,7 +81,7 @@ def maps(q, k, v, rows):
 
 
 def by_tma(kernel, q, k, v, causal, rows, threads, shared):
-    """Run a kernel that takes 128 queries per block, and `rows` keys at a time."""
+    """Run a TMA kernel with 128 queries per block and `rows` keys at a time."""
     heads, tokens = shape_of(q, k, v)
     out = torch.empty_like(q)
     launch = kernel[(-(-tokens // 128), heads), threads, shared]
@@ -113,13 +114,13 @@ def overlapped(q, k, v, causal):
 
 
 def hopper_cost(total, tokens, causal):
-    """Return the cost of products that run while exponentials are computed."""
+    """Return the cost of a kernel whose products and exponentials overlap."""
     scores = scores_of(total, tokens, causal, 128)
     return fused(total, scores, l2=4 * WIDTH * scores / 128)
 
 
 def serial_cost(total, tokens, causal):
-    """Return the cost of products, and then exponentials."""
+    """Return the cost of a kernel whose exponentials start after its products."""
     cost = hopper_cost(total, tokens, causal)
     return replace(cost, sfu=0) + Cost(sfu=cost.sfu)
 
@@ -143,7 +144,7 @@ LOADING = ("HGMMA", "USETMAXREG")  # a producer warpgroup gives its registers to
     inputs=queries_keys_values,
     reference=in_float64,
     sizes=sizes(1024, 4096, 16384),
-    # The same, a part of a second tile of 128 x 128 in each of two heads, and three stages.
+    # The same sizes, then two heads with a partial second tile of 128 x 128, then three stages.
     check_sizes=[
         *CHECKED,
         {"total": 258, "tokens": 129, "causal": True},
@@ -171,7 +172,7 @@ def test_cuda_attention_hopper(pair):
 
 
 class TestRefused:
-    """The kernels refuse what they do not take, before the launch."""
+    """The launching helpers refuse wrong inputs before the launch."""
 
     @pytest.mark.parametrize("side", [mma_sync, tma, overlapped])
     @pytest.mark.parametrize(("shape", "dtype", "words"), REFUSED)

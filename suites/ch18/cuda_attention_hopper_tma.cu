@@ -1,6 +1,6 @@
 // Attention of heads of 128 with mma.sync (mma_attention.cuh).
 //
-// tma: one thread asks the tensor memory accelerator for the tiles.
+// tma: one thread loads the tiles by the tensor memory accelerator.
 
 #include "mma_attention.cuh"
 
@@ -36,7 +36,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     wait_phase(&full[step % STAGES], step / STAGES % 2);
     attend(rows, shared_address(queries), shared_address(stages + step % STAGES * STAGE_BYTES),
            my_row(), step * N, tokens, scale, causal);
-    __syncthreads();  // nobody reads this stage, which is filled next
+    __syncthreads();  // no thread reads this stage any more; it is filled next
   }
   store(rows, out + head * static_cast<size_t>(tokens) * WIDTH, my_row(), tokens);
 }

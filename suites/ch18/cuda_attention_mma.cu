@@ -6,7 +6,7 @@
 
 #include "mma_attention.cuh"
 
-// Calls each(row, slab, piece) for this thread's pieces of a tile. Neighboring threads have
+// Calls each(row, slab, piece) for this thread's pieces of a tile. Neighboring threads get
 // neighboring pieces.
 template <int height, typename Each>
 __device__ void pieces(Each each) {
@@ -38,7 +38,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         copy(to + K_BYTES, v, step * N + row, slab, piece);
       });
     }
-    __pipeline_commit();  // a group may be empty, so that wait_prior counts right
+    __pipeline_commit();  // also if empty, because wait_prior counts groups
   };
   pieces<M>([=](unsigned row, unsigned slab, unsigned piece) {
     copy(queries + slab * Q_SLAB + place(row, piece), q, first_query() + row, slab, piece);
@@ -48,10 +48,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
   for (int step = 0; step < steps; ++step) {
     load(step + 1);
     __pipeline_wait_prior(1);
-    __syncthreads();  // all see this stage
+    __syncthreads();  // all threads can read this stage
     attend(rows, shared_address(queries), shared_address(stages + step % STAGES * STAGE_BYTES),
            my_row(), step * N, tokens, scale, causal);
-    __syncthreads();  // nobody reads this stage, which is filled next
+    __syncthreads();  // no thread reads this stage any more; it is filled next
   }
   store(rows, out + head, my_row(), tokens);
 }

@@ -5,26 +5,27 @@ Problem    Forward attention in bf16, heads of 128, with and without a causal ma
            as in trained models.
 Baseline   naive: three kernels write all scores, turn them into weights, and multiply them by the
            values. The arithmetic is fp32 in tiles of 64 x 64. Tiles above the diagonal are skipped.
-Optimized  online: changes naive. The same tiles in one kernel. It keeps the maximum and the sum of
-           each row so far, and corrects the outputs with them. So no score leaves the chip.
-           mma_sync: changes online. Three changes: the tensor cores multiply bf16, so weights are
-           rounded to bf16. A block takes 128 queries, not 64. The next keys and values are copied
-           meanwhile. This is FlashAttention-2.
+Optimized  online: changes naive. One kernel computes the same tiles. It keeps a running maximum and
+           sum of each row, and corrects the outputs with them. So no score leaves the chip.
+           mma_sync: changes online. There are three changes. The tensor cores multiply bf16, so
+           weights are rounded to bf16. A block takes 128 queries, not 64. The next keys and values
+           are copied during the products. This is FlashAttention-2.
            flash: `SDPBackend.FLASH_ATTENTION`, which is FlashAttention-2 too.
            cudnn: `SDPBackend.CUDNN_ATTENTION`, which uses wgmma and TMA on Hopper.
 Bound      naive and online: shared memory and fp32 multiply-adds. naive also writes and reads all
            scores, which is the smaller part. mma_sync and flash: `mma.sync`, which does not reach
            the rate of wgmma on Hopper (`../ch10/gemm_test.py`), and then the exponentials. cudnn:
            tensor cores.
-Seen       naive and online take half as long again as predicted or more. Their costs assume that
-           loads of shared memory, multiply-adds and exponentials overlap fully, which we did not
-           profile. mma_sync takes longer than predicted, as in `cuda_attention_hopper_test.py`,
-           because its threads copy all tiles themselves. With 1024 tokens, mma_sync and cudnn miss
-           their predictions by more. A block then has few tiles of keys, so its start and its end
-           probably count. With the causal mask, every side is further from its prediction than
-           without, probably because blocks have different numbers of tiles.
-Use when   Call `scaled_dot_product_attention`. Keeping the scores on the chip always saves memory.
-           It saves less time than the tensor cores do. The rungs for Hopper are in
+Seen       naive and online take at least one and a half times as long as predicted. Their costs
+           assume that loads of shared memory, multiply-adds and exponentials overlap fully, which
+           we did not profile. mma_sync takes longer than predicted, as in
+           `cuda_attention_hopper_test.py`, because its threads copy all tiles themselves. With 1024
+           tokens, mma_sync and cudnn miss their predictions by more. A block then has few tiles of
+           keys, so its start and its end probably take a large share. With the causal mask, every
+           side misses its prediction by more than without the mask. The probable reason is that
+           blocks have different numbers of tiles.
+Use when   Call `scaled_dot_product_attention`. Keeping the scores on the chip always saves memory,
+           but tensor cores save more time. The rungs for Hopper are in
            `cuda_attention_hopper_test.py`.
 """
 
@@ -95,7 +96,7 @@ def naive_cost(total, tokens, causal):
             ops=product,
             launches=1,
         )
-        # Each row is read three times, twice of them from the L2.
+        # Each row is read three times: once from DRAM and twice from the L2.
         + Cost(read=4 * scores, write=4 * scores, l2=16 * scores, sfu=2 * scores, launches=1)
         + Cost(
             read=4 * scores + 2 * elements,
@@ -149,7 +150,7 @@ def test_cuda_attention(pair):
 
 
 class TestRefused:
-    """The kernels refuse what they do not take, before the launch."""
+    """The launching helpers refuse wrong inputs before the launch."""
 
     @pytest.mark.parametrize("side", [naive, online, mma_sync])
     @pytest.mark.parametrize(("shape", "dtype", "words"), REFUSED)

@@ -1,28 +1,29 @@
-"""Document mask: say who sees whom with a function, and skip the tiles that it hides.
+"""Document mask: describe the mask by a function, and skip the tiles that are masked completely.
 
 Problem    Documents are packed into one sequence for training. A token sees itself and earlier
            tokens of its own document, and nothing of other documents. Forward pass in bf16, 8 heads
            of 128. The lengths of the documents are between one token and about twice the mean.
            biased and flex make their masks before the timed part.
-Baseline   biased: `scaled_dot_product_attention` with a mask of numbers. PyTorch chooses the
+Baseline   biased: `scaled_dot_product_attention` with an additive bf16 mask. PyTorch chooses the
            kernel.
 Optimized  looped: changes biased. One causal call per document, on a view of its tokens.
            flex: changes biased. Compiled FlexAttention. A Python function compares the documents of
-           query and key. A block mask says which tiles of 128 x 128 it hides completely.
+           query and key. A block mask lists the tiles of 128 x 128 that the function hides
+           completely. They are skipped.
 Bound      flex: tensor cores, for the tiles that have at least one visible score. Tiles that the
            function hides in part take extra instructions. biased computes all tiles and also reads
-           two bytes of the mask for every score and head. looped computes about as few tiles as
-           flex, in small calls that do not fill the GPU. A call takes at least as long as its last
-           tile of queries, which sees the whole document.
+           two bytes of the mask for every score and head. looped computes about the same number of
+           tiles as flex, in small calls that do not fill the GPU. A call takes at least as long as
+           its last tile of queries, which sees the whole document.
 Seen       On an H100, all sides take longer than predicted. We did not record which kernel PyTorch
            chose for biased and looped. flex has programs of different lengths, and its partly
            hidden tiles take extra instructions. We did not measure how much either costs. A call of
            looped has few tiles if documents are short, so its start and its end probably take
            longer than its products.
-Use when   Training packs short documents into long sequences. One block mask serves all layers of
-           a step, and its cost has to be paid for each new batch. `varlen_test.py` has the same
-           problem without a causal mask, with kernels that take a list of beginnings. Long
-           causal attention and a window are in `../ch13/long_attention_test.py` and
+Use when   Training packs short documents into long sequences. All layers of a step can share one
+           block mask, but each new batch needs a new one. `varlen_test.py` has the same problem
+           without a causal mask. Its kernels take a list of the sequences' starts. Long causal
+           attention and a sliding window are in `../ch13/long_attention_test.py` and
            `../ch13/sliding_window_test.py`.
 """
 
@@ -41,7 +42,7 @@ SMS = 132  # of an H200, for costs
 
 
 def lengths_of(tokens, documents):
-    """Return the tokens of each document, or raise `ValueError` if one would have none."""
+    """Return each document's number of tokens. Raise `ValueError` if one would have none."""
     if not 0 < documents <= tokens:
         raise ValueError(f"{tokens} tokens cannot be {documents} documents of at least one token")
     # The lengths grow from one token to about twice the mean, twice along the sequence.
@@ -53,7 +54,7 @@ def lengths_of(tokens, documents):
 
 
 def documents_of(tokens, documents):
-    """Return the document of each token."""
+    """Return the document number of each token."""
     lengths = torch.tensor(lengths_of(tokens, documents))
     return torch.arange(documents).repeat_interleave(lengths)
 
@@ -110,13 +111,13 @@ def flex(q, k, v, documents):
 
 
 def visible(tokens, documents):
-    """Return how many pairs of a query and a key a head sees."""
+    """Return the number of visible query-key pairs of a head."""
     return sum(n * (n + 1) // 2 for n in lengths_of(tokens, documents))
 
 
 @functools.cache
 def visible_tiles(tokens, documents):
-    """Return how many tiles have a visible score."""
+    """Return the number of tiles with at least one visible score."""
     tiles, begin = set(), 0
     for length in lengths_of(tokens, documents):
         first, last = begin // TILE, (begin + length - 1) // TILE
@@ -128,9 +129,9 @@ def visible_tiles(tokens, documents):
 def attending(heads, tokens, scores, extra=0, longest=0):
     """Return the cost of one kernel that keeps its `scores` of each head on the chip.
 
-    An SM computes a tile of queries, of which none has more scores than `longest`.
+    An SM computes one tile of queries at a time. The longest tile has `longest` scores.
     """
-    # Products and exponentials do not use SMs without a tile, nor those that wait for the longest.
+    # SMs without a tile are idle, and so are SMs that wait for the longest tile.
     idle = max(1, SMS / (heads * -(-tokens // TILE)))
     counted = max(heads * scores * idle, SMS * longest)
     return Cost(
@@ -181,7 +182,7 @@ def flex_cost(heads, tokens, documents):
         write=2 * heads * tokens * WIDTH,
         flops={"bf16": 4 * heads * visible(tokens, documents) * WIDTH},
         terms=tokens,
-        # As in ../ch09/attention_test.py: rounded are the weights of a head, and its outputs.
+        # As in ../ch09/attention_test.py: a head's weights and outputs are rounded.
         roundings=16,
     ),
     bound="tensor",
@@ -193,7 +194,7 @@ def test_documents(pair):
 
 
 class TestRefused:
-    """Documents are refused where their mask is made: one without tokens has nothing to see."""
+    """A document without tokens is refused when the mask is made."""
 
     @pytest.mark.parametrize(("tokens", "documents"), [(3, 4), (3, 0), (0, 1)])
     def test_lengths(self, tokens, documents):

@@ -1,47 +1,47 @@
-"""FP8 attention: the products at twice the rate, the exponentials at the same rate.
+"""FP8 attention: the products run at twice the rate, but the exponentials do not.
 
 Problem    Forward attention without a mask, heads of 128. Queries, keys, values and outputs are in
            bf16. The number of heads times tokens is the same at each length. The scores have a
-           standard deviation of 3, as in trained models. Heads differ in size by up to 4. Triton's
-           interpreter multiplies bf16 wrongly, so a CPU checks fp16.
+           standard deviation of 3, as in trained models. The values of heads differ in magnitude by
+           up to a factor of 4. Triton's interpreter multiplies bf16 wrongly, so a CPU checks fp16.
 Baseline   bf16: one Triton kernel with an online softmax, as `tuned` of `triton_attention_test.py`.
            All sides choose from the same tiles, with 2 or 3 stages.
 Optimized  The variants run the same kernel on e4m3 operands. The call quantizes them first, with
-           one scale per head: one kernel finds the largest elements of a tile, and a second kernel
-           joins them and rounds.
-           fp8_scores: Q and K in e4m3, so QK^T runs in FP8. P and V stay in bf16.
-           fp8_both: changes fp8_scores. P and V in e4m3 too, so both products run in FP8. Hopper's
-           tensor cores read FP8 only along the summed dimension, which is the tokens of V. So the
-           quantizing kernel stores V transposed. The kernel shifts the exponents of P up by 8
-           before it rounds, so that the weights reach to 256. e4m3 ends at 448. Without the shift,
-           weights below 2^-10 of the largest would become 0.
+           one scale per head: one kernel finds the largest element of each tile, and a second
+           kernel takes the maximum per head and rounds.
+           fp8_scores: Q and K are in e4m3, so QK^T runs in FP8. P and V stay in bf16.
+           fp8_both: changes fp8_scores. P and V are in e4m3 too, so both products run in FP8.
+           Hopper's tensor cores read FP8 only along the summed dimension, which is the tokens of V.
+           So the quantizing kernel stores V transposed. Before it rounds P, the kernel multiplies
+           the weights by 2^8, so the largest weight is 256. The largest e4m3 number is 448. Without
+           this factor, weights below 2^-10 of the largest would become 0.
            cudnn: SDPA in bf16, `SDPBackend.CUDNN_ATTENTION`.
-Bound      Tensor cores and exponentials, one after the other, because the warps of a program work
-           in step. FP8 halves only the time of the products. The number of exponentials stays the
-           same, and each result needs a cast. Quantizing reads each input twice. It takes the same
-           time at both lengths, and the products take four times as long at 16384 tokens, so FP8
-           gains more there. According to the costs, quantizing takes back most of what fp8_scores
-           gains at 4096. So fp8_scores claims nothing. cuDNN computes exponentials during the
-           products. According to the costs, it is faster in bf16 than fp8_both at 4096, and nearly
-           as fast at 16384. Hopper holds the operand P of an FP8 product in another order than the
-           result of QK^T. The kernel pays for the exchange between threads, which the costs leave
-           out. The costs also leave out the casts.
+Bound      Tensor cores and exponentials, one after the other, because the warps of a program run
+           the same phase at the same time. FP8 halves only the time of the products. The number of
+           exponentials stays the same, and each result needs a cast. Quantizing reads each input
+           twice. It takes the same time at both lengths, and the products take four times as long
+           at 16384 tokens, so FP8 gains more there. According to the costs, quantizing takes about
+           as long as fp8_scores saves at 4096 tokens. So the page claims no speedup for fp8_scores.
+           cuDNN computes exponentials during the products. According to the costs, it is faster in
+           bf16 than fp8_both at 4096, and nearly as fast at 16384. On Hopper, the operand P of an
+           FP8 product has another register layout than the result of QK^T. So threads must exchange
+           values. The costs leave out this exchange and the casts.
 Seen       fp8_scores gains a little, as predicted. fp8_both takes up to a quarter longer than
            predicted. The gap is larger with 4096 tokens than with 16384. We did not profile which
            of its steps takes longer.
 Use when   Sequences are long, the model tolerates the error, and no library has your form of
-           attention. Otherwise call cuDNN in bf16, because FP8 in Triton gains little over it. The
-           check accepts the error that rounding Q, K, P, V and the outputs by 2^-4 of each value
-           would cause. This applies to both variants, because both declare `precision="fp8"`. That
-           is a wide bound: at 4096 tokens, an answer that is a tenth too large would pass. Most of
-           the error comes from Q and K. A score sums 128 products, each with two rounding errors.
-           At a standard deviation of 3, a score is then off by up to 0.15 (rms), and its weight by
-           the same share of itself. Rounding P and V adds little to that. So fp8_scores is hardly
-           more exact than fp8_both. The sums of PV stay in the tensor cores. Hopper's keep about 14
-           bits of a sum of FP8 products, which is much more than the operands have. One scale per
-           head works if the tokens of a head are alike in size. Outlier channels need a rotation
-           first (`../ch19/outliers_test.py`), which this page does not show. If the error is too
-           large, call the library in bf16.
+           attention. In all other cases, call cuDNN in bf16, because FP8 in Triton gains little
+           over it. The check accepts the error that a relative rounding error of 2^-4 in Q, K, P, V
+           and the outputs would cause. This applies to both variants, because both declare
+           `precision="fp8"`. The tolerance is wide: at 4096 tokens, results that are a tenth too
+           large would pass. Most of the error comes from Q and K. A score sums 128 products, each
+           with two rounding errors. At a standard deviation of 3, a score is then off by up to 0.15
+           (rms), so its weight has a relative error of the same size. Rounding P and V adds little
+           error. So fp8_scores is hardly more exact than fp8_both. The tensor cores accumulate PV.
+           Hopper's tensor cores keep about 14 bits of a sum of FP8 products, which is many more
+           bits than the operands have. One scale per head works if the tokens of a head have
+           similar magnitudes. Outlier channels need a rotation first (`../ch19/outliers_test.py`),
+           which this page does not show. If the error is too large, call the library in bf16.
 """
 
 import pytest
@@ -65,7 +65,7 @@ from .attention_ladder import cudnn as causal_or_not
 
 HEAD = tl.constexpr(WIDTH)
 LARGEST = tl.constexpr(448.0)  # of e4m3
-SHIFT = tl.constexpr(8.0)  # of the exponents of weights in e4m3, which are then at most 256
+SHIFT = tl.constexpr(8.0)  # added to exponents of e4m3 weights, which are at most 2^8
 ROWS = 128  # tokens that a program quantizes
 CONFIGS = [
     triton.Config({"M": 128, "N": n}, num_warps=warps, num_stages=stages)
@@ -74,7 +74,7 @@ CONFIGS = [
 
 
 def launchable(configs, named, **meta):
-    """Keep configs whose queries and stages of keys and values fit into shared memory."""
+    """Return the configs whose queries, keys and values fit into shared memory."""
     driver = triton.runtime.driver.active
     most = driver.utils.get_device_properties(driver.get_current_device())["max_shared_mem"]
     wide = sum(named[name].element_size() for name in ("k", "v"))
@@ -102,7 +102,7 @@ def quantize_kernel(
     x, parts, out, scales, tokens, room,
     TRANSPOSED: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Join the largest magnitudes of a head, and round ROWS of its tokens to e4m3."""
+    """Find a head's largest magnitude, and round ROWS of the head's tokens to e4m3."""
     part, head, each = tl.program_id(0), tl.program_id(1), tl.arange(0, COUNT)
     count = tl.num_programs(0)
     largest = tl.max(tl.load(parts + head * count + each, mask=each < count, other=0.0), 0)
@@ -169,7 +169,7 @@ def attention_kernel(
     SCALED: tl.constexpr, SMALL: tl.constexpr, EXACT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Attend. SCALED: queries and keys are in e4m3. SMALL: values are, too, and weights."""
+    """Compute attention. SCALED: Q and K are e4m3. SMALL: V and the weights are e4m3 too."""
     first, head = tl.program_id(0) * M, tl.program_id(1)
     here = head.to(tl.int64) * tokens * HEAD
     from_v = v + (head.to(tl.int64) * room * HEAD if SMALL else here)
@@ -202,7 +202,7 @@ def attention_kernel(
 
 def inputs(device, total, tokens):
     q, k, v, _ = queries_keys_values(device, total, tokens, causal=False)
-    # A head with the scales of another one would be wrong. The scores stay as they are.
+    # Different magnitudes per head reveal wrong scales. The scores do not change.
     size = 2.0 ** (torch.arange(q.shape[1], device=device) % 3 - 1)[:, None, None]
     q, k, v = q * size, k / size, v * size
     dtype = torch.bfloat16 if device == "cuda" else torch.float16
@@ -214,13 +214,13 @@ def reference(q, k, v):
 
 
 def sizes_of(q, k, v):
-    """Return the numbers of heads and tokens, and the length of a row of transposed values."""
+    """Return the number of heads, the number of tokens, and the row length of transposed V."""
     heads, tokens = shape_of(q, k, v, (torch.bfloat16, torch.float16))
     return heads, tokens, triton.cdiv(tokens, 16) * 16
 
 
 def quantized(x, heads, tokens, room, transposed=False):
-    """Return x in e4m3, and the scale of each head."""
+    """Return `x` in e4m3, and one scale per head."""
     count = triton.cdiv(tokens, ROWS)
     parts = torch.empty(heads, count, device=x.device)
     scales = torch.empty(heads, device=x.device)
@@ -274,9 +274,10 @@ def cudnn(q, k, v):
 
 
 def quantizing(total):
-    """Return the cost of one tensor.
+    """Return the cost of quantizing one tensor.
 
-    Its 32 MiB may be too much for the L2, so the second reading counts as DRAM's, too.
+    The tensor has 32 MiB, which may not fit into the L2. So the second read counts as DRAM traffic
+    too.
     """
     elements = total * WIDTH
     first = Cost(read=2 * elements, launches=1)
@@ -284,10 +285,10 @@ def quantizing(total):
 
 
 def attending(total, tokens, small):
-    """Return the cost of the kernel with `small` of two products in FP8, in step with softmax."""
+    """Return the cost of the kernel with `small` of its two products in FP8."""
     scores, elements = total * tokens, total * WIDTH
     read = {0: 6, 1: 4, 2: 3}[small] * elements  # queries, keys and values
-    # One key and one value for 128 queries. The L2 delivers them during both products.
+    # Each key and value is loaded once per 128 queries, from the L2, during both products.
     l2 = {0: 4, 1: 3, 2: 2}[small] * WIDTH / 128 * scores
     product = 2 * scores * WIDTH
     ops = {"fp8": small * product, "bf16": (2 - small) * product}
@@ -309,7 +310,7 @@ def library_cost(total, tokens):
     inputs=inputs,
     reference=reference,
     sizes=[{"total": 2**17, "tokens": 4096}, {"total": 2**17, "tokens": 16384}],
-    # A part of a second tile of keys in each of two heads, and of a second tile of queries.
+    # Two heads with a partial second tile of keys, and a partial second tile of queries.
     check_sizes=[{"total": 140, "tokens": 70}, {"total": 387, "tokens": 129}],
     work=lambda total, tokens: Work(
         read=6 * total * WIDTH,
@@ -331,7 +332,7 @@ def test_fp8_attention(pair):
 
 
 class TestRefused:
-    """The kernels refuse what they do not take, before the launch."""
+    """The launching helpers refuse wrong inputs before the launch."""
 
     @pytest.mark.parametrize("side", [bf16, fp8_scores, fp8_both])
     @pytest.mark.parametrize(("shape", "dtype", "words"), REFUSED)

@@ -5,25 +5,27 @@ Problem    Attention of one new token per sequence, 64 query heads, 128 numbers 
            (MQA). Two of the sizes have few sequences with long contexts. The cache is the page's
            state.
 Baseline   per_head: a Triton kernel with one program per sequence and query head. Each program
-           reads all keys and values of its group. A product of tensor cores has at least 16 rows,
-           of which 15 are empty.
-Optimized  grouped: changes per_head. One program for all query heads of a group. They are the rows
-           of one product, so the cache is read once.
-           split: changes grouped. A program for every `chunk` tokens of the context, and a second
-           kernel that joins their results (split-KV, called Flash-Decoding).
+           reads all keys and values of its group. A tensor-core product has at least 16 rows, so 15
+           rows are empty.
+Optimized  grouped: changes per_head. One program computes all query heads of a group as rows of one
+           product, so the cache is read once.
+           split: changes grouped. One program per `chunk` tokens of the context, and a second
+           kernel that joins the chunks' results (split-KV, also called Flash-Decoding).
            library: `scaled_dot_product_attention` with `enable_gqa=True`. PyTorch chooses the
            kernel.
-Bound      split: DRAM, which has to deliver the cache once. per_head: the L2, because the programs
-           of a group run at about the same time and read the same tiles. grouped has one program
-           per sequence and group. With fewer programs than SMs, it is limited by the rate at which
-           an SM reads.
-Seen       On an H100, library takes half as long again as predicted with one group of heads and 16
-           sequences, while split reaches four fifths of the read rate. grouped with few sequences
-           takes longer than its share of the L2 predicts. An SM has only one program of 4 warps.
-           One program probably cannot keep enough bytes in flight to use that share.
-Use when   Always group the heads. Split the context if sequences times groups are fewer than a few
-           programs per SM. Choose the number of splits by the batch: every part is written and
-           read again. The same kernel on a cache of 8 bits is in `../ch19/kv_quantization_test.py`.
+Bound      split: DRAM, because the cache is read once. per_head: the L2, because the programs of a
+           group run at about the same time and read the same tiles. grouped: one program per
+           sequence and group. With fewer programs than SMs, the limit is the rate at which an SM
+           can read.
+Seen       On an H100, library takes one and a half times as long as predicted with one group of
+           heads and 16 sequences. There, split reaches four fifths of the read rate. With few
+           sequences, grouped takes longer than predicted from each SM's share of the L2 rate. An SM
+           has only one program of 4 warps. One program probably cannot keep enough bytes in flight
+           to use that share.
+Use when   Always group the heads. Split the context if sequences times groups give less than a few
+           programs per SM. Choose the number of splits by the batch size, because the result of
+           every chunk is written and read again. The same kernel on a cache of 8 bits is in
+           `../ch19/kv_quantization_test.py`.
 """
 
 import pytest
@@ -46,7 +48,7 @@ from .split_kv import (
 )
 
 WIDTH = 128  # numbers of a head
-ROWS = 16  # at least, of a product of tensor cores
+ROWS = 16  # fewest rows of a tensor-core product
 BLOCK = 64  # tokens of one step of a loop
 SMS = 132  # of an H200, for costs
 
@@ -57,7 +59,7 @@ def attend_kernel(
     SHARE: tl.constexpr, TAKEN: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr, WHOLE: tl.constexpr, PRODUCT: tl.constexpr,
 ):  # fmt: skip
-    """Attend from `TAKEN` query heads to a chunk of their cache, which `SHARE` heads share."""
+    """Compute attention of TAKEN query heads over a chunk of the cache that SHARE heads share."""
     item, chunk = tl.program_id(0), tl.program_id(1)
     row, lane = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     here = row[:, None] < TAKEN
@@ -97,7 +99,7 @@ def state(device, batch, heads, groups, tokens, chunk):
 
 
 def inputs(device, batch, heads, groups, tokens, chunk):
-    # Larger queries make some tokens count more than others.
+    # Larger queries give some tokens much more weight than others.
     return (2 * torch.randn(batch, heads, 1, WIDTH, device=device)).bfloat16(), chunk
 
 
@@ -111,7 +113,7 @@ def reference(cache, q, chunk):
 
 
 def attended(q, k, v, taken, chunk_tokens):
-    """Attend with `taken` query heads and `chunk_tokens` tokens of the context per program."""
+    """Compute attention, with `taken` query heads and `chunk_tokens` tokens per program."""
     batch, groups, tokens = k.shape[:3]
     heads = q.shape[1]
     if tokens == 0:
@@ -158,8 +160,8 @@ def cache_bytes(batch, groups, tokens):
 
 def attending(batch, heads, groups, tokens, programs, taken):
     cache, vectors = cache_bytes(batch, groups, tokens), 2 * batch * heads * WIDTH
-    rounds = heads // groups // taken  # how often the cache passes the L2
-    # An SM gets its share of the L2's rate, so SMs without a program leave theirs unused.
+    rounds = heads // groups // taken  # how often the L2 delivers the cache
+    # Each SM gets an equal share of the L2 rate, so shares of idle SMs are lost.
     idle = max(1, SMS / programs)
     products = cache * rounds * max(ROWS, taken) * idle
     return Cost(
@@ -206,7 +208,7 @@ def library_cost(batch, heads, groups, tokens, chunk):
         {"batch": 2, "heads": 4, "groups": 2, "tokens": 67, "chunk": 33},
         {"batch": 1, "heads": 3, "groups": 1, "tokens": 129, "chunk": 64},
     ],
-    # As in ../ch09/attention_test.py: the weights of a head are rounded, and so are its outputs.
+    # As in ../ch09/attention_test.py: a head's weights and outputs are rounded.
     work=lambda batch, heads, groups, tokens, chunk: Work(
         read=cache_bytes(batch, groups, tokens), terms=tokens, roundings=16
     ),
@@ -224,7 +226,7 @@ def test_gqa_decode(pair):
 
 
 class TestRefused:
-    """The launching helper refuses what the kernel does not take, before the launch."""
+    """The launching helper refuses wrong inputs before the launch."""
 
     @pytest.mark.parametrize(
         ("q", "cache", "words"),

@@ -2,9 +2,9 @@
 
 #include "../tma.cuh"
 
-// Reads the tile of `map` (heads, tokens, 128) that begins at a row and a column of `head`. Rows
-// behind the head's last one are zero. In a map of all heads' rows they would be the next head's,
-// and a NaN there would reach this head: a weight of zero times NaN is NaN.
+// Loads a tile of `map` (heads, tokens, 128) from a row and a column of `head`. Rows after the
+// head's last row become zero. A two-dimensional map would load rows of the next head instead. A
+// NaN there would reach this head, because a weight of zero times NaN is NaN.
 __device__ inline void load_head_tile(void* tile, const CUtensorMap& map, int head, int row,
                                       int column, unsigned long long* barrier) {
   asm volatile(

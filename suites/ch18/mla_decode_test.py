@@ -1,32 +1,33 @@
-"""MLA decode: attend to the latent cache itself, instead of to keys and values made from it.
+"""MLA decode: attend to the latent cache directly, without expanding keys and values.
 
 Problem    Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434), one new token per sequence,
-           bf16. A token of the cache has 512 latent numbers and 64 numbers with a rotary position,
-           which all heads share. Two weights make 128 numbers of a key and 128 of a value for each
-           head from the latent ones. 128 heads are the whole model, and 16 are an eighth of it on
-           one of 8 GPUs. Cache and weights are the page's state.
+           bf16. A cached token has 512 latent numbers and 64 numbers with a rotary position. All
+           heads share them. For each head, two weight matrices expand the latent numbers to a key
+           of 128 numbers and a value of 128 numbers. 128 heads are the whole model, and 16 heads
+           are the share of one of 8 GPUs. Cache and weights are the page's state.
 Baseline   expanded: the cache holds keys and values of all heads, made before the timed part.
            `scaled_dot_product_attention` attends to them.
-Optimized  absorbed: changes expanded. The weights move to the other side of the products. Each
-           query is multiplied by the weights of the keys, and each mean of latent numbers by those
-           of the values. So the cache keeps the latent numbers. Scores, softmax and mean are
-           `matmul`, `softmax` in fp32, and `matmul`.
-           fused: changes absorbed. A Triton kernel for scores, softmax and mean, with a program for
-           up to 64 heads and 1024 tokens. A token is read once, for its scores and for the mean.
-           library: like absorbed, with `scaled_dot_product_attention` for the same steps. The heads
-           are the queries of one head. PyTorch chooses the kernel.
-Bound      With 16 heads, fused: DRAM, which has to deliver the latent cache once. With 128 heads,
-           each byte takes 8 times as many operations, and the tensor cores need about as long as
-           the bytes. expanded: DRAM, for 320 numbers per head instead of 576 for all heads.
-           library: the L2. Only the memory-efficient kernel of PyTorch takes heads this wide. Its
+Optimized  absorbed: changes expanded. The weights are applied to queries and outputs instead of to
+           the cache. Each query is multiplied by the key weights, and each weighted mean of latent
+           numbers by the value weights. So the cache holds only latent numbers. Scores, softmax and
+           mean are `matmul`, `softmax` in fp32, and `matmul`.
+           fused: changes absorbed. A Triton kernel computes scores, softmax and mean, with a
+           program for up to 64 heads and 1024 tokens. Each token is read once for both its scores
+           and the mean.
+           library: like absorbed, with `scaled_dot_product_attention` for scores, softmax and mean.
+           All heads become queries of a single head. PyTorch chooses the kernel.
+Bound      fused with 16 heads: DRAM, because the latent cache is read once. With 128 heads, each
+           byte takes 8 times as many operations, so the tensor cores take about as long as DRAM.
+           expanded: DRAM. It reads 320 numbers per token and head instead of 576 per token.
+           library: the L2. Only PyTorch's memory-efficient kernel supports this head dimension. Its
            sums do not fit into registers, so it writes and reads them once per 128 tokens.
 Seen       On an H100, fused with 128 heads takes more than twice as long as predicted. Its sums
            fill so many registers that an SM holds only one program. Probably copies, products and
            exponentials then wait for one another. absorbed with 128 heads and library also take
            longer, and we cannot explain that.
-Use when   Absorb in decode, always. Expand in prefill: there the keys are used by many queries, and
-           a product of 192 + 128 numbers per score is cheaper than one of 576 + 512. The memory
-           matters as much as the time: a latent cache holds many times the tokens.
+Use when   Absorb in decode, always. Expand in prefill: there, many queries use each key, and a
+           score costs 192 + 128 multiplications instead of 576 + 512. Memory matters as much as
+           time: in the same memory, a latent cache holds many times more tokens.
 """
 
 import pytest
@@ -59,7 +60,7 @@ def attend_kernel(
     ROWS: tl.constexpr, LATENT: tl.constexpr, ROTARY: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, PRODUCT: tl.constexpr,
 ):  # fmt: skip
-    """Attend from up to ROWS heads of a sequence to a chunk of its latent cache."""
+    """Compute attention of up to ROWS heads of a sequence over a chunk of its latent cache."""
     block, sequence, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = block * ROWS + tl.arange(0, ROWS)
     lane, turn = tl.arange(0, LATENT), LATENT + tl.arange(0, ROTARY)
@@ -106,7 +107,7 @@ def state(device, batch, heads, tokens, chunk):
 
 
 def inputs(device, batch, heads, tokens, chunk):
-    # Larger queries make some tokens count more than others.
+    # Larger queries give some tokens much more weight than others.
     q = 2 * torch.randn(batch, heads, WIDTH + ROTARY, device=device)
     return q.bfloat16(), chunk
 
@@ -132,7 +133,7 @@ def expanded(model, q, chunk):
 
 
 def with_absorbed(model, q, attend):
-    """Multiply by the weights before and after `attend`, which takes (batch, heads, 576)."""
+    """Absorb the weights before and after `attend`, whose queries are (batch, heads, 576)."""
     straight, turned = q.split([WIDTH, ROTARY], dim=-1)
     latent = (straight.transpose(0, 1) @ model["to_keys"]).transpose(0, 1)
     mean = attend(torch.cat([latent, turned], dim=-1))
@@ -151,7 +152,7 @@ def absorbed(model, q, chunk):
 
 
 def most_rows(tensor):
-    """Return how many heads a program can take: their queries have to fit into shared memory."""
+    """Return how many heads fit into a program: their queries must fit into shared memory."""
     if not tensor.is_cuda or triton.runtime.driver.active.get_current_target().arch < 120:
         return 64
     return 16
@@ -200,7 +201,7 @@ def expanded_cost(batch, heads, tokens, chunk):
 
 
 def around(batch, heads):
-    """Return the cost of the absorbed weights, and of joining and copying what they change."""
+    """Return the cost of the products with absorbed weights, and of the copies around them."""
     weights, latent = 2 * heads * WIDTH * LATENT, 2 * batch * heads * LATENT
     small = latent * WIDTH / LATENT
     product = {"bf16": batch * weights}
@@ -235,7 +236,7 @@ def absorbed_cost(batch, heads, tokens, chunk):
 
 def in_one(batch, heads, tokens, parts):
     scores, cache = batch * heads * tokens, cache_bytes(batch, tokens)
-    blocks = -(-heads // 64)  # of heads. Each reads the cache, and the second one from the L2
+    blocks = -(-heads // 64)  # of heads. Each block reads the cache, the second block from the L2
     return Cost(
         read=cache + 2 * batch * heads * (LATENT + ROTARY),
         write=parts,
@@ -255,12 +256,12 @@ def fused_cost(batch, heads, tokens, chunk):
 def library_cost(batch, heads, tokens, chunk):
     """Return the cost of PyTorch's `fmha_cutlassF_bf16_aligned_32x128_gmem_sm80`.
 
-    A block takes 32 queries, and 128 tokens at a time. It multiplies with `mma.sync`, at 63 % of
-    the tensor cores' rate on Hopper (arXiv 2501.12084).
+    A thread block takes 32 queries, and 128 tokens at a time. It multiplies with `mma.sync`, which
+    reaches 63 % of the tensor cores' rate on Hopper (arXiv 2501.12084).
     """
     rows = -(-heads // 32) * 32
     programs = batch * rows // 32
-    # An SM gets its share of each rate, so SMs without a program leave theirs unused.
+    # Each SM gets an equal share of each rate, so shares of idle SMs are lost.
     idle = max(1, SMS / programs)
     tiles = 2 * (LATENT + ROTARY) + 2 * LATENT  # bytes of a token: its key, and then its value
     sums = 2 * 4 * 32 * LATENT / 128  # read and written, per token
@@ -297,7 +298,7 @@ def library_cost(batch, heads, tokens, chunk):
         read=cache_bytes(batch, tokens),
         flops={"bf16": 2 * batch * heads * tokens * (WIDTH + ROTARY + WIDTH)},
         terms=tokens,
-        # As in ../ch13/long_attention_test.py, and the query or the keys are rounded once more.
+        # As in ../ch13/long_attention_test.py, plus one more rounding of the query or the keys.
         roundings=16,
     ),
     bound="dram",
@@ -314,7 +315,7 @@ def test_mla_decode(pair):
 
 
 class TestRefused:
-    """The launching helper refuses what the kernel does not take, before the launch."""
+    """The launching helper refuses wrong inputs before the launch."""
 
     @pytest.mark.parametrize(
         ("query", "cache", "words"),

@@ -1,7 +1,7 @@
-// What cuda_attention_mma.cu and cuda_attention_hopper_tma.cu share: attention of heads of 128 with
-// mma.sync, in the form of FlashAttention-2: bf16, sums in fp32. Causal: a query sees the keys up
-// to its own position. blockIdx.y is the head. A block of 4 warps takes 128 queries, 32 per warp,
-// and 64 keys at a time. The next 64 keys and values are on their way meanwhile.
+// Shared code of cuda_attention_mma.cu and cuda_attention_hopper_tma.cu: attention of heads of 128
+// with mma.sync, like FlashAttention-2: bf16, sums in fp32. Causal: a query sees the keys up to its
+// own position. blockIdx.y is the head. A block of 4 warps takes 128 queries, 32 per warp, and 64
+// keys at a time. Meanwhile the next 64 keys and values are loaded.
 
 #include <cuda_bf16.h>
 
@@ -18,7 +18,7 @@ extern __shared__ unsigned char memory[];
 
 __device__ float lowest() { return __uint_as_float(0xff800000u); }  // minus infinity
 
-// Where a piece lies in a slab. The pieces of a row are in the order of TMA's 128-byte swizzle.
+// The offset of a piece in a slab. The pieces of a row are in the order of TMA's 128-byte swizzle.
 __device__ unsigned place(unsigned row, unsigned piece) {
   return row * 128 + (piece ^ row % 8) * 16;
 }
@@ -58,8 +58,8 @@ __device__ float exp2_of(float x) {
   return y;
 }
 
-// What a thread knows of its warp's 32 queries. Of rows lane / 4, 8 further down, and both again 16
-// further down, it has two of each 8 columns: 2 (lane % 4) and the next.
+// A thread's state of its warp's 32 queries. It has four rows: lane / 4, and the rows 8, 16 and 24
+// below. Of each 8 columns it has two: 2 (lane % 4) and the next.
 struct Rows {
   float out[TOP][OUT][4] = {};
   float most[TOP][2], total[TOP][2] = {};  // `total` is the thread's own part of the row's sum
@@ -69,7 +69,7 @@ struct Rows {
   }
 };
 
-// Adds 64 keys and values. `scale` is that of the scores, times log2(e).
+// Adds 64 keys and values. `scale` is the softmax scale times log2(e).
 __device__ void attend(Rows& rows, unsigned q, unsigned k, int row, int start, int tokens,
                        float scale, int causal) {
   const unsigned lane = threadIdx.x % 32, top = threadIdx.x / 32 * 32, v = k + K_BYTES;
@@ -115,7 +115,7 @@ __device__ void attend(Rows& rows, unsigned q, unsigned k, int row, int start, i
     }
     now = fmaxf(now, __shfl_xor_sync(~0u, now, 1));
     now = fmaxf(now, __shfl_xor_sync(~0u, now, 2));
-    // Tiles come from the first key on, which every row sees. So the maximum is a number.
+    // The first tile has key 0, to which every row attends. So the maximum is finite.
     const float scaled = now * scale, kept = exp2_of(rows.most[i / 2][i % 2] * scale - scaled);
     rows.most[i / 2][i % 2] = now;
 #pragma unroll
@@ -153,7 +153,7 @@ __device__ void attend(Rows& rows, unsigned q, unsigned k, int row, int start, i
   }
 }
 
-// Writes the outputs of rows that exist. `row` is the first one of the thread.
+// Writes the outputs of rows that exist. `row` is the thread's first row.
 __device__ void store(Rows& rows, __nv_bfloat16* out, int row, int tokens) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -173,7 +173,7 @@ __device__ void store(Rows& rows, __nv_bfloat16* out, int row, int tokens) {
   }
 }
 
-// Later queries of a causal head see more keys. They start first, so that short blocks end last.
+// In a causal head, blocks of later queries have more keys. These long blocks start first.
 __device__ int first_query() { return (gridDim.x - 1 - blockIdx.x) * M; }
 __device__ int my_row() {
   return first_query() + static_cast<int>(threadIdx.x / 32 * 32 + threadIdx.x % 32 / 4);

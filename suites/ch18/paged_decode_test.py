@@ -1,27 +1,29 @@
 """Paged decode: read the pages where they are instead of gathering them first.
 
 Problem    Attention of one new token per sequence in bf16, 64 query heads in 8 groups, 128 numbers
-           per head. The keys and values are in pages of `page` tokens, all sequences share the pool
-           of pages, and a table says which pages a sequence has. Sequences have between half of
-           `tokens` and all of them. Pool, table and lengths are the page's state.
+           per head. Keys and values are in pages of `page` tokens. All sequences share one pool of
+           pages, and a table lists the pages of each sequence. The lengths of sequences are between
+           half of `tokens` and `tokens`. Pool, table and lengths are the page's state.
 Baseline   gathered: index the pool by the table, so every sequence gets a contiguous copy, padded
-           to the longest one. Then `scaled_dot_product_attention`. The heads of a group are the
-           queries of one head, because PyTorch's fast kernels do not take shared keys and a mask.
-           The mask is made before the timed part.
-Optimized  copied: gathered, but a Triton kernel attends to the copy. It has a program for each
-           sequence, group, and `chunk` tokens. A second kernel joins their results.
-           paged: like copied, without the copy. The kernel looks up pages in the table, one step
-           before it needs them. So Triton prefetches as many keys and values as in copied.
+           to the longest one. Then call `scaled_dot_product_attention`. The heads of a group become
+           queries of one head, because PyTorch's fast kernels do not support grouped heads together
+           with a mask. The mask is made before the timed part.
+Optimized  copied: like gathered, but a Triton kernel computes attention over the copy. It has one
+           program per sequence, group, and `chunk` tokens. A second kernel joins the chunks'
+           results.
+           paged: like copied, without the copy. The kernel looks up each page in the table one step
+           before it reads the page. So Triton can prefetch keys and values as in copied.
            contiguous: paged on a contiguous cache, which is made before the timed part. It shows
            what the table costs. No server with pages has such a cache.
-Bound      paged: DRAM, which has to deliver the pages of the tokens once. The numbers of a token
-           and group are 256 bytes side by side. The table adds 4 bytes per page. gathered reads the
-           pool, writes the padded copy, and reads the copy again.
+Bound      paged: DRAM, because each page is read once. The numbers of a token and group are 256
+           contiguous bytes. The table adds 4 bytes per page. gathered reads the pool, writes the
+           padded copy, and reads the copy again.
 Use when   Always, when the cache has pages. The fused attention kernels of inference servers also
-           look up pages in the table. Gather only if a kernel cannot take a table, for example in a
-           prefill, where the copy is small beside the products. `../ch13/kv_cache_test.py` shows
-           how pages are filled. A wrong table entry reads the cache of another user, so check a
-           table on the host, where it is made: on the GPU the check would have to wait.
+           look up pages in the table. Gather only if a kernel does not support a table. For
+           example, in a prefill the copy takes little time compared with the products.
+           `../ch13/kv_cache_test.py` shows how pages are filled. A wrong table entry would read the
+           cache of another user. So check a table on the host when it is made. To check it on the
+           GPU, the host would have to wait for the GPU.
 """
 
 import pytest
@@ -43,7 +45,7 @@ from .split_kv import (
 )
 
 WIDTH = 128  # numbers of a head
-ROWS = 16  # at least, of a product of tensor cores
+ROWS = 16  # fewest rows of a tensor-core product
 BLOCK = 64  # tokens of one step of a loop
 
 
@@ -53,7 +55,7 @@ def attend_kernel(
     PAGED: tl.constexpr, SHARE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
     PAGE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, PRODUCT: tl.constexpr,
 ):  # fmt: skip
-    """Attend to a chunk. Numbers of a token are (groups, WIDTH)."""
+    """Compute attention over a chunk. Keys and values of a token have shape (groups, WIDTH)."""
     group, sequence, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     groups = tl.num_programs(0)
     item = sequence * groups + group
@@ -65,7 +67,7 @@ def attend_kernel(
     weight = tl.zeros((ROWS,), tl.float32)
     total = tl.zeros((ROWS, WIDTH), tl.float32)
     end = tl.minimum(chunk * CHUNK + CHUNK, tl.load(lengths + sequence))
-    # Page numbers are loaded a step ahead, so keys and values are prefetched as from a copy.
+    # Page numbers are loaded a step ahead, so Triton can prefetch keys and values.
     token = chunk * CHUNK + tl.arange(0, BLOCK)
     numbers = table + sequence * pages
     if PAGED:
@@ -88,7 +90,7 @@ def attend_kernel(
         weight = weight * kept + tl.sum(p, axis=1)
         total = tl.dot(product_operand(p, PRODUCT), values, total * kept[:, None])
         top = higher
-    # A chunk behind the end of its sequence has no weight, and its largest score is -inf.
+    # A chunk after the end of its sequence has no weight, and its largest score is -inf.
     part = (item * tl.num_programs(2) + chunk) * SHARE + row
     tl.store(largest + part, top, mask=row < SHARE)
     tl.store(weights + part, weight, mask=row < SHARE)
@@ -96,15 +98,15 @@ def attend_kernel(
 
 
 def lengths_of(batch, tokens):
-    """Return the tokens of each sequence, from half of `tokens` to all."""
+    """Return the length of each sequence, from half of `tokens` to `tokens`."""
     return [tokens - tokens // 2 * i // max(batch - 1, 1) for i in range(batch)]
 
 
 def page_table(rows, pages, lengths, page):
-    """Return the table as a tensor, or raise `ValueError` if a row cannot be used.
+    """Return the page table as a tensor. Raise `ValueError` if a row is invalid.
 
     Args:
-        rows: the numbers of the pages of each sequence.
+        rows: the page numbers of each sequence.
         pages: how many pages the pool has.
         lengths: how many tokens each sequence has.
         page: how many tokens a page has.
@@ -141,7 +143,7 @@ def state(device, batch, groups, share, tokens, page, chunk):
 
 
 def inputs(device, batch, groups, share, tokens, page, chunk):
-    # Larger queries make some tokens count more than others.
+    # Larger queries give some tokens much more weight than others.
     q = 2 * torch.randn(batch, groups * share, 1, WIDTH, device=device)
     return q.bfloat16(), chunk
 
@@ -224,7 +226,7 @@ def padded_bytes(batch, groups, tokens, page):
 
 
 def gathering(batch, groups, tokens, page):
-    """Return the cost of `copies`: keys, then values."""
+    """Return the cost of `copies`, for keys and values."""
     some, all_of = cache_bytes(batch, groups, tokens), padded_bytes(batch, groups, tokens, page)
     return 2 * Cost(read=some / 2, write=all_of / 2, launches=1)
 
@@ -260,7 +262,7 @@ def size(page):
 @compare(
     baseline=gathered,
     optimized=[
-        Variant(copied, at_least="yardstick"),  # separates the kernel from the copy
+        Variant(copied, at_least="yardstick"),  # shows the kernel's effect with the copy
         Variant(paged, at_least={"sm90": 3.1}),
         Variant(contiguous, at_least="yardstick"),
     ],
@@ -272,7 +274,7 @@ def size(page):
         {"batch": 2, "groups": 2, "share": 2, "tokens": 67, "page": 16, "chunk": 64},
         {"batch": 1, "groups": 1, "share": 3, "tokens": 129, "page": 64, "chunk": 64},
     ],
-    # As in ../ch09/attention_test.py: the weights of a head are rounded, and so are its outputs.
+    # As in ../ch09/attention_test.py: a head's weights and outputs are rounded.
     work=lambda batch, groups, share, tokens, page, chunk: Work(
         read=cache_bytes(batch, groups, tokens), terms=tokens, roundings=16
     ),
@@ -290,7 +292,7 @@ def test_paged_decode(pair):
 
 
 class TestRefused:
-    """A table is refused where it is made, and other inputs by the launching helper."""
+    """A wrong table is refused when it is made. The launching helper refuses other inputs."""
 
     @pytest.mark.parametrize(
         ("rows", "lengths", "words"),

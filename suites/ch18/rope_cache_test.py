@@ -7,20 +7,20 @@ Problem    The step between the projection and the attention of a layer, 32 quer
            the page's state. 64 tokens are a decode step, 16384 are a prefill.
 Baseline   eager: look up cosines and sines, rotate queries and keys as whole tensors, and write
            keys and values with `index_copy_`.
-Optimized  compiled: eager, by `torch.compile`.
+Optimized  compiled: eager, compiled by `torch.compile`.
            fused: changes eager. One Triton kernel with a program per token and 8 heads. It reads
            the projection once, and writes each number to its last place.
-Bound      fused: at 16384 tokens DRAM, which reads the projection and writes queries and cache
-           once. eager passes over fp32 copies of the queries several times. At 64 tokens the number
-           of kernels is the limit. All sides are timed in CUDA graphs, but there too the GPU needs
-           time to start each kernel.
+Bound      fused at 16384 tokens: DRAM. It reads the projection once, and writes queries and cache
+           once. eager reads and writes fp32 copies of the queries several times. At 64 tokens, the
+           number of kernels is the limit. All sides are timed in CUDA graphs, but there too the GPU
+           needs time to start each kernel.
 Seen       On an H100, eager with 64 tokens takes longer than the starts of its kernels, which read
            and write little. Each of them probably takes somewhat longer than its start. compiled
            takes as long as its three starts. fused is one kernel and takes a third longer than its
            start.
 Use when   Every layer of a decoder has this step. Use compiled if the model is compiled anyway, and
            check that the cache is written in place. The kernel does not check slots, because they
-           are on the GPU. Check them on the host, where they are made, as `paged_decode_test.py`
+           are on the GPU. Check them on the host when they are made, as `paged_decode_test.py`
            checks its table.
 """
 
@@ -40,7 +40,7 @@ from .split_kv import refuse
 HEADS, GROUPS, WIDTH = 32, 8, 128
 HALF = WIDTH // 2
 ALL = HEADS + 2 * GROUPS  # heads of the projection of a token
-BLOCK = 8  # heads of a program; each of the three kinds is a multiple of it
+BLOCK = 8  # heads per program; divides the numbers of query, key and value heads
 POSITIONS = 4096  # rows of the table
 
 
@@ -49,7 +49,7 @@ def turn_kernel(
     projected, positions, slots, table, queries, k, v,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Turn BLOCK heads of a token, unless they are values, and store them where they belong."""
+    """Rotate BLOCK heads of a token, except values, and store them."""
     token, first = tl.program_id(0), tl.program_id(1) * BLOCK
     head, lane = tl.arange(0, BLOCK), tl.arange(0, HALF)
     at = (token.to(tl.int64) * (HEADS + 2 * GROUPS) + first + head)[:, None] * 2 * HALF
@@ -155,7 +155,7 @@ def heads_bytes(tokens, heads):
 
 
 def turning(tokens, heads):
-    """Return the cost of `turned`, step by step."""
+    """Return the cost of `turned`, one kernel at a time."""
     small = heads_bytes(tokens, heads)
     half = small  # in fp32
     return (
@@ -213,7 +213,7 @@ def test_rope_cache(pair):
 
 
 class TestRefused:
-    """The launching helper refuses what the kernel does not take, before the launch."""
+    """The launching helper refuses wrong inputs before the launch."""
 
     @pytest.mark.parametrize(
         ("tokens", "heads", "width", "slots", "words"),

@@ -1,4 +1,4 @@
-"""Split-KV attention: how parts of a sequence are joined, and which inputs are refused."""
+"""Split-KV attention: join the results of a sequence's chunks, and refuse wrong inputs."""
 
 import torch
 import triton
@@ -11,7 +11,7 @@ LOG2_E = 1.4426950408889634
 
 @triton.jit
 def product_operand(values, PRODUCT: tl.constexpr):
-    """Return `values` as PRODUCT, and rounded to bf16 if that is fp32, as in the interpreter."""
+    """Return `values` as PRODUCT. In the interpreter, that is fp32: round to bf16 first."""
     if tl.bfloat16 == PRODUCT:
         return values.to(tl.bfloat16)
     else:
@@ -23,7 +23,7 @@ def join_kernel(
     sums, largest, weights, out, rows, chunks,
     MOST: tl.constexpr, AT_ONCE: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """Join the chunks of one row: a weighted mean of their sums."""
+    """Join the results of one row's chunks, as a weighted mean."""
     item, row = tl.program_id(0), tl.program_id(1)
     every, lane = tl.arange(0, MOST), tl.arange(0, DIM)
     first = item * chunks * rows + row
@@ -44,7 +44,7 @@ def join_kernel(
 
 
 def part_buffers(items, chunks, rows, width, device):
-    """Return room for the sums, the largest scores and the weights of all parts."""
+    """Return buffers for the sums, largest scores and total weights of all chunks."""
     many = items * chunks * rows
     return torch.empty(many * (width + 2), device=device).split([many * width, many, many])
 

@@ -2,22 +2,23 @@
 
 Problem    Speculative decoding verifies a tree of drafted tokens (SpecInfer, arXiv:2305.09781). A
            node sees the context of its sequence, its ancestors, and itself. The tree has `branches`
-           branches of 4 nodes each, which branch off at the first node. bf16, 32 query heads, 8
+           branches of 4 nodes each. All branches share the first node. bf16, 32 query heads, 8
            groups of keys and values, 128 numbers each. The context is the page's state. Every side
            copies it before the timed part to a cache with room for the nodes, and writes their keys
-           and values there. The results are those of all nodes.
-Baseline   per_branch: for each branch, write the keys and values of its nodes behind the context.
-           Then `scaled_dot_product_attention` with a causal mask for the last 4 tokens.
-Optimized  masked: changes per_branch. Write all nodes at once, and call once with a mask that says
-           which nodes a node sees. The mask is made before the timed part. The heads of a group are
-           queries of one head, because PyTorch's fast kernels do not take shared keys and a mask.
-           fused: changes masked. A Triton kernel with a program for each sequence, group, and
-           `chunk` tokens. A second kernel joins their results. The kernel reads a word of 32 bits
-           for each node instead of a mask for each score.
-Bound      fused: DRAM, which has to deliver the context once. per_branch reads it once for each
-           branch, but its tensor cores need longer than that: FlashAttention-2 computes a tile of
-           128 queries for each head, which has 4. With 2 sequences, masked has 16 programs, so most
-           SMs have nothing to do.
+           and values there. The result is the attention of all nodes.
+Baseline   per_branch: for each branch, write the keys and values of its nodes after the context.
+           Then call `scaled_dot_product_attention` with a causal mask for the last 4 tokens.
+Optimized  masked: changes per_branch. Write all nodes at once, and make one call. A mask lets each
+           node see only its ancestors and itself. The mask is made before the timed part. The heads
+           of a group become queries of one head, because PyTorch's fast kernels do not support
+           grouped heads together with a mask.
+           fused: changes masked. A Triton kernel has one program per sequence, group, and `chunk`
+           tokens. A second kernel joins the chunks' results. For each node, the kernel reads a
+           32-bit word instead of a mask value per score.
+Bound      fused: DRAM, because the context is read once. per_branch reads the context once for each
+           branch, but its tensor cores take even longer: FlashAttention-2 computes a tile of 128
+           queries for each head, and only 4 of them exist. With 2 sequences, masked has 16
+           programs, so most SMs have nothing to do.
 Seen       On an H100, masked takes two to three times as long as predicted. We did not record which
            kernel PyTorch chose. If it does not split the context, an SM has at most one program,
            which probably keeps too few bytes in flight.
@@ -50,7 +51,7 @@ HEADS = GROUPS * SHARE
 DEPTH = 4  # nodes of a branch
 BLOCK = 64  # tokens of one step of a loop
 SMS = 132  # of an H200, for costs
-WORD = 32  # bits of a node's word, and so the most nodes of a tree
+WORD = 32  # bits of a node's word: the most nodes of a tree
 
 
 @triton.jit
@@ -59,7 +60,7 @@ def attend_kernel(
     NODES: tl.constexpr, SHARE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, PRODUCT: tl.constexpr,
 ):  # fmt: skip
-    """Attend from all nodes and heads of a group to a chunk of context and nodes."""
+    """Compute attention of a group's nodes and heads over a chunk of context and nodes."""
     item, chunk = tl.program_id(0), tl.program_id(1)
     row, lane = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     here = row[:, None] < SHARE * NODES
@@ -82,7 +83,7 @@ def attend_kernel(
         seen = inside[None, :] & ((token < context)[None, :] | (related == 1))
         scores = tl.where(seen, tl.dot(query, keys.T) * factor, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, axis=1))
-        # The last chunk may hold only nodes, of which a row sees none until its own.
+        # If the last chunk holds only nodes, a row's first visible key may come late.
         finite = tl.where(higher == float("-inf"), 0.0, higher)
         kept = tl.exp2(top - finite)
         p = tl.exp2(scores - finite[:, None])
@@ -96,7 +97,7 @@ def attend_kernel(
 
 
 def tree(branches):
-    """Return the nodes of each branch, from the root. Node 0 is the root of all of them."""
+    """Return the nodes of each branch, in order from the root. All branches share node 0."""
     return [[0, *(1 + (DEPTH - 1) * b + i for i in range(DEPTH - 1))] for b in range(branches)]
 
 
@@ -105,7 +106,7 @@ def nodes_of(branches):
 
 
 def words_of(paths, nodes):
-    """Return for each node a word with a bit for each node that it sees, or raise `ValueError`."""
+    """Return a word per node, with a bit for each visible node. Raise `ValueError` if wrong."""
     if nodes < 1:
         raise ValueError("the tree has 0 nodes")
     if nodes > WORD:
@@ -136,7 +137,7 @@ def inputs(device, batch, branches, context, chunk):
 
 
 def reference(cache, q, drafted, branches, chunk):
-    """Attend from one node to the tokens that it sees, and to no others."""
+    """Compute attention of one node at a time, over only the tokens that it sees."""
     out = torch.zeros_like(q, dtype=torch.float64)
     for sequence, queries in enumerate(q):
         rows = queries.double().view(GROUPS, SHARE, -1, WIDTH)
@@ -154,7 +155,7 @@ def reference(cache, q, drafted, branches, chunk):
 
 
 def room_for(cache, nodes):
-    """Return the context with room for `nodes` tokens behind it."""
+    """Return the context with room for `nodes` more tokens after it."""
     return [F.pad(x, (0, 0, 0, nodes)) for x in cache]
 
 
@@ -244,12 +245,12 @@ def written(batch, nodes):
 
 def attending(batch, context, nodes, rows, programs=SMS, rounds=1):
     cache, vectors = tokens_bytes(batch, context + nodes), heads_bytes(batch, nodes)
-    # An SM gets its share of the L2's rate, so SMs without a program leave theirs unused.
+    # Each SM gets an equal share of the L2 rate, so shares of idle SMs are lost.
     idle = max(1, SMS / programs)
     return Cost(
         read=cache + vectors,
         write=vectors,
-        l2=cache * rounds * idle,  # how often the cache passes the L2
+        l2=cache * rounds * idle,  # how often the L2 delivers the cache
         ops={"bf16": cache * rows * idle},
         launches=1,
     )
@@ -258,8 +259,8 @@ def attending(batch, context, nodes, rows, programs=SMS, rounds=1):
 def per_branch_cost(batch, branches, context, chunk):
     vectors = heads_bytes(batch, DEPTH)
     select = Cost(read=vectors, write=vectors, launches=1)
-    # Keys and values are selected before they are written. Each query head has a tile of its own,
-    # and reads the cache. The first head of a group reads it from DRAM. `causal_lower_right` calls
+    # Keys and values are selected before they are written. Each query head has its own tile and
+    # reads the cache. The first head of a group reads it from DRAM. `causal_lower_right` calls
     # FlashAttention-2. Its tiles have 128 queries, or 64 if it splits the context to fill the GPU.
     # Its `mma.sync` reaches 63 % of the tensor cores' rate on Hopper (arXiv 2501.12084).
     # Exponentials come after the products.
@@ -294,7 +295,7 @@ def fused_cost(batch, branches, context, chunk):
         {"batch": 2, "branches": 5, "context": 65536, "chunk": 1024},
     ],
     check_sizes=[{"batch": 1, "branches": 2, "context": 58, "chunk": 64}],
-    # As in ../ch09/attention_test.py: the weights of a head are rounded, and so are its outputs.
+    # As in ../ch09/attention_test.py: a head's weights and outputs are rounded.
     work=lambda batch, branches, context, chunk: Work(
         read=tokens_bytes(batch, context),
         write=heads_bytes(batch, nodes_of(branches)),
@@ -310,7 +311,7 @@ def test_tree_attention(pair):
 
 
 class TestRefused:
-    """A tree is refused where its words are made, and other inputs by the launching helper."""
+    """A wrong tree is refused when its words are made. The launching helper refuses the rest."""
 
     @pytest.mark.parametrize(
         ("paths", "nodes", "words"),

@@ -4,27 +4,27 @@ Problem    Forward attention in bf16, heads of 128, with and without a causal ma
            heads times tokens is the same at each length. The scores have a standard deviation of 3,
            as in trained models. Triton's interpreter multiplies bf16 wrongly, so a CPU checks fp16.
 Baseline   eager: scores by `matmul`, mask, softmax in fp32, rounding, `matmul`.
-Optimized  tiled: changes eager. One kernel with an online softmax, so that the scores stay on the
-           chip. 64 queries per program, and 64 keys at a time.
-           tuned: changes tiled. 128 queries per program, and the faster of two forms: 64 keys at a
-           time with 4 warps, or 128 keys with 8 warps.
+Optimized  tiled: changes eager. One kernel with an online softmax keeps the scores on the chip. A
+           program takes 64 queries, and 64 keys at a time.
+           tuned: changes tiled. A program takes 128 queries. Autotuning chooses the faster of two
+           forms: 64 keys at a time with 4 warps, or 128 keys with 8 warps.
            descriptors: changes tuned. The tensor memory accelerator (TMA) loads and stores tiles.
            flash: `SDPBackend.FLASH_ATTENTION`, which is FlashAttention-2.
            cudnn: `SDPBackend.CUDNN_ATTENTION`, which uses wgmma and TMA on Hopper.
-Bound      eager: DRAM, because each step reads and writes all scores. tiled: the L2, from
-           which each program of 64 queries reads keys and values. cudnn: tensor cores. The kernels
-           in Triton use wgmma on Hopper. The costs say that their exponentials come after
-           the products, because the warps of a program work in step. Warps that only load are not
-           here: Triton 3.9 fails to compile this loop with `warp_specialize`, for Hopper and for
-           Blackwell.
+Bound      eager: DRAM, because each step reads and writes all scores. tiled: the L2, from which
+           each program of 64 queries reads keys and values. cudnn: tensor cores. The kernels in
+           Triton use wgmma on Hopper. The costs assume that their exponentials run after the
+           products, because the warps of a program run the same phase at the same time. There is no
+           variant with warps that only load: Triton 3.9 fails to compile this loop with
+           `warp_specialize`, for Hopper and for Blackwell.
 Seen       Only sides without a mask are recorded, with 1024 and 16384 tokens on an H100. cudnn
            takes a quarter longer than predicted, and at 16384 tokens longer than the same call in
            `cuda_attention_hopper_test.py`. The clock of the GPU was probably lower when it was
            timed together with eager. tuned takes a quarter to a half longer than predicted, and
            descriptors less than that: their only difference is how tiles are loaded.
-Use when   Triton is the shortest way to attention that no library has. Write tiles with
-           descriptors, and tune them. For plain or causal attention call the library. The same
-           ladder in CUDA C++ is in `cuda_attention_hopper_test.py`.
+Use when   You need attention that no library has: Triton takes the least code. Use descriptors, and
+           tune the tile sizes. For plain or causal attention call the library. The same ladder in
+           CUDA C++ is in `cuda_attention_hopper_test.py`.
 """
 
 from dataclasses import replace
@@ -62,7 +62,7 @@ CONFIGS = [
 
 
 def launchable(configs, named, **meta):
-    """Keep configs whose queries and stages of keys and values fit."""
+    """Return the configs whose queries, keys and values fit into shared memory."""
     driver = triton.runtime.driver.active
     most = driver.utils.get_device_properties(driver.get_current_device())["max_shared_mem"]
 
@@ -101,7 +101,7 @@ def rows_of(at, start, tokens, N: tl.constexpr):
 
 @triton.jit
 def pointers_body(q, k, v, out, tokens, scale, causal, M: tl.constexpr, N: tl.constexpr):
-    # Later queries of a causal head see more keys. They start first.
+    # In a causal head, programs of later queries have more keys. These start first.
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * M
     head = tl.program_id(1).to(tl.int64) * tokens * HEAD
     queries = rows_of(q + head, first, tokens, M)
@@ -195,7 +195,7 @@ def launched(kernel, q, k, v, causal, **options):
 
 
 def scratch(size, alignment, stream):
-    """Return memory for the descriptors that a kernel makes, 128 bytes each per program."""
+    """Allocate memory for the kernel's TMA descriptors: 128 bytes each per program."""
     return torch.empty(size, device="cuda", dtype=torch.int8)
 
 
@@ -235,7 +235,7 @@ def eager_cost(total, tokens, causal):
 
 
 def in_step(total, tokens, causal, rows=128):
-    """Return the cost of a kernel that takes `rows` queries, and computes exponentials between."""
+    """Return the cost of a kernel with `rows` queries, whose exponentials do not overlap."""
     scores = scores_of(total, tokens, causal, rows)
     cost = fused(total, scores, l2=4 * WIDTH * scores / rows)
     return replace(cost, sfu=0) + Cost(sfu=cost.sfu)
@@ -253,7 +253,7 @@ def in_step(total, tokens, causal, rows=128):
     inputs=inputs,
     reference=in_float64,
     sizes=sizes(1024, 4096, 16384),
-    # A part of a second tile of keys in each of two heads, and of a second tile of queries.
+    # Two heads with a partial second tile of keys, and a partial second tile of queries.
     check_sizes=[
         {"total": 140, "tokens": 70, "causal": False},
         {"total": 129, "tokens": 129, "causal": True},
@@ -277,7 +277,7 @@ def test_triton_attention(pair):
 
 
 class TestRefused:
-    """The kernels refuse what they do not take, before the launch."""
+    """The launching helpers refuse wrong inputs before the launch."""
 
     @pytest.mark.parametrize("side", [tiled, tuned, descriptors])
     @pytest.mark.parametrize(("shape", "dtype", "words"), REFUSED)

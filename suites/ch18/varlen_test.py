@@ -1,34 +1,35 @@
 """Sequences of different lengths: pack the tokens instead of padding them.
 
-Problem    Attention without a mask over a batch of sequences, as an encoder does it, bf16, 16 heads
-           of 128. The lengths are between a sixteenth of `tokens` and `tokens`, so about half of a
-           padded batch is padding. Queries, keys and values come packed: all tokens one after the
-           other, with a list of where sequences begin (`cu_seqlens`). The results are packed too.
-Baseline   padded: copy the tokens to a batch as long as the longest sequence. Then
-           `scaled_dot_product_attention` with a mask for the padding, and copy the tokens back.
-           Mask and indices are made before the timed part.
+Problem    Attention without a mask over a batch of sequences, as in an encoder, bf16, 16 heads of
+           128. The lengths are between a sixteenth of `tokens` and `tokens`, so about half of a
+           padded batch is padding. Queries, keys and values are packed: the tokens of all sequences
+           are contiguous, with a list of the sequences' starts (`cu_seqlens`). The results are
+           packed too.
+Baseline   padded: copy the tokens to a batch as long as the longest sequence. Then call
+           `scaled_dot_product_attention` with a mask for the padding, and copy the tokens back. The
+           mask and indices are made before the timed part.
 Optimized  looped: changes padded. One call per sequence on a view of its tokens. Nothing is padded.
            packed: changes looped. One Triton kernel for all sequences. A program takes 64 queries
-           of a head. A list, which is made before the timed part, says which sequence they belong
-           to.
+           of a head. A list gives the sequence of each program's queries. It is made before the
+           timed part.
            nested: changes looped. `scaled_dot_product_attention` on a nested tensor of jagged
-           layout, which PyTorch's flash kernel takes as packed tokens.
-           varlen: changes looped. `torch.nn.attention.varlen.varlen_attn`, which calls that kernel
-           with the list of beginnings.
+           layout, which PyTorch's flash kernel handles as packed tokens.
+           varlen: changes looped. `torch.nn.attention.varlen.varlen_attn`, which calls the same
+           kernel with the list of starts.
 Bound      Tensor cores, for all but the short sequences. padded computes the scores of the padding
            as well. looped leaves SMs idle when a sequence has fewer tiles of queries than there are
-           SMs, and each call ends before the next one begins. In packed, a program
-           has 64 queries, so the L2 needs longer for keys and values than the tensor cores for the
-           products. A program's exponentials come after its products.
+           SMs, and each call ends before the next one begins. In packed, a program has only 64
+           queries, so the L2 takes longer to deliver keys and values than the tensor cores take for
+           the products. A program's exponentials come after its products.
 Seen       Only sequences of up to 512 tokens are recorded, on an H100. All sides take about twice
            as long as predicted, and looped takes even longer. A program of packed and nested has at
            most a few tiles of keys, so its start and its end probably take as long as its products.
            A call of looped has few programs, which do not fill the GPU. We did not record which
            kernel PyTorch chose for padded, which has a mask. packed and nested take the same time.
-Use when   The lengths of a batch differ. The gain is the share of the padding in the scores, which
-           grows with the square of the length. A call per sequence is enough only if each sequence
-           fills the GPU. If all lengths are nearly equal, padding is simpler. Sorting requests by
-           length lessens the padding, and needs enough requests to sort.
+Use when   The lengths of a batch differ. The gain depends on how many scores belong to padding, and
+           scores grow with the square of the length. A call per sequence is enough only if each
+           sequence fills the GPU. If all lengths are nearly equal, padding is simpler. Sorting
+           requests by length reduces the padding, if there are enough requests to sort.
 """
 
 import pytest
@@ -53,7 +54,7 @@ def attend_kernel(
     q, k, v, out, begins, owners, starts, factor,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, PRODUCT: tl.constexpr,
 ):  # fmt: skip
-    """Attend from QUERIES tokens of one head to all tokens of their sequence."""
+    """Compute attention of QUERIES tokens of one head over all tokens of their sequence."""
     head, block = tl.program_id(0), tl.program_id(1)
     heads = tl.num_programs(0)
     sequence, first = tl.load(owners + block), tl.load(starts + block)
@@ -84,13 +85,13 @@ def attend_kernel(
 
 
 def lengths_of(batch, tokens):
-    """Return the length of each sequence, from a sixteenth of `tokens` to all."""
+    """Return the length of each sequence, from a sixteenth of `tokens` to `tokens`."""
     least = -(-tokens // 16)
     return [least + (tokens - least) * i // max(batch - 1, 1) for i in range(batch)]
 
 
 def begins_of(lengths):
-    """Return where each sequence begins, and where the last one ends."""
+    """Return the start of each sequence, and the end of the last sequence."""
     for sequence, length in enumerate(lengths):
         if length < 1:
             raise ValueError(f"sequence {sequence} has {length} tokens: nothing to attend to")
@@ -152,7 +153,7 @@ def looped(q, k, v, batch, tokens):
 
 
 def attended(q, k, v, begins, blocks):
-    """Attend with one kernel. `blocks` is what `blocks_of` makes, on the GPU."""
+    """Compute attention with one kernel. `blocks` is the output of `blocks_of`, on the GPU."""
     refuse("q", q, (q.shape[0], q.shape[1], WIDTH))
     refuse("k", k, q.shape)
     refuse("v", v, q.shape)
@@ -200,7 +201,7 @@ def varlen(q, k, v, batch, tokens):
 
 def attending(total, scores, heads, queries=LIBRARY):
     """Return the cost of one kernel that keeps its `scores` of each head on the chip."""
-    # Products and exponentials do not use SMs without a tile of queries.
+    # SMs without a tile of queries are idle.
     idle = max(1, SMS / (heads * -(-total // queries)))
     return Cost(
         read=6 * total * heads * WIDTH,
@@ -260,7 +261,7 @@ def packed_cost(heads, batch, tokens):
         write=2 * sum(lengths_of(batch, tokens)) * heads * WIDTH,
         flops={"bf16": 4 * heads * WIDTH * sum(n**2 for n in lengths_of(batch, tokens))},
         terms=tokens,
-        # As in ../ch09/attention_test.py: rounded are the weights of a head, and its outputs.
+        # As in ../ch09/attention_test.py: a head's weights and outputs are rounded.
         roundings=16,
     ),
     bound="tensor",
@@ -278,7 +279,7 @@ def test_varlen(pair):
 
 
 class TestRefused:
-    """Lengths are refused where the list is made, and other inputs by the launching helper."""
+    """Wrong lengths are refused when the list is made. The launching helper refuses the rest."""
 
     @pytest.mark.parametrize(("lengths", "sequence"), [([3, 0], 1), ([-1, 3], 0)])
     def test_length(self, lengths, sequence):
