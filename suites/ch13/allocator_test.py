@@ -1,4 +1,4 @@
-"""Allocator settings: which of them keep growing caches from fragmenting the GPU.
+"""Allocator settings: find those with which growing caches do not fragment GPU memory.
 
 Problem    Caches of 16 layers grow from 1024 to 4096 tokens, 64 at a time. Each is a (tokens,
            width) bf16 tensor, and `cat` replaces it by a longer one, as in generation with dynamic

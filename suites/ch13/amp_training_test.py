@@ -4,7 +4,7 @@ Problem    One AdamW step of 2 decoder blocks of width 1024 on 4 x 1024 tokens. 
            and moments are fp32 on every side. The loss is returned.
 Baseline   fp32: TF32 switched off, as is torch's default. Products run on the CUDA cores.
 Optimized  tf32: the baseline with TF32 switched on. Tensor cores round the fp32 operands to 11
-           significant bits. Compare the variants below with this one, since few train without it.
+           significant bits. Compare bf16 and fp16 with tf32, because few people train without TF32.
            bf16: the baseline under autocast. Weights are cast where they are used, and products
            return bf16.
            fp16: the baseline under autocast with a `GradScaler`, because gradients of a mean loss

@@ -1,4 +1,4 @@
-"""FP8 linear: twice the tensor cores' rate, less what quantizing costs.
+"""FP8 linear: the tensor cores are twice as fast, but quantizing takes time.
 
 Problem    y = x W^T, x (m, k) and W (n, k) in bf16, y in bf16. The weights are the page's state.
 Baseline   bf16: `torch.nn.functional.linear`, which is cuBLASLt.

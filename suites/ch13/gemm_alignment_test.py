@@ -1,4 +1,4 @@
-"""Odd dimensions of a product: pad them, so that fast kernels can load the rows.
+"""Odd dimensions of a product: pad them to let fast kernels load the rows.
 
 Problem    x @ w.T in bf16, as `linear` computes it: x is (m, k), the weight (n, k). Either k is
            odd, as after features were concatenated, or n, as in GPT-2's vocabulary of 50257.
