@@ -7,10 +7,10 @@ Optimized  All variants are one Triton kernel, which converts weights to bf16 in
            bf16. From fp8 on, W is quantized once, before the timed part, and 32 weights of a row
            share a scale that is a power of two, as in the OCP's MX formats.
            streamed: bf16 with this kernel. It shows the effect of the kernel alone.
-           fp8: of streamed. MXFP8: e4m3, one byte per weight.
-           fp6: of fp8. MXFP6: e2m3. Three bytes hold four weights: each byte has the code of one
-           weight, and two bits of the fourth weight's code.
-           fp4: of fp6. MXFP4: e2m1, two weights in a byte.
+           fp8: changes streamed. MXFP8: e4m3, one byte per weight.
+           fp6: changes fp8. MXFP6: e2m3. Three bytes hold four weights: each byte has the code of
+           one weight, and two bits of the fourth weight's code.
+           fp4: changes fp6. MXFP4: e2m1, two weights in a byte.
 Bound      DRAM for bf16, streamed and fp8. The L2 of an H100 is too small for the weights of any
            side. Instructions for fp6 and fp4. No GPU before Blackwell converts codes of six or four
            bits. So the kernel moves their bits to the place where fp32 has them, and multiplies
@@ -41,7 +41,7 @@ from pytest_aisp import Cost, Variant, Work, compare
 from suites.ch19.block_formats_test import codes_of_definition, floats, mxfp8
 from suites.rounding import to_even
 
-ROWS = 16  # of the smallest product of tensor cores
+ROWS = 16  # fewest rows of a tensor-core product
 GROUP = 32  # weights that share a scale
 STEP = 128  # weights of a row in one product
 PARTS = {16: 1, 8: 1, 6: 4, 4: 2}  # parts of a row whose weights lie in the same bytes
@@ -230,7 +230,7 @@ def product(rows, n, k, bits, instructions=0):
     inputs=inputs,
     reference=reference,
     sizes=[{"rows": rows, "n": 28672, "k": 8192} for rows in (1, 16)],
-    # The bound of four bits is wide, so it takes many elements to tell a stale answer.
+    # The tolerance of four bits is wide, so detecting a stale answer takes many elements.
     check_sizes=[{"rows": 7, "n": 150, "k": 640}, {"rows": 3, "n": 256, "k": 384}],
     work=lambda rows, n, k: Work(
         read=weight_bytes(n, k, 4) + 2 * rows * k, write=2 * rows * n, terms=k

@@ -5,19 +5,19 @@ Problem    Attention of one new token per sequence: 64 heads in 8 groups, each o
            is the page's state.
 Baseline   library: `torch.nn.functional.scaled_dot_product_attention`.
 Optimized  streamed: two Triton kernels. The first attends to 1024 tokens per program and the second
-           joins the results. It separates the effect of the kernels from that of the bytes.
+           joins the results. It shows the effect of the kernels without fewer bytes.
            int8_cache: changes streamed. Keys and values have one byte per number, and one fp32
            scale per token and group.
            fp8_cache: like int8_cache, with e4m3 in place of integers. The cache is quantized before
            the timed part on both sides that need it, because a decode step quantizes only its own
            token.
-Bound      DRAM, which has to deliver the cache once. int8_cache and fp8_cache read about half of
-           the bytes, and instructions turn each byte into bf16 for the tensor cores. In the code
-           for sm90, the loop of streamed has 2.7 instructions per number of the cache, and that of
-           the other two about 6.5. According to that count, an H200 needs about as long to issue
-           them as to read the bytes. fp8_cache converts each number with an instruction (F2F) whose
-           rate is not measured. The scales cost little: the scales of keys multiply the scores, and
-           the scales of values multiply the probabilities.
+Bound      DRAM, because the cache is read once. int8_cache and fp8_cache read about half of the
+           bytes, and instructions turn each byte into bf16 for the tensor cores. In the code for
+           sm90, the loop of streamed has 2.7 instructions per number of the cache, and that of the
+           other two about 6.5. According to that count, an H200 needs about as long to issue them
+           as to read the bytes. fp8_cache converts each number with an instruction (F2F) whose rate
+           is not measured. The scales cost little: the scales of keys multiply the scores, and the
+           scales of values multiply the probabilities.
 Seen       On an H100, int8_cache takes somewhat longer than predicted, and fp8_cache exceeds its
            prediction by more. Its conversion by F2F, whose rate is not measured, is the main
            difference between their loops, so it is the likely reason. Both are clearly faster than

@@ -24,12 +24,12 @@ Seen       On an H100, smoothed and rotated take less time than the rate `int8` 
            measured with `torch._int_mm`. So the Triton kernel multiplies faster than that call, and
            a share of this limit can exceed 100 %. rotated is as fast as smoothed. apart is slower,
            because of its second product, and gains only a little over bf16.
-Use when   int8 is the format that your GPU or its memory asks for, and activations have outliers.
-           Plain int8 with a scale per row is not on this page, because the check refuses it here:
-           the scale follows the outliers, and most other values become a few steps or 0. The check
-           accepts the error that rounding each operand by 2^-6 of its value would cause. The
-           outliers' own error is part of that. FP8 needs none of these remedies for outliers of
-           this size, because its steps are relative to each value (`../ch13/fp8_linear_test.py`).
+Use when   Your GPU or its memory requires int8, and activations have outliers. Plain int8 with a
+           scale per row is not on this page, because the check refuses it here: the scale follows
+           the outliers, and most other values become a few steps or 0. The check accepts the error
+           that rounding each operand by 2^-6 of its value would cause. The outliers' own error is
+           part of that. FP8 needs none of these remedies for outliers of this size, because its
+           steps are relative to each value (`../ch13/fp8_linear_test.py`).
 """
 
 import functools

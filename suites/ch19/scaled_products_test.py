@@ -5,8 +5,8 @@ Baseline   bf16: `torch.nn.functional.linear`, which is cuBLASLt.
 Optimized  Both variants quantize x in the call, with the kernels of block_formats_test.py. W is
            quantized once, before the timed part. One Triton kernel multiplies, by `tl.dot_scaled`.
            mxfp8: codes of e4m3, and for each 32 of a row a scale that is a power of two.
-           nvfp4: of mxfp8. Codes of e2m1, two in a byte, and for each 16 a scale of e4m3. The scale
-           of the whole tensor is 1 here.
+           nvfp4: changes mxfp8. Codes of e2m1, two in a byte, and for each 16 a scale of e4m3. The
+           scale of the whole tensor is 1 here.
 Bound      Tensor cores, at twice the rate of bf16 for mxfp8 and at four times for nvfp4. They apply
            the scales themselves, so nothing is added on CUDA cores, unlike fp8_blocks_test.py. The
            scales add a 32nd to the bytes of mxfp8, and an eighth to those of nvfp4. x is quantized
@@ -158,7 +158,7 @@ def scaled_product(m, n, k, kind, code, block):
     inputs=inputs,
     reference=reference,
     sizes=[{"m": 8192, "n": 8192, "k": 8192}],
-    # The bound of four bits is wide, so it takes many elements to tell a stale answer.
+    # The tolerance of four bits is wide, so detecting a stale answer takes many elements.
     check_sizes=[{"m": 35, "n": 200, "k": 384}, {"m": 9, "n": 130, "k": 224}],
     work=lambda m, n, k: Work(
         # x in bf16, and W in four bits: mxfp8 reads more.

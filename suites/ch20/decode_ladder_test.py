@@ -12,8 +12,8 @@ Optimized  compiled: changes eager. `torch.compile` of a step. Norms, rotation a
            captured: changes compiled. A step is a CUDA graph.
            eager_captured: changes eager. A step is a CUDA graph, and nothing is compiled.
 Bound      The host limits eager and compiled: a step computes one token, but launches more than a
-           hundred small kernels. captured is limited by DRAM, which has to deliver all weights in
-           each step, and by the starts of the kernels in the graph.
+           hundred small kernels. captured is limited by DRAM, because each step reads all weights,
+           and by the starts of the kernels in the graph.
 Seen       eager_captured and captured take much longer than predicted. The rate `graph_node` was
            measured with an addition to one number, and these kernels do more. Products of one row
            probably do not read their weights at the full rate either. We timed no kernel on its
@@ -125,7 +125,7 @@ def eager_captured(model, prompts, steps):
 
 
 def looped(kernels_per_layer, *, graph):
-    """Return a function of the size: the cost of the prompt and of all steps."""
+    """Return a function from the page's sizes to the cost of the prompt and all steps."""
 
     def cost(layers, width, steps):
         config = config_of(layers, width, room_of(steps))

@@ -23,8 +23,9 @@ Bound      The host for masked and sorted_slices: launches for each expert, and 
            thirty nodes of the graph.
 Seen       On an H100 machine, masked takes about twice as long as predicted, sorted_slices and
            grouped three to four times. The costs count launches, but not the Python between them.
-           captured takes three quarters longer than the bytes and its nodes. We did not time its
-           kernels one by one. `moe_dispatch_test.py` in chapter 15 measured the same layers.
+           captured takes three quarters longer than its bytes and graph nodes predict. We did not
+           time its kernels one by one. `moe_dispatch_test.py` in chapter 15 measured the same
+           layers.
 Use when   A model with experts serves few tokens at a time, as in decode. Take the rungs in this
            order: sorting makes one product possible, and one product makes a graph possible. With
            thousands of tokens, products take longer than launches, and all rungs gain less. The
@@ -128,7 +129,7 @@ def block_cost(tokens, width, hidden, experts, **starts):
 
 
 def masked_cost(tokens, width, hidden, experts):
-    """Return its cost.
+    """Return the cost of masked.
 
     For each expert, `nonzero` is five kernels and copies, and waits for the GPU. Others compare,
     gather tokens and shares, multiply twice, apply SwiGLU in two, weight and add.

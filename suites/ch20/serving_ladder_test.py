@@ -40,8 +40,8 @@ Seen       On an H100 machine, static and continuous both take about two and a h
 Use when   You build a server, or look for what yours lacks. The gain of each rung depends on the
            requests: answers of different lengths for the first, long contexts of different lengths
            for the second, equal beginnings for the third, and a small batch or model for the last.
-           Each one is a page of its own in chapter 15. What requests gain that arrive one after
-           another is on `load_test.py` in chapter 17.
+           Each one has its own page in chapter 15. `load_test.py` in chapter 17 serves requests
+           that arrive one after another.
 """
 
 import pytest
@@ -127,15 +127,15 @@ def work(layers, width, slots, prefix, suffix, requests, mean):
 
 
 def serving(*, together=False, pages=False, shared=False, graph=False):
-    """Return a function of the size: the cost of serving all requests."""
+    """Return a function from the page's sizes to the cost of serving all requests."""
 
     def cost(layers, width, slots, prefix, suffix, requests, mean):
         config, lengths = size_of(layers, width, slots, prefix, suffix, requests, mean)
         steps, calls = counted(lengths, slots, together=together)
         prompt, kernels = prefix + suffix, kernels_of(config)
-        # To keep all rows is 2 launches, and to send them is a copy that the host waits for.
+        # Storing all rows takes 2 launches. Sending them takes a copy that the host waits for.
         sent = Cost(launches=2, d2h=8 * slots, syncs=1)
-        # The best token, and what keeps it and moves on: 5 kernels.
+        # 5 kernels find the best token, store it and advance.
         nodes = kernels + 5
         starts = {"launches": 1, "graph_nodes": nodes} if graph else {"launches": nodes}
         keys = slots * config.length

@@ -12,8 +12,7 @@ Baseline   eager: one operation after the other, and torch's default AdamW. It w
 Optimized  compiled: changes eager. `torch.compile` of the model and its loss.
            fused: changes compiled. One kernel for the whole update, which reads and writes each
            number once. It counts its steps on the GPU.
-           captured: changes fused.tma: of mma_sync. => tma: changes mma_sync. The whole step is one
-           CUDA graph.
+           captured: changes fused. The whole step is one CUDA graph.
 Bound      eager: DRAM, for passes over activations and for the optimizer's passes over weights.
            compiled saves about half of the passes over activations, and fused more than half of
            those over weights. captured: tensor cores and DRAM, with no wait for the host.
