@@ -22,7 +22,7 @@ RUN: pytest.StashKey[RunContext] = pytest.StashKey()
 RECORDER: pytest.StashKey[Recorder] = pytest.StashKey()
 COLLECTED: pytest.StashKey[CollectedCases] = pytest.StashKey()
 MACHINE: pytest.StashKey[Machine] = pytest.StashKey()
-"""The key under which a fleet run has what takes the place of this machine."""
+"""The key under which a fleet run stores the machine to use instead of this one."""
 PRODUCTS: pytest.StashKey[Mapping[str, str]] = pytest.StashKey()
 """The key under which a fleet run has its products, each with its arch (empty if unknown)."""
 LOCK_ERROR: pytest.StashKey[str] = pytest.StashKey()
@@ -46,7 +46,7 @@ WITHOUT_VALUE = {
 }
 """The options whose value is optional, each with its default value."""
 IN_PROCESS = {"--aisp-in-process": "aisp_in_process", "--pdb": "usepdb", "--trace": "trace"}
-"""The options with which the sides run inside the pytest process."""
+"""The options that make the sides run inside the pytest process."""
 RECORD_PROCESSES = 8
 """The number of processes that measure a result to be stored."""
 MAX_SEED = 2**31 - 1
@@ -130,7 +130,7 @@ def _whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
 
 
 def fill_in_values(args: list[str]) -> None:
-    """Add the default to options without a value. Otherwise argparse takes the next path."""
+    """Add the default value to options without a value, or argparse would use the next path."""
     for index, arg in enumerate(args):
         if arg in WITHOUT_VALUE:
             args[index] = f"{arg}={WITHOUT_VALUE[arg]}"

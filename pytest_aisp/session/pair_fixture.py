@@ -33,7 +33,7 @@ MEMORY: Mapping[str, Name] = {
 
 
 class PairUnderTest:
-    """A case, as its test body uses it. A body that requests no verdict fails.
+    """The object with which a test body judges a case. A body that requests no verdict fails.
 
     If nothing is timed, the first assertion after the check ends the body, and the verdict is
     `checked`. A red verdict raises an AssertionError with the measured value, the missed limit, and

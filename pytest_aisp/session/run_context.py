@@ -37,9 +37,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Variables = Mapping[str, str] | None
 FIRST_PAUSE = 1.0
-"""Seconds that a disturbed case waits before it is measured again. Each pause is twice as long."""
+"""Seconds that a disturbed case waits before it is measured again. Each next wait is twice as long.
+"""
 RUN_WAITS = 5
-"""A run waits for a disturbed machine at most this many times as long as a case."""
+"""The limit on all waits of a run, as a multiple of the limit on a single case's waits."""
 
 
 CAUSES: Mapping[str, Cause] = {"wrong": "code", DISTURBED: "machine"}

@@ -1,4 +1,4 @@
-"""The stored result of a case, and the code that it was recorded with."""
+"""The stored result of a case, and the version of the code that gave this result."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .run_context import RunContext
 
 @dataclass(frozen=True)
 class Differences:
-    """What may explain a loss against a stored result, apart from the optimized side's code.
+    """Differences, apart from the optimized side's code, that may explain a loss.
 
     Attributes:
         environment: a text for each fact of the environment that differs.
@@ -80,13 +80,13 @@ class StoredResult:
 
     @cached_property
     def has_recorded_code(self) -> bool:
-        """Whether every file that the stored result names is as it was."""
+        """Whether every file that the stored result names is unchanged."""
         mine, root = self.result, self.run.settings.root
         files = mine.files.items() if mine is not None else ()
         return bool(files) and all(is_blob(root / name, blob) for name, blob in files)
 
     def recorded_tree(self, page: Path, sources: Mapping[str, str]) -> GitSnapshot | None:
-        """Return the tree with the code as it was recorded, or None if its files are as they were.
+        """Return the source tree with the recorded code, or None if its files are unchanged.
 
         Args:
             sources: today's digests of both sides.

@@ -46,8 +46,9 @@ from .run_context import Failed, MachineDisturbed
 from .stored_result import StoredResult
 
 IDLE_SECONDS = 0.03
-"""Seconds before a window on a host clock. After its window, the other process's threads of OpenMP
-spin for some milliseconds, and would take the cores."""
+"""Seconds to wait before a window on a host clock. After a window of the other process, the OpenMP
+threads of that process spin for some milliseconds and occupy the cores.
+"""
 Processes = tuple[Worker, Worker]
 """A process of the other environment, and one of today's."""
 
@@ -55,7 +56,7 @@ Processes = tuple[Worker, Worker]
 def judge_environments(client: CaseClient, stored: StoredResult) -> list[Finding]:
     """Compare the times of both sides in the other environment and in today's, if both run them.
 
-    A side that only one of them can run is named, and not timed.
+    A side that only one environment can run is not timed, and a remark names the side.
     """
     other, findings = client.run.other, list[Finding]()
     sides: dict[str, Callable[..., Reading]] = {}
@@ -86,8 +87,8 @@ def judge_environments(client: CaseClient, stored: StoredResult) -> list[Finding
 def _spread(stored: StoredResult, clock: str) -> float:
     """Return the assumed spread of a ratio of times in two processes.
 
-    The recorded spread may be smaller, but it is of a ratio of times in one process, in which the
-    noise of both sides partly cancels.
+    The recorded spread does not apply here. It is smaller, because it is the spread of a ratio of
+    two times in the same process, in which noise partly cancels.
     """
     return max(stored.spread(clock), verdict.DEFAULT_SPREAD[clock])
 

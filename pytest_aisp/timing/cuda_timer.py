@@ -27,7 +27,9 @@ from .memory import peak_bytes
 from .schedule import Budget, calls_a_round, calls_for, calls_to_plant, extra_calls
 
 LINKS = ("pcie", "nvlink")
-"""Pages with one of these bounds move data past the L2."""
+"""A page with one of these bounds transfers data over a link, so its data need not be cold in the
+L2.
+"""
 WINDOW = {"graph": 1e-3, "queue": 1e-3, "host": 5e-3}
 """Shortest length of a window in seconds, by clock."""
 SPIN_CYCLES = 2_000_000

@@ -1,8 +1,8 @@
 """Find the commits that made a case slower.
 
 Each commit is compared with the good one by the code gate, in one process. A range of commits is
-divided if its ends differ by more than their noise. So several commits that each lose something are
-all found. In the end, each of them is compared with the version just before it.
+divided if its ends differ by more than their noise. So if several commits cause a loss, all of them
+are found. In the end, each of them is compared with the version just before it.
 
 All measurements are kept in the git folder until the search ends. They are named by the code that
 they compare, so an interrupted search continues even if the history was rewritten in the meantime.

@@ -113,7 +113,7 @@ def _defined(statement: ast.stmt) -> Iterator[str]:
 
 
 def _by_name(variants: Iterable[ast.expr]) -> dict[str, ast.expr]:
-    """Return the variants of a list whose names are known from its syntax."""
+    """Return the variants by name, without those whose names are not visible in the source."""
     found = {}
     for variant in variants:
         side = variant
