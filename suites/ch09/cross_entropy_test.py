@@ -66,10 +66,10 @@ Seen       On an H100, eager takes a quarter longer than predicted with 1024 cla
            classes, ring takes a quarter longer than its bytes, and pushed hardly longer. So most of
            the gain of pushed over clustered comes from st.async. linear_library is not recorded
            yet.
-Use when   The vocabulary is large. The gradient needs nothing that the forward pass does not have,
-           so compute the loss and the gradient together in the forward pass. Choose chunks that are
-           large enough for their products to fill the GPU. Here a chunk has 1024 rows, and the
-           gradient of its hidden states has 128 tiles of 128 x 128 for the 132 SMs of an H200.
+Use when   The vocabulary is large. The forward pass has all the inputs of the gradient, so compute
+           the loss and the gradient together there. Choose chunks that are large enough for their
+           products to fill the GPU. Here a chunk has 1024 rows, and the gradient of its hidden
+           states has 128 tiles of 128 x 128 for the 132 SMs of an H200.
 """
 
 import functools

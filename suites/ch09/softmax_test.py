@@ -182,7 +182,7 @@ def one_kernel(rows, n, reads=1, exponentials=1):
 
 
 def walked(rows, n, times, exponentials, running):
-    """Return the cost of `times` passes over a row, later ones from the L2 if the rows fit."""
+    """Return the cost of `times` passes over a row. If rows fit in the L2, DRAM is read once."""
     in_work = 4 * n * min(rows, running)
     return one_kernel(rows, n, reads=1 if in_work < L2 else times, exponentials=exponentials)
 

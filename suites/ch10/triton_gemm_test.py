@@ -23,7 +23,7 @@ Bound      Tensor cores, at the rate that the power limit allows. On all sides e
            timed in turn with a slower side. The slower side may draw less power and leave the GPU a
            higher clock rate. We did not record power, so we cannot confirm this. Compare only sides
            of the same page.
-Use when   A matrix product in Triton has to be faster. First use descriptors, and then flatten the
+Use when   You need a faster matrix product in Triton. First use descriptors, and then flatten the
            loop. A persistent loop alone gains nothing. If the library has the operation, it is just
            as fast.
 """

@@ -3,17 +3,17 @@
 Problem    `count` fp32 chunks (rows, k) lie in pinned host memory. Multiply each by one weight on
            the GPU. There are two buffers for chunks on the GPU. A copy and a product take about
            equally long: some 20 us with few rows, and about 100 us with many.
-Baseline   one_stream: copy a chunk, multiply it, copy the next one. It needs no waits, because a
-           stream does one thing at a time.
+Baseline   one_stream: copy a chunk, multiply it, copy the next one. It needs no waits, because the
+           work in a stream runs in order.
 Optimized  host_waits: changes one_stream. A second stream copies the next chunk during a product.
            The host waits until a buffer's last product has ended before it copies into the buffer.
            It waits until a copy has ended before it starts the chunk's product.
            event_waits: changes host_waits. The same two waits are on the GPU: each stream waits for
            a CUDA event of the other. The host only launches.
 Bound      event_waits is limited by arithmetic with many rows, and by the host's calls with few.
-           host_waits waits for each product. Until the host has then launched the next copy and the
-           next product, the GPU multiplies nothing. With few rows, that time is longer than the
-           copy which the second stream hides.
+           host_waits waits for each product. After a wait, the GPU computes nothing until the host
+           has launched the next copy and the next product. With few rows, this gap is longer than
+           the copy that the second stream hides.
 Seen       With few rows, host_waits is slower than one_stream, and event_waits is limited by the
            host. A chunk takes the host about twice as long as predicted: the rate of a launch was
            measured with a small addition, not with products and copies. As a CUDA graph,

@@ -1,8 +1,8 @@
-"""GEMMs on streams: first take out the waits, then batch, and only then use streams.
+"""GEMMs on streams: first remove the host's waits, then batch, and use streams last.
 
-Problem    `count` independent bf16 products of (n, k) by (k, n), each into its place of a result
-           that all sides allocate first. n, the key of the curve, decides how many tiles of the
-           result a product has, and so how many SMs it can use.
+Problem    `count` independent bf16 products of (n, k) by (k, n), each written to its place in a
+           result tensor. All sides allocate this tensor first. n, the key of the curve, decides how
+           many tiles of the result a product has, and so how many SMs it can use.
 Baseline   one_stream: one `torch.mm` per product. The host waits for none of them.
 Optimized  two_streams: changes one_stream. The products take turns on two streams.
            four_streams: like two_streams, with four streams.

@@ -1,4 +1,4 @@
-"""Captured collectives: the all-reduces of a forward belong in the graph too.
+"""Captured collectives: capture the all-reduces of a forward pass in the graph too.
 
 Problem    16 tensor-parallel layers on 8 rows, fp32, as in decoding: each rank multiplies by its
            part of the weights, the ranks' products are summed, and tanh follows.

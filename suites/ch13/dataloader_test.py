@@ -23,8 +23,8 @@ Use when   Decoding takes longer than a step: use persistent workers, with pinne
            that end with the epoch only pay in long epochs. A larger prefetch factor helps only if
            loading times vary.
 
-Values that change in place cannot be passed to workers: they see them as they were at the start.
-So the images are part of the state, which nobody changes, and the order is the input.
+Workers do not see changes to a tensor after they start. So the images are part of the state, which
+nobody changes, and the order is the input.
 """
 
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Dynamic int8: a product at twice the rate pays only if quantizing it is fused.
+"""Dynamic int8: a product at twice the rate helps only if the quantization is fused.
 
 Problem    y = x W^T, x (m, k) and W (n, k) in bf16, y in bf16. The weights are the page's state.
 Baseline   bf16: `torch.nn.functional.linear`, which is cuBLASLt.

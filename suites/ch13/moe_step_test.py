@@ -13,8 +13,8 @@ Optimized  sliced: looped, but tokens are sorted by expert once. Each expert com
            instead of waiting for the GPU for each expert.
            grouped: sliced, but `grouped_mm` computes all experts and reads the ends of the slices
            on the GPU. There are two products instead of two per expert.
-Bound      Launches, which the host makes. The number per expert falls from looped to sliced, and
-           grouped has none. The products take a small part of the time.
+Bound      Launches by the host. sliced makes fewer launches per expert than looped, and grouped
+           makes none. The products take a small part of the time.
 Seen       All sides take longer than their launches and waits predict, grouped by the largest
            factor. We cannot explain this. `launch` is the rate of an addition in place. We did not
            measure the host time of autograd and of the allocator for each operation.

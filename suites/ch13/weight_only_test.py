@@ -11,10 +11,10 @@ Optimized  All but library are one Triton kernel, which converts the weights to 
            int4: int8 with half a byte per weight, and one fp32 scale per 128 weights of a row.
            library: the weights of int4 with PyTorch's own kernel, `_weight_int4pack_mm`.
 Bound      bf16 and streamed: DRAM, which reads 2 bytes per weight. No L2 holds these weights.
-           int8: DRAM and instructions about equally. int4: instructions. Both need 5 per weight to
-           convert it and to bring it to the tensor cores, as nvdisasm counts them for sm90. So int4
-           gains little over int8, although it reads about half of the bytes. The products always
-           have 16 rows, so 1 row and 16 rows take the same time.
+           int8: DRAM and instructions about equally. int4: instructions. Both need 5 instructions
+           per weight to convert it and to pass it to the tensor cores, as nvdisasm counts them for
+           sm90. So int4 gains little over int8, although it reads about half of the bytes. The
+           products always have 16 rows, so 1 row and 16 rows take the same time.
 Seen       On an H200, int8 takes about a quarter longer than its bytes predict. Loads and
            conversions take about equally long, and they probably overlap only in part.
 Use when   A few rows meet large weights, as in a decode step. With many rows the products take most
