@@ -1,9 +1,9 @@
 """The verdict of a case: gates, screen, and votes.
 
-A gate compares ln(speedup) with one limit. A case past a gate's screen is a suspect and is measured
-again in up to five fresh processes, each of which is a vote. Only three red votes make it red.
-`verdict.md` explains this and has the error rates, which are tested on a simulated device
-(`pytest_aisp.timing.fake_device`).
+A gate compares ln(speedup) with one limit. If the first measurement is past the gate's screen (a
+threshold), the case is a suspect. It is then measured again in up to five fresh processes. Each of
+these measurements is a vote, and three red votes make the case red. `verdict.md` explains this and
+has the error rates, which are tested on a simulated device (`pytest_aisp.timing.fake_device`).
 """
 
 from __future__ import annotations

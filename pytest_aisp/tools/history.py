@@ -51,7 +51,7 @@ def add_result(runs: Sequence[Path], folder: Path) -> CliResult:
 
 
 def _read_run(folder: Path) -> tuple[list[HistoryLine], list[str]]:
-    """Return the lines of a run, and warnings about what it lacks."""
+    """Return the lines of a run, and warnings about missing data."""
     try:
         run = run_reader.load(folder)
         lines = list(history.lines_of(run))
