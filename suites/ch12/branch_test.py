@@ -1,11 +1,11 @@
 """Branch on a value: let the GPU choose, not the host.
 
 Problem    n oscillators are advanced in time, with a step size that depends on the data: 32 small
-           steps if any position is beyond a limit, else one large step. With fast=1 one position is
-           beyond it, and with fast=0 none is.
+           steps if any position is beyond a limit, and otherwise one large step. With fast=1 one
+           position is beyond the limit, and with fast=0 none is.
 Baseline   ask: a kernel sets a flag, the host waits for it, and launches one branch.
 Optimized  predicated: changes ask. The host does not wait and launches both branches. Each kernel
-           reads the flag, and returns if its branch is not wanted.
+           reads the flag, and returns at once if the flag selects the other branch.
            captured: changes predicated. The same kernels as a CUDA graph, which has no wait in it.
            conditional: changes captured. The branches are the two bodies of a conditional node,
            which starts the kernels of only one of them.

@@ -4,8 +4,9 @@ Problem    y = silu(a * x + b) * gate + x on n fp32 elements, at a size where la
            and at one where DRAM is.
 Baseline   eager: four kernels, each of which reads its inputs from memory and writes its result.
 Optimized  captured: changes eager. The same four kernels as a CUDA graph.
-           fused: changes eager. One kernel that keeps everything between in registers.
-           fused_captured: changes fused. The one kernel as a graph: one launch either way.
+           fused: changes eager. One kernel that keeps all intermediate values in registers.
+           fused_captured: changes fused. The fused kernel as a CUDA graph. Both sides make one
+           launch.
 Bound      At the small n, the host: eager launches four times, the others once. The data stay in
            the L2. At the large n, DRAM: eager and captured read six arrays and write four, and
            fused reads two and writes one. The host launches the next kernel while the GPU works on
@@ -23,10 +24,10 @@ Seen       At the small n, a launch through `cuda_module` takes the host longer 
            branch to a slow path, and the compiler moves no load across it. So a thread waits for
            DRAM twice in a row, with one load in flight each time. We did not try a kernel that
            loads both numbers first.
-Use when   Decide by what limits you. If the GPU is idle between kernels, capture: it works for
-           any kernels, and no kernel is written. If memory is the limit, fuse. A graph of one
-           kernel gains only if its replay takes the host less time than the launch that it
-           replaces. Chapter 9 fuses, and compares with torch.compile.
+Use when   Decide by what limits you. If the GPU is idle between kernels, capture a graph. This
+           works for any kernels, and you write no new one. If memory is the limit, fuse. A graph of
+           one kernel gains only if its replay takes the host less time than the launch that it
+           replaces. The pages of chapter 9 fuse kernels, and compare them with torch.compile.
 """
 
 import torch

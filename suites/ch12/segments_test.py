@@ -3,7 +3,8 @@
 Problem    Sum each segment of n fp32 elements. The segments have different lengths, and some may be
            empty. A table on the GPU says where they begin, as after routing or tokenizing there.
 Baseline   launch_each: one launch of one block per segment. The block reads the table, so the host
-           need not wait for it. A loop that cuts tensors on the host must wait as well.
+           need not wait for it. A loop that slices tensors on the host would have to wait for the
+           table.
 Optimized  captured: changes launch_each. The same launches as a CUDA graph. It stays right if the
            lengths change, because they are read from the table. The number of segments is fixed.
            device_launches: changes launch_each. The host launches one kernel, in which a thread per

@@ -9,8 +9,8 @@ Optimized  compiled: changes eager. `torch.compile` with its default mode. All b
            a CUDA graph and replays it. It copies x to where the graph reads. The result is cloned,
            because the next call overwrites it. Parameters are read where they are.
            captured: changes compiled. The same graph by hand, from `torch.cuda.graph`. It reads x
-           where it is, and its result is not cloned, so there are no copies. It also checks no
-           guards.
+           at its own address and does not clone the result, so it makes no copies. It does not
+           check guards.
            eager_captured: like captured, without the compiler.
 Bound      The host limits eager, compiled and reduce_overhead. The GPU limits the captured sides:
            small kernels run one after another. The costs count the weights as reads from the L2.

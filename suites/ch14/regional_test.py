@@ -1,7 +1,7 @@
-"""Regional compilation: compile the block that repeats once, and not the model that repeats it.
+"""Regional compilation: compile one block of a model once, instead of the whole model.
 
-Problem    The first pass of a process through `blocks` equal pre-norm SwiGLU blocks, fp32, with all
-           that has to be compiled for it.
+Problem    The first pass of a process through `blocks` equal pre-norm SwiGLU blocks, fp32,
+           including its compilation.
 Baseline   whole: `torch.compile` of the model. Dynamo unrolls the loop over the blocks, so the
            compiler gets all of them in one graph.
 Optimized  regional: changes whole. `torch.compile` of one block. The blocks have the same code and
