@@ -107,7 +107,7 @@ def found(values: Sequence[float], errors: Sequence[float]) -> list[int]:
 
 
 def plain(values: Sequence[float], errors: Sequence[float], start: int = 0) -> list[int]:
-    """Return the positions that binary segmentation finds if nothing is robust."""
+    """Return the positions that plain, non-robust binary segmentation finds."""
     count, total = len(values), math.fsum(values)
     best, where, part = 0.0, 0, 0.0
     for at, value in enumerate(values, start=1):
@@ -124,7 +124,7 @@ def plain(values: Sequence[float], errors: Sequence[float], start: int = 0) -> l
 
 
 def trial(model: Model, find: Find, seed: int, count: int) -> int:
-    """Return in how many of `count` series a change is found, near the planted one if any."""
+    """Return how many of `count` series have a detected change, near the planted one if any."""
     rng, hits = random.Random(seed), 0
     for _ in range(count):
         values, errors = model.series(rng)

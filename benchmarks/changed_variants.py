@@ -1,8 +1,8 @@
-"""How many variants of a page a change of it touches, as `aisp suite changed` sees it.
+"""Count how many of a page's variants each commit changed, according to `aisp suite changed`.
 
     python benchmarks/changed_variants.py [FOLDER]          # default: suites; needs the git history
 
-Goes through the commits that changed a page in FOLDER. Changes of other files are not looked at.
+It goes through the commits that changed a page in FOLDER. It ignores changes of other files.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def git(*words: str) -> str:
 
 
 def changes(folder: str) -> Iterator[tuple[str, str]]:
-    """Yield each commit and page of it that existed before, except for merges."""
+    """Yield (commit, page) for each changed page that existed before. Merges are left out."""
     for commit in git("log", "--no-merges", "--format=%H", "--", folder).split():
         words = ("diff-tree", "-r", "--no-commit-id", "--name-only", "--diff-filter=M")
         for path in git(*words, commit, "--", folder).splitlines():

@@ -4,7 +4,7 @@
     python benchmarks/check_cost.py DIR
 
 Prints the median seconds and share of each phase, and the share of the phases that only protect
-against mistakes and cheats, which a plain measurement would not have.
+against mistakes and cheats. A plain measurement would not have these phases.
 """
 
 from __future__ import annotations

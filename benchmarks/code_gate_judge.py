@@ -227,7 +227,7 @@ def judge(recording: Recording) -> Judged:
 
 
 def detectable(trial: Trial, spread: float) -> bool:
-    """Return whether at least 1 % and the detectable slowdown was planted."""
+    """Return whether the planted slowdown is at least 1 % and large enough to detect."""
     least = max(math.log1p(verdict.PLANTED), verdict.DETECTABLE_CODE * spread)
     return math.log1p(trial.planted) >= least - ROUNDED
 
@@ -276,7 +276,7 @@ class Suites:
         return sum(self.red(process, rng) for process in picked) / count
 
     def limit(self, count: int, records: int, rng: random.Random) -> float:
-        """Return the share that 95 of 100 resampled recordings of this size do not exceed."""
+        """Return the 95th percentile of the red share over resampled recordings of this size."""
         shares = []
         for _ in range(records):
             again = [self.processes[_below(len(self.processes), rng)] for _ in self.processes]

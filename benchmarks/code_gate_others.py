@@ -2,7 +2,7 @@
 
 A worker process runs this as its timer. Both tools time one CUDA graph of `CALLS` calls, so that
 neither times Python. The slow graph has a few more calls, which are not counted. This favors the
-tools: they usually time a single call, and a call of 2 us is mostly launch.
+tools. They usually time a single call, and most of a 2 us call is its launch.
 """
 
 from __future__ import annotations

@@ -174,7 +174,7 @@ class Recorder:
         return self.started + 60 * self.plan.minutes * share - self.reserve
 
     def _kinds(self, kernel: str) -> list[bool]:
-        """Return for each trial of one round whether a slowdown is planted."""
+        """Return a flag for each trial of one round: whether a slowdown is planted."""
         known = len(self.values[kernel]) >= PILOT
         return self.rng.sample(ROUND, len(ROUND)) if known else [False] * len(ROUND)
 

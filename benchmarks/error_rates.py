@@ -52,7 +52,7 @@ MODELS = {
     "clock of 1 us": replace(MEASURED, resolution=1e-6),
 }
 RESTLESS = {"captures that scatter 4 times as recorded": 4.0}
-"""How many times more captures scatter in later sessions than in the recorded ones."""
+"""The scatter of captures in later sessions, as a multiple of the recorded sessions' scatter."""
 
 
 @dataclass

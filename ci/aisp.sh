@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# What every CI here runs.
-#   measure     pytest on this machine into AISP_OUT; ends with 0, so that what it left is kept
+# The script that every CI system in this folder runs.
+#   measure     run pytest here, write to AISP_OUT; always exits with 0, so CI keeps the files
 #   gate DIR    one verdict of all runs in DIR; ends as pytest does: 0 green, 1 red, 17 invalid
 #   history DIR  add all runs in DIR to the history on a branch of its own, and show it
 #
-# AISP_PAGES     what pytest is given, words (default: its own testpaths)
-# AISP_OPTIONS   more options of pytest, words
+# AISP_PAGES     arguments of pytest, separated by spaces (default: its own testpaths)
+# AISP_OPTIONS   more options of pytest, separated by spaces
 # AISP_OUT       folder of this run's artifacts (out)
-# AISP_BASE      besides, compare with the merge base of this branch or commit
-# AISP_PRODUCTS  products that must be there, with commas between
-# AISP_COMMENT   besides, write the comment on the pull request to this file; comment.py posts it
+# AISP_BASE      also compare with the merge base of this branch or commit
+# AISP_PRODUCTS  products that must be measured, separated by commas
+# AISP_COMMENT   also write the comment on the pull request to this file; comment.py posts it
 # AISP_REPORT_ONLY  true: the gate ends with 0, whatever the verdict is
 # AISP_HISTORY   branch of the history (aisp-history)
 # AISP_REMOTE    remote or address that has this branch (origin)

@@ -130,7 +130,7 @@ def asking(answers, read, step, every):
 
 
 class Flags:
-    """The last two flags on their way to the host. Without a GPU, they arrive at once."""
+    """Copies of the last two flags to the host. Without a GPU, the copies finish immediately."""
 
     def __init__(self, device):
         on_gpu = device.type == "cuda"
