@@ -6,7 +6,7 @@ Problem    Write the weights (width, width) of a number of layers in bf16 from t
            waits for a disk.
 Baseline   saved: `torch.save` to the file.
 Optimized  unchecked: saved without the CRC-32 of each tensor, by `set_crc32_options(False)`.
-           `torch.load` does not check it, but programs for zip files do.
+           `torch.load` does not check the CRC-32, but zip programs do.
            staged: unchecked after a copy of the weights into pinned memory that is kept. Without
            it, `torch.save` copies each weight into new pageable memory.
 Bound      The host: it copies all bytes into the page cache, and computes the CRC-32 on saved. In

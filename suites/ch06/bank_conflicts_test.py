@@ -8,9 +8,9 @@ Baseline   strided: a block copies 128 rows into shared memory, so that its load
            a time. Their rows are 32 floats apart, so all 8 read from the same 4 of the 32 banks,
            and wait for each other.
 Optimized  padded: changes strided. Four unused floats follow each row, so the rows are 36 floats
-           apart. The 8 lanes meet all 32 banks. Rows of 33 floats, as in many textbooks, have no
-           conflicts either, but they are not aligned to 16 bytes, so they need 4-byte reads, four
-           times as many.
+           apart. The 8 lanes read from all 32 banks. Rows of 33 floats, as in many textbooks, have
+           no conflicts either, but they are not aligned to 16 bytes, so they need 4-byte reads,
+           four times as many.
            swizzled: changes strided. Row r holds its groups of four coefficients in the order group
            xor r % 8. The 8 lanes meet all 32 banks, without unused floats.
            straight: changes padded. No shared memory. A thread reads its row in eight 16-byte loads

@@ -12,9 +12,9 @@ Optimized  one_stage: synchronous, but with `cp.async`, which bypasses registers
 Bound      DRAM: every side reads each x once and writes each h once.
 Seen       All sides take longer than their bytes predict. The cost counts only bytes, but an SM has
            only one block. Without stages, that block fetches a tile, then walks it, then writes it,
-           and the SM fetches nothing meanwhile. one_stage changes the instruction and keeps this
-           order, and it gains nothing. The stages change only the order, and the time falls with
-           each of them. four_stages still misses the copy rate. Each step is a chain of three
+           and the SM fetches nothing meanwhile. one_stage uses another instruction in the same
+           order of steps, and gains nothing. The stages change only the order, and the time falls
+           with each of them. four_stages still misses the copy rate. Each step is a chain of three
            dependent instructions (FFMA, FSETP and FSEL with nvcc 13.0 for sm_90), and no other
            block computes on the SM while its block walks or writes. We did not measure how long
            that takes, so we cannot explain the rest. Blocks of 32 rows would give most SMs a second

@@ -22,8 +22,8 @@ Seen       On an H100, all three kernels take about two thirds longer than predi
            nothing either: the loads of the next tile came after the barrier, and the compiler moved
            them behind the filter.
 Use when   Few blocks fit an SM, because a tile or its accumulators are large, as in a matrix
-           product. With many blocks per SM, one buffer does, and it leaves shared memory for more
-           blocks. Use `cp.async` or TMA if the loads would need too many registers
+           product. With many blocks per SM, one buffer is enough, and it leaves shared memory for
+           more blocks. Use `cp.async` or TMA if the loads would need too many registers
            (`../ch07/async_copy_test.py`, `../ch07/tile_copy_test.py`).
 """
 
