@@ -123,7 +123,8 @@ def zygote() -> Iterator[Zygote]:
 @pytest.fixture(scope="session")
 def worker_zygote() -> Iterator[Zygote]:
     """Return the process from which worker processes are forked."""
-    started = Zygote.new("pytest_aisp.worker.server", *monkeypatches.watched_modules())
+    modules = ("pytest_aisp.distributed.rank", "pytest_aisp.worker.server", "torch.distributed.run")
+    started = Zygote.new(*modules, *monkeypatches.watched_modules())
     yield started
     started.close()
 

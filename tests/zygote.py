@@ -118,15 +118,30 @@ class Zygote:
 
     def worker(self, command: Sequence[str], **options: Any) -> Any:
         """Start a worker process as `subprocess.Popen(command, **options)` would."""
-        environ = options["env"]
-        names = {*os.environ, *environ}
-        changed = {name for name in names if os.environ.get(name) != environ.get(name)}
         arguments = [argument for argument in command[1:] if argument != "-P"]
-        if arguments[:2] != ["-m", "pytest_aisp.worker"] or not changed <= self._forkable:
+        if arguments[:2] != ["-m", "pytest_aisp.worker"] or not self._can_fork(options["env"]):
             return subprocess.Popen(command, **options)
         fds = {1: options["stdout"].fileno(), 2: options["stderr"].fileno()}
         fds |= {fd: fd for fd in options["pass_fds"]}
-        return self._start(fds, environ, target="worker", args=arguments[2:])
+        return self._start(fds, options["env"], target="worker", args=arguments[2:])
+
+    def launcher(self, command: Sequence[str], **options: Any) -> Any:
+        """Start torch's elastic launcher, which forks its ranks from a copy of this zygote."""
+        if not self._can_fork(options["env"], "OMP_NUM_THREADS"):
+            return subprocess.Popen(command, **options)
+        with contextlib.ExitStack() as sockets:
+            fds = {1: options["stdout"].fileno(), 2: options["stderr"].fileno()}
+            fds[WORKERS] = self._copy(sockets)
+            return self._start(fds, options["env"], target="launcher", args=command[4:])
+
+    def rank(self, args: Sequence[str], env: Mapping[str, str], **_: Any) -> Forked:
+        """Start a rank as torch's elastic launcher does."""
+        return self._start({1: 1, 2: 2}, env, target="rank", args=args[-1:])
+
+    def _can_fork(self, environ: Mapping[str, str], *ours: str) -> bool:
+        names = {*os.environ, *environ}
+        changed = {name for name in names if os.environ.get(name) != environ.get(name)}
+        return changed <= self._forkable.union(ours)
 
     def _start(self, fds: Mapping[int, int], environ: Mapping[str, str], **request: Any) -> Forked:
         request |= {"targets": list(fds), "environ": dict(environ), "cwd": os.getcwd()}
@@ -165,7 +180,7 @@ def _serve(requests: socket.socket) -> None:
 def _supervise(request: dict[str, Any], reply: int, fds: list[int]) -> NoReturn:
     """Fork the process; send its process id, then its exit code."""
     target = request.pop("target")
-    is_worker = target == "worker"
+    is_worker = target in ("worker", "launcher", "rank")
     if is_worker:
         _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     pid = os.fork()
@@ -182,8 +197,14 @@ def _supervise(request: dict[str, Any], reply: int, fds: list[int]) -> NoReturn:
         os.setsid()
     _move(fds, request.pop("targets"))
     _set_up(request.pop("cwd"), request.pop("environ"), is_worker)
-    targets = {"worker": _run_worker, "pytest": _run_pytest, "zygote": _run_zygote}
-    {**targets, "xdist_worker": _run_xdist_worker}[target](**request)
+    {
+        "pytest": _run_pytest,
+        "xdist_worker": _run_xdist_worker,
+        "worker": _run_worker,
+        "launcher": _run_launcher,
+        "rank": _run_rank,
+        "zygote": _run_zygote,
+    }[target](**request)
     raise AssertionError("the process returned")
 
 
@@ -245,9 +266,11 @@ class ForkWorkers:
         self._workers, self._runs = workers, runs
 
     def pytest_configure(self) -> None:
+        from pytest_aisp.distributed import launcher
         from pytest_aisp.worker import client
 
         client.Popen = self._workers.worker  # type: ignore[assignment,misc]
+        launcher.Popen = self._workers.launcher  # type: ignore[assignment,misc]
         if runs := self._runs:
             from execnet import gateway_io
 
@@ -263,6 +286,29 @@ def _run_worker(args: list[str]) -> NoReturn:
 
     _prctl(PR_SET_NAME, WORKER_NAME.encode())
     main(*map(int, args))
+    raise SystemExit(0)
+
+
+def _run_launcher(args: list[str]) -> NoReturn:
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+    from pytest_aisp.distributed import rank
+
+    _prctl(PR_SET_NAME, WORKER_NAME.encode())
+    ranks = Zygote(socket.socket(fileno=WORKERS))
+    subprocess_handler.Popen = lambda args, **options: ranks.rank(args, **options)
+    rank.launch(args[0], args[1:])
+    raise SystemExit(0)
+
+
+def _run_rank(args: list[str]) -> NoReturn:
+    import torch
+
+    from pytest_aisp.distributed import rank
+
+    _prctl(PR_SET_NAME, WORKER_NAME.encode())
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # OpenMP read it before the fork
+    rank.serve(args[0])
     raise SystemExit(0)
 
 
