@@ -1,9 +1,9 @@
 """CUDA C++ kernels in a file beside the page. NVRTC compiles them on first use.
 
-Kernels run on torch's current stream. A kernel is ``extern "C" __global__ void name(...)``. When
-the page is imported, the kernel's signature is read from the source. Every launch is checked
-against the signature. So a wrong argument raises a `LaunchError` and does not cause an illegal
-address on the GPU.
+Kernels run on torch's current stream. A kernel is declared as
+``extern "C" __global__ void name(...)``. The signature is read from the source when the page is
+imported, and every launch is checked against the signature. A wrong argument raises a `LaunchError`
+before it can cause an illegal memory access on the GPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Dims: TypeAlias = "int | tuple[int, ...]"
 """A grid, a block or a cluster: an int or up to 3 ints."""
 DIM_LIMITS = {"grid": (2**31 - 1, 65535, 65535), "block": (1024, 1024, 64)}
 MAX_CLUSTER = 8
-"""Blocks in the largest cluster that every GPU with clusters can schedule."""
+"""The largest cluster size, in blocks, that every GPU with clusters supports."""
 
 
 def cuda_module(
@@ -40,9 +40,10 @@ def cuda_module(
     targets: Mapping[str, str] | None = None,
     device_runtime: bool = False,
 ) -> CudaModule:
-    """Return the kernels of `file`, a path relative to the calling page. Nothing is compiled yet.
+    """Return the kernels of a .cu file as attributes of an object. Nothing is compiled yet.
 
     Args:
+        file: the path of the .cu file, relative to the calling page.
         options: fields of `cuda.core.ProgramOptions`, as in ``{"use_fast_math": True}``.
         targets: the compilation targets keyed by arch, as in ``{"sm90": "sm_90a"}``. The default
             depends on the `needs` of the sides that use the file.
@@ -84,7 +85,7 @@ class CudaModule:
 
     def __getattr__(self, name: str) -> Kernel:
         path, kernels = (self.__dict__.get(key) for key in ("path", "_kernels"))
-        has = ", ".join(kernels or ())  # copy and pickle call this before `__init__`
+        has = ", ".join(kernels or ())  # copy and pickle may call this before `__init__`
         raise AttributeError(f"{path} has no kernel {name!r}; it has {has}")
 
     @property
@@ -119,7 +120,7 @@ class CudaModule:
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """Grid and block; `shared` is bytes of dynamic shared memory."""
+    """The grid, block and attributes of a launch. `shared` is bytes of dynamic shared memory."""
 
     grid: tuple[int, ...]
     block: tuple[int, ...]
@@ -136,7 +137,7 @@ class LaunchConfig:
         return ", ".join(words)
 
     def for_cuda_core(self, core: ModuleType) -> object:
-        """Return a `cuda.core.LaunchConfig`. With clusters, its grid is in clusters."""
+        """Return a `cuda.core.LaunchConfig`. If there are clusters, its grid counts clusters."""
         grid = self.grid
         attributes: dict[str, object] = {}
         if self.cluster:
@@ -216,15 +217,16 @@ class Kernel:
         cooperative: bool = False,
         dependent: bool = False,
     ) -> Launch:
-        """Return a launch with attributes. Without any, it equals ``[grid, block, shared]``.
+        """Return a launch with attributes. If none is given, it equals ``[grid, block, shared]``.
 
         Args:
             grid: the number of blocks in each dimension, even if there are clusters.
             cluster: the number of blocks that are scheduled together, an int or up to 3 ints, at
-                most 8 in all. Not needed if the kernel's source has ``__cluster_dims__``.
+                most 8 blocks in all. Leave it out if the kernel's source has ``__cluster_dims__``.
             cooperative: whether all blocks run at once, so that they can wait for each other.
             dependent: whether the kernel may start before the previous kernel on the stream has
-                ended (programmatic dependent launch). It then waits with ``griddepcontrol.wait``.
+                ended (programmatic dependent launch). The kernel must wait with
+                ``griddepcontrol.wait`` before it reads the previous kernel's results.
 
         Raises:
             LaunchError: no GPU can launch this.
@@ -239,11 +241,11 @@ class Kernel:
         return self._launches[key]
 
     def clusters_at_once(self, block: Dims, shared: int = 0, *, cluster: Dims) -> int:
-        """Return how many clusters torch's current GPU runs at once.
+        """Return the number of clusters that torch's current GPU can run at once.
 
-        Use it for the grid of a persistent kernel. It can be less than the number of processors
-        divided by the cluster's size: a cluster must fit into one group of processors, and leftover
-        processors of a group are idle.
+        Use it for the grid of a persistent kernel. It can be less than the number of SMs divided by
+        the cluster's size: a cluster must fit into one GPC (a group of SMs), and the leftover SMs
+        of a GPC are idle.
 
         Raises:
             LaunchError: no GPU can launch this.
@@ -263,7 +265,7 @@ class Kernel:
         return int(kernel.occupancy.max_active_clusters(config.for_cuda_core(core), stream=stream))
 
     def allow_shared(self, kernel: cuda.core.Kernel, shared: int, device: int) -> None:
-        """Raise the kernel's limit of dynamic shared memory.
+        """Raise the kernel's limit of dynamic shared memory to `shared` bytes, if it is lower.
 
         By default, dynamic and static shared memory together are limited to 48 KiB.
         """
@@ -298,7 +300,7 @@ class Launch:
         __tracebackhide__ = True
         from torch import cuda
 
-        # Without a GPU, CUDA is not initialized, but wrong arguments still raise a LaunchError.
+        # Wrong arguments raise a LaunchError even without a GPU, where CUDA is never initialized.
         initialized: Callable[[], bool] = cuda.is_initialized
         device = cuda.current_device() if initialized() else 0
         values = check_arguments(self.kernel.name, self.kernel.params, args, device)
@@ -326,7 +328,7 @@ _streams: dict[int, cuda.core.Stream] = {}
 
 
 def _make_current(device: int) -> None:
-    # A thread that has not called CUDA yet has no context. Torch uses the device's primary context.
+    # A thread that has not called CUDA yet has no context. Use the primary context, as torch does.
     nvrtc.toolchain().core.Device(device).set_current()
     _thread.has_context = True
 

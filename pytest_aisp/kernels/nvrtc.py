@@ -74,7 +74,7 @@ def compile_module(module: CudaModule, target: str, kernel: str = "") -> Cubin:
 
     Args:
         kernel: the kernel that is needed. If the module does not compile, this kernel is compiled
-            without the bodies of the others, so that their errors do not concern it.
+            again without the bodies of the other kernels, because the error may be in those.
 
     Raises:
         CompileError: the module does not compile.
@@ -108,11 +108,11 @@ def _cached(module: CudaModule, target: str, source: str, kernels: Sequence[str]
         if "cannot open source file" in message and not _toolkit():
             message += f"\n{HEADERS}"
         raise _error(module, target, message) from None
-    # A kernel inside `#if` always has a signature, but for some targets no section in the ELF file.
+    # For a kernel inside `#if`, the signature is found, but some targets have no code for it.
     if missing := [k for k in kernels if f".text.{k}\0".encode() not in code]:
         raise _error(module, target, f" no code for {', '.join(missing)}; is it inside an #if?")
     cubin = Cubin(code, _usage(log))
-    # NVRTC reads headers from disk. If one was edited after the import, the key is wrong.
+    # NVRTC reads headers from disk. If a header was edited after the import, `key` is wrong.
     if sources_of(module.path, module.folders) == module.sources:
         _write(entry, cubin)
     return cubin
@@ -183,7 +183,7 @@ def _toolkit() -> list[str]:
 
 
 def sources_of(path: Path, folders: list[str]) -> dict[str, str]:
-    """Return the texts of `path` and of the headers in `folders` that it includes, by path."""
+    """Return the texts of `path` and of the headers that it includes from `folders`, by path."""
     sources: dict[str, str] = {}
     todo = [path]
     while todo:
