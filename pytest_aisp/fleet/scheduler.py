@@ -337,9 +337,7 @@ class Scheduler:
     def _give_next(self, seat: Seat, *, behind: bool = False) -> bool:
         """Give a case to a seat. Return False if there is none for it.
 
-        Args:
-            behind: True if the case would wait behind another one. Then cases during which a seat
-                was lost are skipped.
+        If it would wait `behind` another case, cases during which a seat was lost are skipped.
         """
         for queue in self._fitting(seat):
             for work in queue:

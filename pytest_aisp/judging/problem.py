@@ -286,10 +286,7 @@ def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
 
 
 def _match(own: Shapes, given: Shapes) -> dict[str, str] | None:
-    """Return a given name for each own name: the same name, or the name at the same position.
-
-    Return None if neither fits the shapes.
-    """
+    """Return a given name for each own name: by name, else by position, or None if none fits."""
     if all(given.get(name) == shape for name, shape in own.items()):
         return dict(zip(own, own, strict=True))
     if list(own.values()) == list(given.values()):

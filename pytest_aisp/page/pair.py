@@ -69,8 +69,7 @@ class Work:
         read, write: bytes that must be read from and written to memory (on a GPU, DRAM).
         flops: operations by arithmetic type, as in ``{"bf16": 2 * n**3}``.
         wire: bytes that each rank must send, or bytes that must cross PCIe.
-        terms: the number of terms in the longest sum. Give it if a side adds up more terms than
-            the reference.
+        terms: the terms in the longest sum, if a side adds up more terms than the reference.
         roundings: the number of times in a row that a side rounds a value to the storage type. Give
             it if a side rounds more often than the reference.
     """
@@ -105,11 +104,9 @@ class Variant:
     Attributes:
         side: the callable to compare with the baseline, or the baseline itself.
         needs: features this variant needs in addition to the page's, as in ``needs="tma"``.
-        when: a function that takes a size's keys and returns whether the variant has a case at
-            that size.
+        when: a function that takes a size's keys and returns whether the variant has a case there.
         at_least: the variant's claim, if it differs from the page's.
-        precision: the lower precision that the side uses on purpose. A lower precision gets a
-            larger tolerance.
+        precision: the lower precision that the side uses on purpose. It enlarges the tolerance.
         sass: more instructions that the machine code must contain, besides the instructions of
             `needs`, as in ``sass="LDG.128"``. They are checked when the kernels are assembled.
         gpu_only: the reason why the side cannot be checked on a CPU, as in

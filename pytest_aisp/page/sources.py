@@ -1,8 +1,7 @@
 """Digests of a side's sources: the side's own code, and all code under the root that it uses.
 
 A digest is computed from normalized sources, so comments, docstrings and formatting do not change
-it. Earlier versions of the plugin stored digests of the plain text. Those are compared with digests
-of the plain text today.
+it. Digests that earlier versions stored are compared with digests of the plain text.
 """
 
 from __future__ import annotations
@@ -151,8 +150,7 @@ class _Source:
     Attributes:
         text: the text of the object's definition, or of its file.
         tuning: the configurations of an autotuned kernel.
-        constants: the plain constants whose names a function uses, or the compile options of a .cu
-            file.
+        constants: the plain constants that a function names, or the options of a .cu file.
         is_triton: whether the object is a function that Triton compiles.
     """
 

@@ -340,10 +340,7 @@ def _notice(kind: str, text: str, lines: Sequence[str]) -> str:
 
 
 def _tally(cases: Sequence[ReportCase]) -> str:
-    """Return buttons with the number of cases per verdict, the worst verdict first.
-
-    Scripts turn the buttons into filters.
-    """
+    """Return the number of cases by verdict, the worst first. Scripts turn each into a filter."""
     counts = Counter(case.verdict for case in cases)
     return "".join(
         f'<button type="button" class="v-{verdict or "none"}" data-verdict="{verdict}" disabled>'
