@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The script that every CI system in this folder runs.
-#   measure     run pytest here, write to AISP_OUT; always exits with 0, so CI keeps the files
+#   measure     run pytest here, write to AISP_OUT; ends with 0 even if tests failed: CI keeps the files
 #   gate DIR    one verdict of all runs in DIR; ends as pytest does: 0 green, 1 red, 17 invalid
 #   history DIR  add all runs in DIR to the history on a branch of its own, and show it
 #

@@ -45,7 +45,7 @@ from hypothesis import strategies as st
 from pytest_aisp import Cost, Variant, Work, capture, compare, cuda_module
 
 kernels = cuda_module("segments.cu")
-launching = cuda_module("segment_launches.cu", device_runtime=True)
+launching = cuda_module("segments_launches.cu", device_runtime=True)
 BLOCK, WARPS = 256, 8
 NEEDED = "needs CUDA's device runtime: pip install nvidia-nvjitlink nvidia-cuda-runtime"
 

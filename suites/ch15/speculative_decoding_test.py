@@ -25,9 +25,9 @@ Bound      DRAM, and the time to start each kernel of the graphs. A verification
            tokens are still correct. draft_model adds the small kernels of its steps, one after
            another.
 Seen       On an H100, all recorded sides take longer than predicted by about the same factor, so
-           their ratios are as predicted. The costs count each small kernel as its start, and assume
-           that products of a few rows read weights at the DRAM rate. We timed neither of them
-           alone. speculative and fewer_waits differ by less than the confidence interval.
+           their ratios are as predicted. The costs count only the start of each small kernel, and
+           assume that products of a few rows read weights at the DRAM rate. We timed neither of
+           them alone. speculative and fewer_waits differ by less than the confidence interval.
            draft_model and the curve over `percent` are not recorded yet.
 Use when   Few sequences are decoded at a time, and guesses are often right: code, quotes from the
            prompt, answers of a fixed form. The table of successors represents drafts that cost

@@ -263,7 +263,7 @@ class Counted:
         self.answers.step()
 
     def decoded(self, every):
-        """Decode and check after every `every` steps. If None, check one step late."""
+        """Decode, and check for the end after each `every` steps, or one step late if None."""
         answers, read = self.answers, self.answers.read
         if every is None:
             return asking_late(answers, read, self.step, Flags(answers.prompts.device))

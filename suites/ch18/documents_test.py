@@ -42,7 +42,7 @@ SMS = 132  # of an H200, for costs
 
 
 def lengths_of(tokens, documents):
-    """Return each document's number of tokens. Raise `ValueError` if one would have none."""
+    """Return each document's number of tokens. Raise `ValueError` if a document would be empty."""
     if not 0 < documents <= tokens:
         raise ValueError(f"{tokens} tokens cannot be {documents} documents of at least one token")
     # The lengths grow from one token to about twice the mean, twice along the sequence.
