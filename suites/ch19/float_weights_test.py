@@ -28,8 +28,8 @@ Use when   A few rows meet large weights, as in a decode step. fp6 if memory is 
            instructions than fp4 (`../ch13/weight_only_test.py`), but its steps are all equal.
            Weights must be below 2^63.
            The check accepts what rounding each operand by 2^-4 of it (fp8, fp6), or a weight by
-           2^-2 of it (fp4), would change. The small formats claim no speedup, because only one board has
-           run them.
+           2^-2 of it (fp4), would change. The small formats claim no speedup, because only one
+           board has run them.
 """
 
 import torch
