@@ -7,15 +7,19 @@ Optimized  All but library are kernels of `nvidia-cutlass-dsl`, which is optiona
            tile, the warps and the order of tiles of triton_tiles, but the code names the layouts
            and the instructions.
            staged: tiles come through registers into shared memory, then `ldmatrix` and `mma.sync`.
-           ring: of staged. The tensor memory accelerator (TMA) keeps three tiles in flight.
+           ring: of staged. The tensor memory accelerator (TMA) fetches into a ring of three tiles,
+           two steps ahead. So both the unit that fetches and the distance change.
            wgmma: of ring. The tensor cores read shared memory themselves (`wgmma`), 64 x 128
            results per warpgroup.
            library: `torch.matmul`.
-Bound      Tensor cores for wgmma, where two blocks share an SM. Tiles of 128 x 128 read much from
-           the L2, which is the limit if the tensor cores are fast. staged adds the time of its
-           loads to that of its products, and should lose to Triton, which prefetches. For ring,
-           shared memory is the limit, because each of 8 warps reads its operands there. wgmma
-           should take as long as triton_tiles, which has the same products on Hopper.
+Bound      Tensor cores for library. By the costs, the L2 limits triton_tiles, ring and wgmma,
+           because tiles of 128 x 128 read much from it. For ring, shared memory is almost as slow,
+           because each of 8 warps reads its operands there. The costs take the tensor cores to be
+           equally fast with `mma.sync` and `wgmma`. If `mma.sync` is slower, then ring is, too.
+           staged adds the time of its loads to that of its products, and should lose to Triton,
+           which prefetches. wgmma should take about as long as triton_tiles, which has the same
+           products on Hopper. But wgmma waits for the products of each step, and relies on a second
+           block on the SM meanwhile, while Triton lets the products of one step run into the next.
 Use when   A kernel needs a layout or an instruction that Triton does not choose, and must be built
            without a C++ compiler. For a plain product, call the library. If Triton reaches the same
            instructions, its code is far shorter.

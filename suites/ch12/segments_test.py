@@ -8,32 +8,37 @@ Baseline   launch_each: one launch of one block per segment. The block reads the
 Optimized  captured: changes launch_each. The same launches as a CUDA graph. It stays right if the
            lengths change, because they are read from the table. The number of segments is fixed.
            device_launches: changes launch_each. The host launches one kernel, in which a thread per
-           segment launches the segment's block from the GPU (dynamic parallelism).
+           segment launches the segment's block from the GPU (dynamic parallelism). Its blocks may
+           also run at the same time, but those of launch_each and captured run in turn.
            block_per_segment: changes launch_each. One kernel with a block for each segment. The
            code of a block is the same.
            warp_per_segment: changes block_per_segment. A warp sums a segment, without shared memory
            and a barrier, but with an eighth of the threads.
            library: `torch.segment_reduce`, which takes the same table as int64.
-Bound      The host limits launch_each. The GPU limits captured: its kernels use one SM each, and
-           run one after another. block_per_segment and library are limited by their launches,
-           because the elements are read in less time than a launch takes. The longest segment,
-           which is several times as long as the average, decides when warp_per_segment ends: its
-           warp has few loads on their way at a time. No rate was measured for that, so the costs
-           count only the bytes and the launch. No rate was measured for a launch from the GPU
-           either, so the costs of device_launches count its children as blocks.
-Seen       On an H100, launch_each and the sides with one launch take about twice as long as
-           predicted. A launch through `cuda_module` takes the host longer than the rate `launch`,
-           which is that of an operator of torch. A kernel of captured takes longer than its start,
-           because its only block waits for the table and then for its elements. library takes
-           longer than its two launches, and we did not measure which part does. block_per_segment
-           and warp_per_segment differ by less than the interval.
+Bound      The host limits launch_each, which launches from Python. A loop in C++ should take the
+           host less, but its kernels run in turn, as in captured. So compare device_launches with
+           captured, too. The GPU limits captured: its kernels use one SM each, and run one after
+           another. block_per_segment and library are limited by their launches, because the
+           elements are read in less time than a launch takes. The longest segment, which is several
+           times as long as the average, decides when warp_per_segment ends: its warp has few loads
+           on their way at a time. No rate was measured for that, so the costs count only the bytes
+           and the launch. No rate was measured for a launch from the GPU either, so the costs of
+           device_launches count its children as blocks.
+Seen       On an H100, launch_each, block_per_segment and warp_per_segment take about twice as long
+           as predicted. A launch through `cuda_module` takes the host longer than the rate
+           `launch`, which is that of an operator of torch. A kernel of captured takes longer than
+           its start, because its only block waits for the table and then for its elements. library
+           takes longer than its two launches, and we did not measure which part does.
+           block_per_segment and warp_per_segment differ by less than the interval. device_launches
+           has not run on a GPU yet.
 Use when   The number of pieces of work depends on data: segments, experts, requests. Put the table
            on the GPU and let each block find its piece. A graph of many small kernels removes the
            host's time, but it does not fill the GPU. Use a warp for a piece if most pieces have a
            few hundred elements or fewer. If few pieces are much longer than the rest, split them,
            or let warps take pieces from a queue (`uneven_work_test.py`). Launch from the GPU if
            each piece needs a grid of its own size. At most 2048 such launches may be pending,
-           unless the device's limit is raised.
+           unless the device's limit is raised. Those beyond it fail, and the kernel must check for
+           that.
 """
 
 from importlib import import_module
