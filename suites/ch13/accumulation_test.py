@@ -1,19 +1,21 @@
 """Gradient accumulation: a batch in four parts needs about a third of the memory.
 
 Problem    Gradients of the mean loss over a batch of 8 x 1024 tokens, for 8 decoder blocks of width
-           1024 in bf16. No sequence depends on another, so splitting the batch changes nothing.
+           1024 in bf16. The sequences are independent, so splitting the batch does not change the
+           gradients.
 Baseline   whole: one forward and one backward of the batch.
-Optimized  accumulated: the baseline in 4 micro-batches of 2 sequences, each with a quarter of its
-           mean loss. Backward adds to `.grad`. `.grad` is bf16, so a sum is rounded 4 times.
-Bound      Tensor cores. The page is about memory. checkpointing counts the peak of whole:
-           activations and temporaries of 180 units, each unit one bf16 value per token and column.
-           accumulated holds a quarter of these, and from the second part on it also holds the
-           gradients of all weights. That is 961 MB, or 32 % of the baseline's peak. In time, it
-           launches four times as many kernels.
+Optimized  accumulated: the baseline in 4 micro-batches of 2 sequences. The mean loss of each is
+           divided by 4, and each backward pass adds to `.grad`. `.grad` is bf16, so each gradient
+           is rounded 4 times.
+Bound      Tensor cores. The page is about memory. checkpointing_test.py counts the peak of whole:
+           180 units of activations and temporaries. A unit is one bf16 value per token and column.
+           accumulated holds a quarter of these. From the second micro-batch on, it also holds the
+           gradients of all weights. Its peak is 961 MB, or 32 % of the baseline's peak. accumulated
+           is slower because it launches four times as many kernels.
 Seen       The peak of accumulated is about 12 MB higher than this count, which we cannot explain.
-           Both sides are slower than predicted. For whole this has the causes that checkpointing
-           lists. accumulated also has smaller products: with 2048 rows, a result of 2048 x 1024 is
-           64 tiles of 128 x 256 elements, which occupy 64 of 132 SMs. We cannot explain the rest.
+           Both sides are slower than predicted. checkpointing_test.py lists the causes for whole.
+           accumulated also multiplies smaller matrices: a result of 2048 x 1024 has only 64 tiles
+           of 128 x 256 elements, so it occupies 64 of 132 SMs. We cannot explain the rest.
 Use when   The batch does not fit in memory. If it fits, accumulation only costs time.
 """
 
@@ -72,7 +74,8 @@ def whole_cost(layers, width, rows, length):
 
 def accumulated_cost(layers, width, rows, length):
     weights, matrices = weights_of(layers, width), 5 * layers + 2
-    part = whole_cost(layers, width, rows // PARTS, length) + Cost(launches=4)  # of the loss
+    # The 4 launches divide the loss of a micro-batch and add it to the total.
+    part = whole_cost(layers, width, rows // PARTS, length) + Cost(launches=4)
     added = Cost(read=4 * weights, write=2 * weights, launches=matrices + 2 * layers + 1)
     return PARTS * part + (PARTS - 1) * added
 

@@ -1,30 +1,32 @@
-"""Allocator settings: find those with which growing caches do not fragment GPU memory.
+"""Allocator settings: which ones keep growing caches from fragmenting GPU memory?
 
-Problem    Caches of 16 layers grow from 1024 to 4096 tokens, 64 at a time. Each is a (tokens,
-           width) bf16 tensor, and `cat` replaces it by a longer one, as in generation with dynamic
-           caches. The page compares memory that was taken from the GPU and never used.
-Baseline   segments: torch's allocator with its default settings. It takes segments from the driver,
-           and cuts later requests from those. A grown cache fits into no segment that a shorter one
-           has left.
+Problem    Caches of 16 layers grow from 1024 to 4096 tokens, 64 at a time. Each cache is a (tokens,
+           width) bf16 tensor. `cat` replaces it with a longer one, as in text generation with
+           dynamic caches. The page compares how much memory was taken from the GPU and never used.
+Baseline   segments: torch's allocator with its default settings. It allocates segments from the
+           driver and serves later requests from them. When a cache grows, it does not fit into a
+           segment that a shorter cache has freed.
 Optimized  Each variant is the baseline with one setting.
-           expandable: `expandable_segments:True`: one range of addresses to which pages are mapped
-           as it grows. A hole at its end becomes part of the next request.
-           rounded: `roundup_power2_divisions:4`: sizes are rounded up to quarters of a power of
-           two, so segments fit more often. The part that is rounded up counts as used.
+           expandable: `expandable_segments:True`: one range of addresses that grows as pages are
+           mapped to it. Free space at its end becomes part of the next request.
+           rounded: `roundup_power2_divisions:4`: sizes are rounded up to a quarter step between
+           powers of two, so freed segments fit more often. The bytes added by rounding count as
+           used.
            stream_ordered: `backend:cudaMallocAsync`: the driver's own pool, which remaps pages.
-           capped: `max_split_size_mb:20`, which is often recommended against fragmentation.
-           Segments above 20 MB are not cut, so they only serve requests of about their own size.
+           capped: `max_split_size_mb:20`, a common recommendation against fragmentation. Segments
+           above 20 MB are not split, so they only serve requests of about their own size.
 Bound      The allocator's rules. At most 576 MiB are in use: 16 full caches, and one of them in
-           fp32 for its mean. A simulation of torch's rules for these requests, from an empty
-           cache, takes 3640 MiB for segments, 700 for expandable, 2232 for rounded and 6560 for
+           fp32 for its mean. We simulated torch's rules for these requests, starting from an empty
+           cache. They take 3640 MiB for segments, 700 for expandable, 2232 for rounded and 6560 for
            capped. So 3064, 124, 1656 and 5984 MiB are unused. The rules of the driver's pool are
            not published.
-Seen       The record of capped is exactly what the rules give. segments, expandable and rounded
-           leave less unused than the rules give. If 128 MiB were free in the cache before the call,
-           rounded would be exact and segments within 3 %. We did not record whether there were any,
-           so we cannot explain this. The order of the settings is as predicted.
+Seen       The measurement of capped is exactly what the simulation predicts. segments, expandable
+           and rounded leave less memory unused than predicted. If 128 MiB had been free in the
+           cache before the call, the prediction for rounded would be exact and that for segments
+           within 3 %. We did not record how much was free, so we cannot explain the difference. The
+           order of the settings is as predicted.
 Use when   Tensors of growing sizes fill the GPU although little is in use: set expandable segments.
-           Do not cap the split size for them, since that makes it worse.
+           Do not cap the split size: for such tensors it makes fragmentation worse.
 """
 
 import torch

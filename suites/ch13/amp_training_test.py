@@ -1,28 +1,30 @@
-"""Training in lower precision: products in TF32, bf16 or fp16, weights and update in fp32.
+"""Training in lower precision: matrix products in TF32, bf16 or fp16, weights and update in fp32.
 
 Problem    One AdamW step of 2 decoder blocks of width 1024 on 4 x 1024 tokens. Weights, gradients
            and moments are fp32 on every side. The loss is returned.
-Baseline   fp32: TF32 switched off, as is torch's default. Products run on the CUDA cores.
+Baseline   fp32: TF32 is off, which is torch's default. Matrix products run on the CUDA cores.
 Optimized  tf32: the baseline with TF32 switched on. Tensor cores round the fp32 operands to 11
            significant bits. Compare bf16 and fp16 with tf32, because few people train without TF32.
-           bf16: the baseline under autocast. Weights are cast where they are used, and products
-           return bf16.
+           bf16: the baseline under autocast. Weights are cast when they are used, and matrix
+           products return bf16.
            fp16: the baseline under autocast with a `GradScaler`, because gradients of a mean loss
            are too small for fp16. The loss is multiplied by 2^16, and the fp32 gradients are
-           divided before the update.
-Bound      Tensor cores in theory. Beside the products there is about as much traffic in bf16 as in
-           fp32. The residual stream and the norms stay fp32, and the fp32 cosines of the rotation
-           make q and k fp32, so casts add what smaller operands save.
-Seen       tf32, bf16 and fp16 are slower than predicted. In fp32 and tf32, attention is a kernel
-           made for Ampere that multiplies in fp32 on either setting. Its own rate was not measured.
-           In bf16, attention at the share that flash reaches in long_attention would
-           explain about a fifth of the gap. We cannot explain the rest.
+           divided by 2^16 before the update.
+Bound      Tensor cores in theory. Outside the matrix products, bf16 moves about as many bytes as
+           fp32. The residual stream and the norms stay fp32, and the fp32 cosines of the rotary
+           embedding make q and k fp32. So the casts add about as much traffic as the smaller
+           operands save.
+Seen       tf32, bf16 and fp16 are slower than predicted. In fp32 and tf32, attention runs in a
+           kernel made for Ampere, which multiplies in fp32 whether TF32 is on or off. Its rate was
+           not measured. In bf16, attention may reach only the share of the peak that flash reaches
+           in long_attention_test.py. This would explain about a fifth of the gap. We cannot explain
+           the rest.
 Use when   You train on tensor cores: bf16 autocast needs no scaler. Use fp16 only on GPUs without
            bf16.
 
-The check compares loss, gradients, moments and weights after 1 and 3 steps, and after the up to 16
-steps of a timed window. They must differ from those of float64 by no more than roundings of the
-declared type explain.
+The check compares loss, gradients, moments and weights with those of a float64 reference. It does
+so after 1 step, after 3 steps, and after a timed window of up to 16 steps. The error must be no
+larger than rounding in the declared type can cause.
 """
 
 import contextlib
@@ -57,7 +59,7 @@ def reference(state, tokens, labels):
 
 @contextlib.contextmanager
 def products_in(precision):
-    matmul = torch.backends.cuda.matmul  # the flag is the process's: put it back
+    matmul = torch.backends.cuda.matmul  # a flag of the whole process: restore it
     before, matmul.fp32_precision = matmul.fp32_precision, precision
     try:
         yield
@@ -93,7 +95,7 @@ def bf16(state, tokens, labels):
 
 
 def fp16(state, tokens, labels):
-    # The scale is 2^16 and must not grow with the number of timed steps.
+    # The scale starts at 2^16. It must not grow, however many steps are timed.
     scaler = torch.amp.GradScaler(tokens.device.type, growth_interval=1 << 30)
 
     def scaled():
@@ -116,7 +118,11 @@ def adamw(layers, width):
 
 
 def full_precision(products):
-    """Return a function of the size: the cost of a step with `products` and fp32 attention."""
+    """Return a function from the size to the cost of a step with fp32 attention.
+
+    Args:
+        products: the type of the other matrix products.
+    """
 
     def cost(layers, width, rows, length):
         tokens = rows * length
@@ -135,18 +141,18 @@ def full_precision(products):
 
 
 def mixed_precision(arithmetic):
-    """Return a function of the size: the cost of a step under autocast."""
+    """Return a function from the size to the cost of a step under autocast to `arithmetic`."""
 
     def cost(layers, width, rows, length):
         tokens, unit, hidden = rows * length, 4 * rows * length * width, hidden_of(width) / width
         weights = decoder_costs.matrices(width)
-        # In units of fp32: norms, casts, rotation with casts, heads side by side, sums, SwiGLU.
+        # Terms, in order: norms, casts, rotation with casts, copy of the heads, sums, SwiGLU.
         forward = Cost(
             read=(2 + 3 + 10 + 0.5 + 3 + 1.5 * hidden) * unit + 4 * weights,
             write=(2 + 1.5 + 9 + 0.5 + 2 + hidden) * unit + 2 * weights,
             launches=2 + 3 + 16 + 1 + 2 + 2 + 5,
         )
-        # Sums, casts and a sum of gradients, norms, rotation, q k v side by side, SwiGLU.
+        # Sums, casts and a gradient sum, norms, rotation, concatenation of q, k, v, SwiGLU.
         backward = Cost(
             read=(4 + 5.5 + 8 + 13 + 1.5 + 3 * hidden) * unit + 2 * weights,
             write=(2 + 5 + 2 + 11 + 1.5 + 1.5 * hidden) * unit + 4 * weights,
@@ -167,7 +173,7 @@ def mixed_precision(arithmetic):
 
 
 def with_scaler(layers, width, rows, length):
-    """Return the cost under autocast, and of dividing all gradients by the scale."""
+    """Return the cost of a step under fp16 autocast, plus dividing all gradients by the scale."""
     weights = weights_of(layers, width) + VOCABULARY * width
     divided = Cost(read=4 * weights, write=4 * weights, launches=10)
     return mixed_precision("fp16")(layers, width, rows, length) + divided
@@ -188,7 +194,7 @@ def with_scaler(layers, width, rows, length):
     work=lambda layers, width, rows, length: Work(
         read=16 * weights_of(layers, width),
         write=16 * weights_of(layers, width),
-        # the fastest arithmetic of any side: its peak is the limit of all
+        # the fastest type of any variant: no variant can exceed its peak rate
         flops={"bf16": flops_of(layers, width, length, rows * length)},
         terms=max(width, rows * length),
         roundings=8 * layers + 8,

@@ -1,16 +1,16 @@
-"""The cost of attention that PyTorch computes step by step, as the attention pages count it."""
+"""Costs of attention for the attention pages: one kernel per step, and one fused kernel."""
 
 from pytest_aisp import Cost
 
 
 def attended(elements, scores, width, mask):
-    """Return the cost of scores, mask, softmax and the product with the values, in bf16.
+    """Return the cost of unfused bf16 attention: scores, mask, softmax, product with the values.
 
     Args:
-        elements: numbers of the queries. There are as many keys and values.
-        scores: numbers of the scores.
-        width: numbers of a head.
-        mask: bytes of the mask that come from DRAM.
+        elements: elements of the query tensor. Keys and values have the same number each.
+        scores: elements of the score tensor.
+        width: elements per head.
+        mask: bytes of the mask that are read from DRAM.
     """
     product = {"bf16": 2 * scores * width}
     return (
@@ -26,13 +26,13 @@ def attended(elements, scores, width, mask):
 
 
 def fused(elements, scores, width, bias=0):
-    """Return the cost of one kernel that keeps its scores on the chip.
+    """Return the cost of one fused kernel, which does not write the scores to DRAM.
 
     Args:
-        elements: numbers of the queries. There are as many keys and values.
-        scores: numbers of the scores that it computes, masked ones included.
-        width: numbers of a head.
-        bias: bytes of the bias that it adds to the scores.
+        elements: elements of the query tensor. Keys and values have the same number each.
+        scores: number of scores that the kernel computes, including masked ones.
+        width: elements per head.
+        bias: bytes of the bias that the kernel adds to the scores.
     """
     return Cost(
         read=6 * elements + bias,

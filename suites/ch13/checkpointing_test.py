@@ -1,19 +1,19 @@
-"""Activation checkpointing: save memory by computing the forward twice.
+"""Activation checkpointing: save memory by computing the forward pass twice.
 
 Problem    Gradients of the mean loss of 8 decoder blocks of width 1024 (RMS norm, rotary attention,
-           SwiGLU) for 8 x 1024 tokens, in bf16. There is no optimizer, since it would add no
-           activation.
+           SwiGLU) for 8 x 1024 tokens, in bf16. There is no optimizer, since it has no activations.
 Baseline   stored: autograd keeps what each operation needs for its backward.
-Optimized  checkpointed: `torch.utils.checkpoint` around each block of the baseline keeps the
-           block's input and computes the block again when its backward needs it (Chen et al.,
+Optimized  checkpointed: the baseline with `torch.utils.checkpoint` around each block. It keeps only
+           the block's input and recomputes the block in the backward pass (Chen et al.,
            arXiv:1604.06174).
-           selective: checkpointed, but the results of products and attention are kept. Norms,
-           rotation and SwiGLU are computed again, which costs traffic and no product.
+           selective: checkpointed, but the results of matrix products and attention are kept.
+           Norms, rotation and SwiGLU are recomputed, which costs memory traffic but no matrix
+           product.
 Bound      Tensor cores. The page is about memory. One unit is a bf16 value per token and column. A
            block keeps 21.6 units: its input and the middle residual, both normalized (4), q, k, v
            (3), q and k rotated (2), the output of attention and a copy with the heads side by side
            (2), and gate, silu(gate), up and their product (10.6, since a hidden tensor is 2.656
-           units). The peak comes when the backward of SwiGLU multiplies:
+           units). The peak comes at a multiplication in the backward pass of SwiGLU:
              units                     stored  checkpointed  selective
              blocks that are kept       173.0           1.0       98.5
              computed again               0.0          20.6       10.3
@@ -21,18 +21,19 @@ Bound      Tensor cores. The page is about memory. One unit is a bf16 value per 
              gradients of weights         0.4          10.8        0.4
              statistics                   0.3           0.0        0.3
              sum                        180.0          38.8      115.7
-           The temporaries are three hidden tensors and the gradient of the residual, less the
-           product, which is free by then. checkpointed has its peak in the block that comes last,
-           when seven blocks have their gradients. selective has used up one projection.
-Seen       The records are within 0.8 % of these sums. The records of stored and selective are
-           within 1 MB. The record of checkpointed is 5 MB higher, which we cannot explain. All
-           sides are slower than predicted by nearly the same factor, so their ratio is as
-           predicted. The cost counts attention at the full rate of the tensor cores. At the share
-           that flash reaches in long_attention, it would explain about a third of the gap of
-           stored. We cannot explain the rest.
-Use when   Activations do not fit in memory, and nothing else can be dropped. Try selective first if
-           it saves enough: it repeats no product. Outside a CUDA graph, its policy costs host time,
-           because Python runs at each operation.
+           The temporaries are three hidden tensors and the gradient of the residual, minus the
+           product of silu(gate) and up, which is already freed. checkpointed peaks in the last
+           block of the backward pass, when the gradients of seven blocks are stored. selective has
+           already freed one of the projections that it kept.
+Seen       The measured peaks are within 0.8 % of these sums. stored and selective are within 1 MB.
+           checkpointed is 5 MB higher, which we cannot explain. All sides are slower than predicted
+           by nearly the same factor, so their ratios are as predicted. The cost counts attention at
+           the full rate of the tensor cores. In long_attention_test.py, flash reaches only a share
+           of that rate. At this share, attention would explain about a third of the gap of stored.
+           We cannot explain the rest.
+Use when   Activations do not fit in memory, and nothing else can be freed. If selective saves
+           enough, prefer it: it repeats no matrix product. Outside a CUDA graph, selective costs
+           host time, because its Python policy runs for each operation.
 """
 
 import functools
@@ -78,7 +79,7 @@ def stored(model, tokens, labels):
 
 
 def checkpointed(model, tokens, labels):
-    # Nothing is drawn at random, so no generator state has to be kept.
+    # The model uses no random numbers, so there is no generator state to save.
     block = functools.partial(
         checkpoint, Block.forward, use_reentrant=False, preserve_rng_state=False
     )
@@ -113,7 +114,8 @@ def stored_cost(layers, width, rows, length):
 
 
 def checkpointed_cost(layers, width, rows, length):
-    again = decoder_costs.forward(width, rows * length, length)  # all but the last product
+    # This counts the last matrix product of the block too, although it is not recomputed.
+    again = decoder_costs.forward(width, rows * length, length)
     return stored_cost(layers, width, rows, length) + layers * again
 
 

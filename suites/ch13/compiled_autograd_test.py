@@ -1,15 +1,16 @@
-"""Compiled autograd: compile the backward of an eager forward.
+"""Compiled autograd: compile the backward pass of an eager forward pass.
 
-Problem    Gradients of `layers` pre-norm SwiGLU layers of width 1024 for 16384 tokens in bf16, with
-           respect to x and all weights. The gradient of the output is given. The forward is eager
-           on both sides, as in a model that Dynamo cannot trace. Typical reasons are data-dependent
-           control flow and a library's own operators.
+Problem    Backward pass of `layers` pre-norm SwiGLU layers of width 1024 for 16384 tokens in bf16.
+           It computes the gradients of x and all weights from a given gradient of the output. The
+           forward pass is eager on both sides, as in a model that Dynamo cannot trace because of
+           data-dependent control flow or custom operators.
 Baseline   eager: autograd runs one node at a time, as PyTorch does by default.
-Optimized  compiled_backward: the baseline with `torch._dynamo.config.compiled_autograd`. The graph
-           that the engine would run is traced at the first backward and compiled.
-Bound      Tensor cores for the products, which are the same on both sides. DRAM for the other
-           kernels. Compiled, the backward of SwiGLU is one kernel, and norm and sums are two.
-Use when   Dynamo cannot trace the forward. If it can, compile the whole step instead.
+Optimized  compiled_backward: the baseline with `torch._dynamo.config.compiled_autograd`. The first
+           backward pass traces the autograd graph and compiles it.
+Bound      Tensor cores for the matrix products, which are the same on both sides. DRAM for the
+           other kernels. After compilation, the backward pass of SwiGLU is one kernel, and that of
+           the norm and the sums is two.
+Use when   Dynamo cannot trace the forward pass. If it can, compile the whole step instead.
 """
 
 import functools
@@ -58,7 +59,7 @@ def compiled():
     def backward(y, gradient):
         y.backward(gradient)
 
-    with torch._dynamo.config.patch(compiled_autograd=True):  # read when it is wrapped
+    with torch._dynamo.config.patch(compiled_autograd=True):  # read by torch.compile
         return torch.compile(backward, dynamic=False)
 
 
@@ -105,7 +106,7 @@ def backward_products(width, tokens):
 
 def eager_cost(layers, width, tokens):
     hidden, weights = hidden_of(width), 3 * layers * width * hidden_of(width)
-    pointwise = Cost(  # two of the product, silu, two sums of gradients, two of the norm
+    pointwise = Cost(  # gate * up (2), silu, sums of gradients (2), norm (2)
         read=2 * tokens * (8 * width + 6 * hidden),
         write=2 * tokens * (3 * width + 3 * hidden),
         launches=7,
@@ -131,7 +132,7 @@ def compiled_cost(layers, width, tokens):
     inputs=inputs,
     reference=reference,
     sizes=[{"layers": 4, "width": 1024, "tokens": 16384}],
-    check_sizes=[{"layers": 1, "width": 64, "tokens": 33}],  # a CPU compiles 10 s a layer
+    check_sizes=[{"layers": 1, "width": 64, "tokens": 33}],  # a CPU takes 10 s per layer
     work=work,
     bound="dram",
     costs={eager: eager_cost, compiled_backward: compiled_cost},

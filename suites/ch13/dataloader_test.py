@@ -1,30 +1,32 @@
-"""DataLoader: decode the next batches while this one is trained on.
+"""DataLoader: decode the next batches while the model trains on the current one.
 
-Problem    One epoch of SGD on images that lie in memory as 8 x 8 blocks of DCT coefficients, as a
-           JPEG does after its entropy decoding. For each item: dequantize, invert the DCT, YCbCr to
-           RGB, crop, flip, resize with antialiasing, some 12 torch operations on the CPU. The items
-           come in shards of 64. One shard of 4 holds grainy images, which are smoothed 8 times
-           first, so loading is slow in bursts of 4 batches. The sampler shuffles within a shard,
-           and is the same on all sides. Every item's logits are returned, and the weights after the
-           epoch are compared.
-Baseline   in_process: `num_workers=0`. The process that trains also decodes.
-Optimized  workers: the baseline with processes that decode. They start and end with the epoch.
-           persistent: workers with `persistent_workers=True`. They start once, which is not timed.
+Problem    One epoch of SGD on images. They are stored in memory as 8 x 8 blocks of DCT
+           coefficients, like a JPEG after entropy decoding. About 12 torch operations on the CPU
+           prepare each image: dequantize, invert the DCT, convert YCbCr to RGB, crop, flip, resize
+           with antialiasing. The images come in shards of 64. One shard in 4 holds grainy images,
+           which are also smoothed 8 times, so 4 slow batches come in a row. The sampler shuffles
+           within a shard, in the same order on all sides. Each side returns the logits of every
+           image. The weights after the epoch are compared too.
+Baseline   in_process: `num_workers=0`. The training process also decodes.
+Optimized  workers: the baseline with worker processes that decode. They start and end with the
+           epoch.
+           persistent: workers with `persistent_workers=True`. The workers start once, before the
+           timed part.
            pinned: persistent with `pin_memory=True` and a copy with `non_blocking=True`.
-           prefetched: pinned with `prefetch_factor=4`: each worker has four batches under way, not
-           2, so more fast batches are ready when a slow burst comes.
-Bound      The host: decoding without workers. With workers, the process that trains receives
-           batches, launches kernels, and waits for bursts. Starting and ending workers takes longer
-           than decoding a short epoch.
-Seen       The cost counts what the training process launches and copies. The time of decoding on
-           the CPU and of passing batches between processes has no rate, so these times are not
-           explained.
+           prefetched: pinned with `prefetch_factor=4`: each worker prepares up to four batches
+           ahead, not 2, so more batches are ready when the slow ones come.
+Bound      The host. Without workers, it is limited by decoding. With workers, the training process
+           receives batches, launches kernels, and waits for the slow batches. In a short epoch,
+           starting and ending the workers takes longer than decoding.
+Seen       The cost counts only the launches and copies of the training process. There is no
+           measured rate for decoding on the CPU or for passing batches between processes, so the
+           prediction leaves these times out.
 Use when   Decoding takes longer than a step: use persistent workers, with pinned memory. Workers
-           that end with the epoch only pay in long epochs. A larger prefetch factor helps only if
-           loading times vary.
+           that end with the epoch are worth their start-up time only in long epochs. A larger
+           prefetch factor helps only if loading times vary.
 
-Workers do not see changes to a tensor after they start. So the images are part of the state, which
-nobody changes, and the order is the input.
+Workers do not see changes that are made to a tensor after they start. So the images are stored in
+the state and never change. Only their order is an input.
 """
 
 from types import SimpleNamespace
@@ -36,13 +38,13 @@ from torch.utils.data import DataLoader
 from pytest_aisp import Conditions, Cost, Variant, Work, compare
 
 BATCH, CLASSES, HIDDEN, RATE = 16, 10, 64, 0.01
-SHARD, GRAINY, SMOOTHINGS = 64, 4, 8  # items of a shard; one shard in 4 is grainy
-QUANTIZED = torch.arange(1, 65).view(8, 8) / 64  # steps of the 64 frequencies
+SHARD, GRAINY, SMOOTHINGS = 64, 4, 8  # items per shard; one shard in 4 is grainy
+QUANTIZED = torch.arange(1, 65).view(8, 8) / 64  # quantization steps of the 64 frequencies
 TO_RGB = torch.tensor([[1.0, 0.0, 1.402], [1.0, -0.344, -0.714], [1.0, 1.772, 0.0]])
 
 
 def cosines(dtype):
-    """Return the orthonormal DCT of 8 points: row k is frequency k."""
+    """Return the (8, 8) matrix of the orthonormal 8-point DCT: row k is frequency k."""
     points = torch.arange(8, dtype=torch.float64)
     rows = torch.cos((2 * points + 1) * points[:, None] * torch.pi / 16) / 2
     rows[0] /= 2**0.5
@@ -67,7 +69,7 @@ def state(device, items, side, workers):
 
 
 def inputs(device, items, side, workers):
-    """Return the sampler's rows: item, top, left and flip, for each place in the epoch."""
+    """Return an (items, 4) tensor in the epoch's order: item, top and left of the crop, flip."""
     order = torch.cat([s[torch.randperm(len(s))] for s in torch.arange(items).split(SHARD)])
     corners = torch.randint(side // 4 + 1, (2, items))
     return (torch.stack([order, *corners, torch.randint(2, (items,))], dim=1),)
@@ -84,7 +86,7 @@ def smoothed(pictures):
 
 
 class Rows:
-    """The rows of a tensor as a sampler's keys. Each epoch reads the tensor again."""
+    """A sampler that yields the rows of a tensor, which it reads again in each epoch."""
 
     def __init__(self, rows):
         self.rows = rows
@@ -148,7 +150,7 @@ def loader(state, rows, **more):
 
 
 def forked(state, **more):
-    # Forked workers share the dataset. With other start methods, each gets a copy.
+    # Forked workers share the data set. With other start methods, each worker gets a copy.
     return {"num_workers": state.workers, "multiprocessing_context": "fork", **more}
 
 
@@ -179,7 +181,7 @@ def prefetched(state, rows):
 
 
 def lasting(state, rows, pin_memory=False, **more):
-    """Yield an epoch whose workers are already running."""
+    """Yield a function that runs an epoch with workers that are already running."""
     keeping = {"persistent_workers": True, "pin_memory": pin_memory}
     batches = loader(state, rows, **forked(state, **keeping, **more))
     iter(batches)
@@ -187,7 +189,7 @@ def lasting(state, rows, pin_memory=False, **more):
 
 
 def epoch_cost(items, side, workers):
-    """Return the cost of copies to the GPU and of SGD steps, without decoding."""
+    """Return the cost of an epoch's copies to the GPU and SGD steps, without decoding."""
     pixels = 3 * (side // 2) ** 2
     step = Cost(
         h2d=BATCH * (4 * pixels + 8),
@@ -197,7 +199,7 @@ def epoch_cost(items, side, workers):
     return -(-items // BATCH) * step + Cost(launches=1)
 
 
-LASTING = {"sm90": 2.0, "cpu": "yardstick"}  # on a CPU steps and workers share the cores
+LASTING = {"sm90": 2.0, "cpu": "yardstick"}  # on a CPU, training and workers share the cores
 
 
 @compare(
@@ -222,7 +224,7 @@ LASTING = {"sm90": 2.0, "cpu": "yardstick"}  # on a CPU steps and workers share 
     ),
     bound="host",
     costs=dict.fromkeys((in_process, workers, persistent, pinned, prefetched), epoch_cost),
-    conditions=Conditions(owns=["threads"]),  # workers live on from epoch to epoch
+    conditions=Conditions(owns=["threads"]),  # workers keep running between epochs
 )
 def test_dataloader(pair):
     pair.assert_equivalent()

@@ -1,9 +1,9 @@
-"""What the decoder of `transformer.py` costs: the kernels of an eager forward and backward.
+"""Costs of the decoder in `transformer.py`: the kernels of eager forward and backward passes.
 
-Traffic is counted in units: one value for each token and each of `width` columns. `hidden` is the
-hidden width in units, about 8/3. An eager operation is one kernel, which reads its inputs and
-writes its outputs. Some 8 units of temporaries are in use at a time. If these fit in the L2, only
-the activations that backward needs are counted as DRAM traffic.
+Traffic is counted in units. A unit is one tensor of (tokens, width) values. `hidden` is the hidden
+width divided by the width, about 8/3. An eager operation is one kernel, which reads its inputs and
+writes its outputs. About 8 units of temporaries are in use at a time. If these fit in the L2, only
+the activations that are kept for the backward pass count as DRAM traffic.
 """
 
 from pytest_aisp import Cost
@@ -15,13 +15,13 @@ TEMPORARIES = 8
 
 
 def layers(count, width, tokens, length, element=2, arithmetic="bf16"):
-    """Return the cost of `count` blocks' forward and backward."""
+    """Return the cost of the forward and backward passes of `count` blocks."""
     size = width, tokens, length, element, arithmetic
     return count * (forward(*size) + backward(*size))
 
 
 def forward(width, tokens, length, element=2, arithmetic="bf16"):
-    """Return the cost of a block's forward."""
+    """Return the cost of a block's forward pass."""
     return (
         linear_forward(width, tokens, element, arithmetic)
         + attention_forward(width, tokens, length, element, arithmetic)
@@ -30,7 +30,7 @@ def forward(width, tokens, length, element=2, arithmetic="bf16"):
 
 
 def backward(width, tokens, length, element=2, arithmetic="bf16"):
-    """Return the cost of a block's backward."""
+    """Return the cost of a block's backward pass."""
     return (
         linear_backward(width, tokens, element, arithmetic)
         + attention_backward(width, tokens, length, element, arithmetic)
@@ -39,7 +39,7 @@ def backward(width, tokens, length, element=2, arithmetic="bf16"):
 
 
 def matrices(width):
-    """Return the weights of a block's five products."""
+    """Return the number of weights in the five linear layers of a block."""
     return (4 * width + 3 * hidden_of(width)) * width
 
 
@@ -55,7 +55,7 @@ def linear_forward(width, tokens, element, arithmetic):
 
 
 def linear_backward(width, tokens, element, arithmetic):
-    """Return the cost of two products for each one of the forward."""
+    """Return the cost of two matrix products for each one in the forward pass."""
     inputs = 4 * width + hidden_of(width)
     outputs = 5 * width + 2 * hidden_of(width)
     return Cost(
@@ -67,7 +67,7 @@ def linear_backward(width, tokens, element, arithmetic):
 
 
 def attention_forward(width, tokens, length, element, arithmetic):
-    """Return the cost of two products. The causal mask halves them."""
+    """Return the cost of two matrix products. The causal mask halves their operations."""
     return Cost(
         read=3 * element * tokens * width,
         write=element * tokens * width,
@@ -78,7 +78,7 @@ def attention_forward(width, tokens, length, element, arithmetic):
 
 
 def attention_backward(width, tokens, length, element, arithmetic):
-    """Return the cost of five products, since the scores are computed again."""
+    """Return the cost of five matrix products, because the scores are computed again."""
     return Cost(
         read=8 * element * tokens * width,
         write=6 * element * tokens * width,
@@ -89,7 +89,14 @@ def attention_backward(width, tokens, length, element, arithmetic):
 
 
 def traffic(unit, read, write, kept_read, kept_write, launches):
-    """Return the cost of kernels that move so many units. Backward needs the kept ones."""
+    """Return the cost of pointwise kernels.
+
+    Args:
+        unit: bytes of a unit.
+        read, write: units that the kernels read and write.
+        kept_read, kept_write: how many of these units are activations kept for the backward pass.
+        launches: number of kernels.
+    """
     if TEMPORARIES * unit > L2:
         return Cost(read=read * unit, write=write * unit, launches=launches)
     return Cost(
@@ -104,7 +111,7 @@ def pointwise_forward(width, tokens, element):
     hidden = hidden_of(width) / width
     return traffic(
         element * tokens * width,
-        read=2 + 10 + 1 + 4 + 3 * hidden,  # norms, rotation, heads side by side, sums, SwiGLU
+        read=2 + 10 + 1 + 4 + 3 * hidden,  # norms, rotation, heads, sums, SwiGLU
         write=2 + 8 + 1 + 2 + 2 * hidden,
         kept_read=0,
         kept_write=7 + 2 * hidden,
@@ -116,7 +123,7 @@ def pointwise_backward(width, tokens, element):
     hidden = hidden_of(width) / width
     return traffic(
         element * tokens * width,
-        # sums of gradients, norms, rotation, q k v side by side, SwiGLU
+        # Terms, in order: sums of gradients, norms, rotation, concatenation of q, k, v, SwiGLU.
         read=6 + 8 + 11 + 3 + 6 * hidden,
         write=3 + 2 + 9 + 3 + 3 * hidden,
         kept_read=4 + 3 * hidden,
@@ -126,7 +133,7 @@ def pointwise_backward(width, tokens, element):
 
 
 def ends(width, tokens, element=2, arithmetic="bf16"):
-    """Return the cost of embedding, last norm, head and loss, forward and backward."""
+    """Return the cost of embedding, last norm, head and loss, in both passes."""
     head = VOCABULARY * width
     product = Cost(
         read=3 * element * (tokens * width + head),

@@ -1,24 +1,25 @@
-"""Dynamic int8: a product at twice the rate helps only if the quantization is fused.
+"""Dynamic int8: a matrix product at twice the rate helps only if the quantization is fused.
 
 Problem    y = x W^T, x (m, k) and W (n, k) in bf16, y in bf16. The weights are the page's state.
 Baseline   bf16: `torch.nn.functional.linear`, which is cuBLASLt.
-Optimized  All variants use int8 weights with a scale for each row, quantized once, which is not
-           timed. The activations are quantized in each call, also with a scale for each row. The
-           product is `torch._int_mm`, rescaled in fp32.
+Optimized  All variants use int8 weights with a scale for each row. The weights are quantized once,
+           before the timed part. The activations are quantized in each call, also with a scale for
+           each row. `torch._int_mm` multiplies, and the result is rescaled in fp32.
            eager: one kernel for each PyTorch operation.
-           compiled: eager through `torch.compile`: one kernel quantizes and one rescales.
-           torchao: the int8 linear layer of torchao, compiled. It is optional. Without torchao, the
-           case says how to install it.
-Bound      Tensor cores, at twice bf16's rate if cuBLAS reaches it. The product writes 4 bytes per
-           element of y. eager moves 25 more for each of x and 22 for each of y. compiled moves 3
-           and 6.
-Seen       No variant gains. A profile shows that cuBLAS uses a kernel made for Ampere
-           (`cutlass_80_tensorop_i16832gemm`) for int8, whose rate is about that of its bf16 kernel
-           for Hopper. eager minus compiled is about twice as long as the traffic that compiled
-           saves. We cannot explain this. The rate of int8 is not measured, so no time is predicted
-           for the int8 sides.
-Use when   int8 weights save memory that you need. Do not expect a gain in time on Hopper for these
-           sizes, and never quantize activations in eager mode. FP8 does gain: see fp8_linear.
+           compiled: eager with `torch.compile`: one kernel quantizes, and one rescales.
+           torchao: the int8 linear layer of torchao, compiled. If torchao is not installed, the
+           test is skipped and says how to install it.
+Bound      Tensor cores, at twice the rate of bf16 if cuBLAS reaches it. The matrix product writes 4
+           bytes per element of y. Quantizing and rescaling move more bytes: eager moves 25 per
+           element of x and 22 per element of y, compiled moves 3 and 6.
+Seen       No variant is faster than bf16. A profile shows that cuBLAS multiplies int8 with a kernel
+           made for Ampere (`cutlass_80_tensorop_i16832gemm`). Its rate is about that of the bf16
+           kernel for Hopper. compiled saves about twice as much time over eager as the traffic that
+           it saves would take. We cannot explain this. The rate of int8 was not measured, so no
+           time is predicted for the int8 sides.
+Use when   You need the memory that int8 weights save. Do not expect a speedup on Hopper for these
+           sizes, and never quantize activations in eager mode. FP8 can be faster: see
+           fp8_linear_test.py.
 """
 
 import functools
@@ -64,7 +65,7 @@ def product(x, w, w_scale):
 
 @functools.cache
 def compiled_product():
-    return torch.compile(product, dynamic=False)  # a kernel for each size
+    return torch.compile(product, dynamic=False)  # compiles a kernel for each size
 
 
 def eager(w, x):
@@ -106,7 +107,7 @@ def eager_cost(m, n, k):
     x, y = m * k, m * n
     quantizing = (
         Cost(read=2 * x, write=2 * x, launches=1)  # absolute value
-        + Cost(read=2 * x, launches=4)  # maximum of each row, and its scale
+        + Cost(read=2 * x, launches=4)  # the maximum of each row, and the scale from it
         + Cost(read=2 * x, write=4 * x, launches=1)
         + Cost(read=4 * x, write=4 * x, launches=1)
         + Cost(read=4 * x, write=x, launches=1)

@@ -1,23 +1,24 @@
 """Expert parallelism: send tokens to the ranks of their experts and back in one exchange each way.
 
-Problem    Every rank has `tokens` tokens of `hidden` bf16 values, one routed expert that serves the
-           tokens of all ranks, and a shared expert for its own tokens. An expert is a linear layer
-           and GELU. The routing is given: tokens / world go to each rank. Splits are equal, as with
-           a fixed capacity that is full, so ranks need not exchange counts first. Every rank
-           returns shared plus routed expert of its own tokens, in their order.
-Baseline   listed: `all_to_all` of lists into new tensors, concatenated for the expert, and the same
-           on the way back.
-Optimized  single: the baseline with `all_to_all_single` between two buffers that are made once.
-           Nothing is concatenated.
-           overlapped: single with `async_op=True` on the way there. The shared expert computes
-           meanwhile.
-Bound      Tensor cores, for the two products. Then NVLink: ranks exchange (world - 1) / world of
-           their tokens, each way. Gathering, scattering, GELU and the sum are DRAM traffic.
-Seen       All sides are slower than predicted. overlapped should save one exchange and saves about
-           a fifth of it: the shared expert must take longer while NCCL's kernels occupy SMs. We did
-           not record how long each kernel takes, so we cannot explain the rest.
-Use when   Experts are on several GPUs. Keep the buffers between calls, since that is free. Overlap
-           if there is a computation that does not depend on the exchange, but expect little.
+Problem    Every rank has `tokens` tokens of `hidden` bf16 values and two experts. Its routed expert
+           serves tokens of all ranks, and its shared expert serves its own tokens. An expert is a
+           linear layer and GELU. The routing is given: each rank sends tokens / world tokens to
+           each rank. The splits are equal, as if every expert's fixed capacity were full, so ranks
+           need not exchange counts first. For each of its tokens, a rank returns the sum of both
+           experts' results, in the original order.
+Baseline   listed: `all_to_all` of lists into new tensors, which are concatenated for the expert.
+           The results return in the same way.
+Optimized  single: the baseline with `all_to_all_single` between two buffers that are allocated
+           once. Nothing is concatenated.
+           overlapped: single with `async_op=True` for the first exchange. The shared expert
+           computes during that exchange.
+Bound      Tensor cores for the two matrix products, then NVLink: each rank sends (world - 1) /
+           world of its tokens, each way. Gathering, scattering, GELU and the sum are DRAM traffic.
+Seen       All sides are slower than predicted. overlapped should hide one exchange, but saves only
+           about a fifth of its time. The shared expert must take longer while NCCL's kernels occupy
+           SMs. We did not record how long each kernel takes, so we cannot explain the rest.
+Use when   Experts are on several GPUs. Reuse the buffers between calls, which costs nothing. If
+           some computation does not depend on the exchange, overlap it, but expect little gain.
 """
 
 from dataclasses import replace
@@ -33,7 +34,7 @@ LISTS = "all_to_all of lists before torch 2.13" if torch.__version__ < (2, 13) e
 
 
 def inputs(device, tokens, hidden):
-    """Return tokens, which of them go to rank 0, 1, ..., and weights of both experts' layers."""
+    """Return tokens, their order by target rank, and the weights of the routed and shared expert."""
     x = torch.randn(tokens, hidden, device=device).bfloat16()
     order = torch.randperm(tokens, device=device)
     own, shared = (torch.randn(hidden, hidden, device=device) / hidden**0.5 for _ in range(2))
@@ -55,14 +56,14 @@ def expert(x, weight):
 
 
 def together(order, routed, shared):
-    """Return the sum of both experts, after putting the routed rows back in their places."""
+    """Return the sum of both experts' results, with the routed rows in the original order."""
     out = torch.empty_like(routed)
     out[order] = routed
     return out.add_(shared)
 
 
 def exchanged(x):
-    """Return the parts that all ranks send here of their `x`, in a new tensor."""
+    """Send each rank its part of `x`. Return the parts that this rank receives, concatenated."""
     sent = list(x.chunk(dist.get_world_size()))
     got = [torch.empty_like(part) for part in sent]
     dist.all_to_all(got, sent)

@@ -3,22 +3,24 @@
 Problem    y = x W^T, x (m, k) and W (n, k) in bf16, y in bf16. The weights are the page's state.
 Baseline   bf16: `torch.nn.functional.linear`, which is cuBLASLt.
 Optimized  All variants multiply in e4m3 by `torch._scaled_mm`.
-           dynamic: one scale for x and one for W, from their largest elements, in each call.
+           dynamic: one scale for x and one for W, computed in each call from their largest
+           elements.
            rowwise: dynamic with a scale for each row of x and of W.
-           prepared: rowwise with the weights quantized once, as for inference. That is not timed.
-           fused: prepared with one Triton kernel that quantizes the rows of x and reads them once.
-           This works because the scale of a row depends on that row only.
-Bound      Tensor cores for fused. DRAM decides how much the eager kernels of the others add. With
-           one scale they move 13 bytes per element: the absolute value is written and read again,
-           and so is the scaled value. With a scale for each row they move 17, because a tensor of
-           fp32 scales makes the scaled value fp32. A single fp32 scale leaves it bf16. fused moves
-           3.
-Seen       The rungs that quantize in eager mode are slower than predicted. rowwise minus prepared
-           is the time for W, and it is about twice as long as its traffic takes. We cannot explain
-           this.
-Use when   Weights are quantized ahead and one kernel quantizes the activations. Eager quantization
-           in each call can cost more than the product gains. A scale for each row helps accuracy
-           if the rows differ in size.
+           prepared: rowwise, but the weights are quantized once, before the timed part, as for
+           inference.
+           fused: prepared with one Triton kernel that quantizes the rows of x and reads them only
+           once. It needs one pass because the scale of a row depends only on that row.
+Bound      Tensor cores for fused. The other variants add eager kernels, which DRAM limits. dynamic
+           moves 13 bytes per quantized element, because the absolute values and the scaled values
+           are written and read again. rowwise and prepared move 17 bytes, because a tensor of fp32
+           scales makes the scaled values fp32. A single fp32 scale leaves them bf16. fused moves 3
+           bytes.
+Seen       The variants that quantize in eager mode are slower than predicted. The difference
+           between rowwise and prepared is the time to quantize W. It is about twice as long as the
+           traffic takes. We cannot explain this.
+Use when   The weights can be quantized in advance, and one kernel can quantize the activations.
+           Eager quantization in each call can cost more than the product gains. A scale for each
+           row improves accuracy if the rows differ in magnitude.
 """
 
 import torch
@@ -30,9 +32,9 @@ from pytest_aisp import Conditions, Cost, Variant, Work, compare
 
 from .rounding import to_even
 
-LARGEST = 448.0  # of e4m3
+LARGEST = 448.0  # the largest e4m3 number
 ROWS = "_scaled_mm with a scale a row before torch 2.13" if torch.__version__ < (2, 13) else ""
-"""What a CPU cannot do in that version."""
+"""Names what a CPU cannot do in this version of torch. Empty if it can."""
 
 
 def state(device, m, n, k):
@@ -117,7 +119,7 @@ def fp8_product(m, n, k):
 
 
 def quantizing(elements, scaled):
-    """Return the cost of eager kernels whose scaled values have `scaled` bytes each."""
+    """Return the cost of quantizing eagerly, with `scaled` bytes per scaled value."""
     magnitude = Cost(read=2 * elements, write=2 * elements, launches=1)
     largest = Cost(read=2 * elements, launches=1)
     scale = Cost(launches=4)  # to fp32, clamp, divide, reciprocal

@@ -1,20 +1,22 @@
-"""FP8 with an inner dimension that it does not support: pad it with zeros.
+"""FP8 with an unsupported inner dimension: pad it with zeros.
 
-Problem    y = x W^T, x (m, k) and W (n, k) in bf16, y in bf16. k is not a multiple of 16, but FP8
-           products need that. The weights are the page's state.
+Problem    y = x W^T, x (m, k) and W (n, k) in bf16, y in bf16. k is not a multiple of 16, which FP8
+           matrix products need. The weights are the page's state.
 Baseline   as_is: `torch.nn.functional.linear` in bf16, which takes any k.
 Optimized  padded: the baseline with zeros appended to the rows of x and W in each call, in bf16.
-           fp8: padded in e4m3: x and W are quantized in each call, with a scale each, and then
-           padded. The product is `torch._scaled_mm`.
-           prepared: fp8 with W quantized and padded once, which is not timed.
-Bound      Tensor cores, then DRAM for the eager kernels that quantize. They read and write 16 bytes
-           per element: 13 to quantize (see fp8_linear) and 3 to fill and copy the padded tensor.
+           fp8: padded in e4m3. In each call, x and W are quantized with one scale each, then
+           padded. `torch._scaled_mm` multiplies them.
+           prepared: fp8, but W is quantized and padded once, before the timed part.
+Bound      Tensor cores, then DRAM for the eager kernels that quantize. They move 16 bytes per
+           element: 13 to quantize (see fp8_linear_test.py), and 3 to fill the padded tensor and
+           copy into it.
 Seen       as_is is far slower than predicted. Its rows begin at multiples of 8 bytes, and TMA needs
-           16. We did not record which kernel cuBLAS chooses. fp8 and prepared are slower because
-           the eager kernels take about twice as long as their traffic: fp8 minus prepared is the
-           time for W. The same factor shows in fp8_linear. We cannot explain it.
-Use when   k is not a multiple of 8: padding alone, in bf16, gains the most. Go on to FP8 only if
-           the weights are quantized ahead.
+           16. We did not record which kernel cuBLAS chooses. fp8 and prepared are slower than
+           predicted because their eager kernels take about twice as long as their traffic. The
+           difference between fp8 and prepared, which is the time for W, shows this factor.
+           fp8_linear_test.py has the same factor. We cannot explain it.
+Use when   k is not a multiple of 8. Padding alone, in bf16, gives most of the speedup. Use FP8 only
+           if the weights can be quantized in advance.
 """
 
 import torch
@@ -22,7 +24,7 @@ from torch.nn import functional as F
 
 from pytest_aisp import Conditions, Cost, Variant, Work, compare
 
-LARGEST = 448.0  # of e4m3
+LARGEST = 448.0  # the largest e4m3 number
 GRAIN = 16
 
 
@@ -79,13 +81,13 @@ def fp8_product(m, n, k):
 
 
 def padding(rows, k, element):
-    """Return the cost of `whole_rows`: zeros, and a copy into them."""
+    """Return the cost of `whole_rows`: fill a tensor with zeros, and copy into it."""
     fill = Cost(write=element * rows * whole(k), launches=1)
     return fill + Cost(read=element * rows * k, write=element * rows * k, launches=1)
 
 
 def quantizing(rows, k):
-    """Return the cost of `quantized`: four kernels for the scale, and these, which move data."""
+    """Return the cost of `quantized`: four small kernels for the scale, and those that move data."""
     elements = rows * k
     scale = Cost(read=2 * elements, write=2 * elements, launches=1)
     scale += Cost(read=2 * elements, launches=1) + Cost(launches=4)
@@ -117,7 +119,7 @@ def prepared_cost(m, n, k):
     inputs=inputs,
     reference=reference,
     sizes=[{"m": 8192, "n": 8192, "k": 4100}],
-    # FP8 also needs a multiple of 16 for n.
+    # FP8 also needs n to be a multiple of 16.
     check_sizes=[{"m": 33, "n": 48, "k": 77}, {"m": 7, "n": 16, "k": 1028}],
     work=lambda m, n, k: Work(
         read=2 * (m * k + n * k), write=2 * m * n, flops={"fp8": 2 * m * n * k}, terms=k

@@ -1,23 +1,23 @@
-"""Fully sharded data parallel: keep a share of parameters, gradients and momentum, not all of them.
+"""Fully sharded data parallel: each rank keeps a share of parameters, gradients and momentum.
 
-Problem    A training step of an MLP of `layers` square fp32 layers on every rank's own batch: load
-           the checkpoint, forward, backward, mean of the gradients over the ranks, SGD with
-           momentum. Every rank returns its own rows of the new parameters. The checkpoint holds
-           parameters and momentum. It is the page's state, and each call begins by loading it.
+Problem    A training step of an MLP of `layers` square fp32 layers. Each rank has its own batch. A
+           call loads the checkpoint (parameters and momentum), runs forward and backward, averages
+           the gradients over the ranks, and updates by SGD with momentum. Every rank returns its
+           own rows of the new parameters.
 Baseline   ddp: DistributedDataParallel. Every rank holds and updates everything. Gradients are
-           views of DDP's buckets, which saves a copy of them all.
-Optimized  fsdp: `fully_shard` on each layer instead. A rank holds rows / world of parameters,
-           gradients and momentum. A layer's parameters are gathered before they are used, and freed
-           after.
-Bound      The CUDA cores' products in ddp, and the host in fsdp. The page is about memory. 16
-           layers of 4096 x 4096 are 1 GiB. On two ranks, ddp holds parameters, buckets of
-           gradients, momentum and at last half of them as returned rows, 3.5 GiB. fsdp holds half
-           of the first three, 1.5 GiB, and in backward also three or four layers of 64 MiB: the
-           gathered layer, the next one, and a gradient on its way to the other ranks. That is half
-           of ddp's memory.
-Seen       In an earlier form, whose update had no momentum, fsdp was far slower than predicted. Its
-           host runs Python hooks before and after each layer. The cost counts launches, but not the
-           time of the hooks. We did not measure how long they take.
+           views of DDP's buckets, so there is no second copy of them.
+Optimized  fsdp: `fully_shard` on each layer instead. A rank holds 1 / world of the rows of all
+           parameters, gradients and momentum. A layer's parameters are gathered before they are
+           used, and freed afterwards.
+Bound      For ddp, the matrix products on the CUDA cores. For fsdp, the host. The page is about
+           memory. 16 layers of 4096 x 4096 are 1 GiB. On two ranks, ddp needs 3.5 GiB: parameters,
+           gradient buckets, momentum, and at the end the returned half of the parameters. fsdp
+           holds half of the first three, 1.5 GiB. In the backward pass it also holds three or four
+           layers of 64 MiB: the gathered layer, the next one, and a gradient that is being sent to
+           the other ranks. That is half of ddp's memory.
+Seen       An earlier form of this page had no momentum. There, fsdp was far slower than predicted.
+           The host runs FSDP's Python hooks before and after each layer. The cost counts launches,
+           but not the time of the hooks. We did not measure how long they take.
 Use when   Parameters, gradients and optimizer state do not fit on one GPU. If they fit, DDP is
            faster, unless a layer's products take longer than its hooks.
 """
@@ -74,7 +74,7 @@ def step(model, optimizer, x, dy):
 
 
 def sgd(model):
-    """Return SGD in the middle of training, and its momentum of each parameter."""
+    """Return an SGD optimizer with momentum buffers, and a list of these buffers."""
     optimizer = torch.optim.SGD(model.parameters(), RATE, MOMENTUM)
     buffers = [torch.zeros_like(parameter) for parameter in model.parameters()]
     for parameter, buffer in zip(model.parameters(), buffers, strict=True):
@@ -122,7 +122,7 @@ def fsdp(state, x, dy):
 
 
 def loading(weights):
-    """Return the cost of copying parameters and momentum."""
+    """Return the cost of loading parameters and momentum from the checkpoint."""
     return 2 * Cost(read=4 * weights, write=4 * weights, launches=1)
 
 
@@ -135,7 +135,7 @@ def updating(weights):
 def ddp_cost(layers, width, world):
     weights = layers * width**2
     forward = Cost(ops={"fp32": 2 * BATCH * weights}, launches=2 * layers)
-    backward = Cost(  # an all-reduce a layer meanwhile
+    backward = Cost(  # overlapped with one all-reduce per layer
         ops={"fp32": 4 * BATCH * weights},
         nccl=2 * (world - 1) / world * 4 * weights,
         launches=4 * layers,
@@ -148,14 +148,14 @@ def ddp_cost(layers, width, world):
 def fsdp_cost(layers, width, world):
     weights = layers * width**2
     own, away = weights / world, (world - 1) / world * 4 * weights
-    forward = Cost(  # a gather meanwhile, with a copy into its buffer and one out of it
+    forward = Cost(  # overlapped with an all-gather, which copies into its buffer and out of it
         read=4 * (own + weights),
         write=4 * (own + weights),
         ops={"fp32": 2 * BATCH * weights},
         nccl=away,
         launches=5 * layers,
     )
-    backward = Cost(  # another gather, and a scatter of the gradients, copied into its buffer
+    backward = Cost(  # another all-gather, and a reduce-scatter of gradients, copied into its buffer
         read=4 * (own + 2 * weights),
         write=4 * (own + 2 * weights),
         ops={"fp32": 4 * BATCH * weights},
@@ -177,7 +177,7 @@ def fsdp_cost(layers, width, world):
     work=lambda layers, width, world: Work(
         flops={"fp32": 6 * BATCH * layers * width**2},
         wire=2 * (world - 1) / world * 4 * layers * width**2,
-        terms=max(width, BATCH),  # forward adds over the width, backward over the batch too
+        terms=max(width, BATCH),  # sums over the width, and in the backward pass over the batch
         roundings=2 * layers + 4,
     ),
     bound="host",

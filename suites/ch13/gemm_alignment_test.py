@@ -1,18 +1,22 @@
-"""Odd dimensions of a product: pad them to let fast kernels load the rows.
+"""Odd dimensions of a matrix product: pad them, so that fast kernels can load the rows.
 
-Problem    x @ w.T in bf16, as `linear` computes it: x is (m, k), the weight (n, k). Either k is
-           odd, as after features were concatenated, or n, as in GPT-2's vocabulary of 50257.
-Baseline   odd: `linear` on the operands as they are. Rows of an odd number of bf16 begin at
-           multiples of 2 bytes. Fast kernels use TMA or 16-byte copies, which need multiples of 16.
+Problem    x @ w.T in bf16, as `linear` computes it: x is (m, k), the weight (n, k). In one size k
+           is odd, as it may be after features are concatenated. In the other n is odd, as in
+           GPT-2's vocabulary of 50257.
+Baseline   odd: `linear` on the unpadded operands. A row with an odd number of bf16 values may begin
+           at any multiple of 2 bytes. Fast kernels use TMA or 16-byte copies, which need rows that
+           begin at multiples of 16 bytes.
 Optimized  to_8: the baseline with the weight padded with zeros to a multiple of 8, which is 16
            bytes. The padding of the weight is not timed. If k is odd, x is padded in each call. If
            n is odd, the result has padded rows, and the function returns a view of n columns.
-           to_64: to_8 with multiples of 64, which is 128 bytes, a step of the fast kernels' loop.
-Bound      Tensor cores. `pad` fills the padded tensor with zeros and then copies x into it, which
-           takes little time next to the product.
+           to_64: to_8 with multiples of 64. 64 values are 128 bytes, one step of the fast kernels'
+           loop over k.
+Bound      Tensor cores. `pad` fills the padded tensor with zeros and then copies x into it. This
+           takes little time compared with the matrix product.
 Seen       The baseline is far slower than predicted in both sizes. A profile shows why: cuBLAS
            chooses kernels made for Turing (`cutlass_75_tensorop_bf16_s1688gemm`). These do not use
-           Hopper's tensor core instructions, which the measured rate of bf16 needs.
+           Hopper's tensor core instructions, and the prediction uses a bf16 rate that was measured
+           with them.
 Use when   A dimension of a bf16 product is odd, and the weight can be padded once. Multiples of 8
            are enough: padding to a multiple of 64 gains almost nothing more.
 """
@@ -66,7 +70,7 @@ def product(m, k, n):
 
 
 def padding(multiple):
-    """Return a function of the size: zeros, a copy of x into them, and the padded product."""
+    """Return a function from the size to the cost of padding x (if k changes) and multiplying."""
 
     def cost(m, k, n):
         wide, tall = (size + -size % multiple for size in (k, n))

@@ -1,26 +1,29 @@
-"""Layouts of a product: a transposed operand needs no copy.
+"""Layouts of a matrix product: a transposed operand needs no copy.
 
-Problem    x @ w in bf16. x is (m, k), but in memory it is transposed, as (k, m): activations whose
-           channels come first. The weight can be stored in either order.
-Baseline   nt: copies x into rows and multiplies. The weight is stored as (n, k), as in `linear`.
-Optimized  nn: the baseline with the weight stored as (k, n). The reordering is not timed.
+Problem    x @ w in bf16. x is (m, k), but it is stored transposed, as (k, m), like activations in
+           channels-first layout. The weight can be stored in either order.
+Baseline   nt: copies x to row-major (m, k) and multiplies. The weight is stored as (n, k), as in
+           `linear`.
+Optimized  nn: the baseline with the weight stored as (k, n). Reordering the weight is not timed.
            tt: the baseline without the copy. x is a transposed view.
-           tn: tt with the weight stored as (k, n).
-           The first letter is the layout of x: n in rows of k, t transposed. The second is the
-           weight's: n as (k, n), t as (n, k).
-Bound      Tensor cores. Those of Hopper read bf16 from shared memory in either order, and TMA loads
-           either order, so the layouts cost the same. fp8 and tf32 must be in rows of k.
-Seen       The copy takes about twice as long as predicted. Each of its loads takes 2 bytes of a
-           sector of 32 bytes, so the cost counts 32 bytes per element from the L2. Each load of a
-           warp also touches 32 lines, which the L1 looks up one per cycle (row_mapping of chapter
-           8). These lookups take as long as the sectors. If the two do not overlap, they explain
-           the time, as in transpose of chapter 7. That was not measured.
+           tn: tt with the weight stored as (k, n). The first letter of a name is the layout of x: n
+           is (m, k), t is (k, m). The second letter is the layout of the weight: n is (k, n), t is
+           (n, k).
+Bound      Tensor cores. On Hopper they read bf16 from shared memory in either order, and TMA loads
+           either order, so all layouts take the same time. For fp8 and tf32, k must be the
+           contiguous dimension.
+Seen       The copy takes about twice as long as predicted. Each of its loads uses 2 bytes of a
+           32-byte sector, so the cost counts 32 bytes per element from the L2. Each load of a warp
+           also touches 32 cache lines, and the L1 looks up one line per cycle (row_mapping of
+           chapter 8). These lookups take as long as the sectors. If lookups and sectors do not
+           overlap, they explain the time, as in transpose of chapter 7. We did not measure whether
+           they overlap.
 Use when   An operand is transposed in memory: pass the view, and do not call `contiguous`. In fp8
-           or tf32 the operand must be in rows of k.
+           or tf32, k must be the contiguous dimension.
 
 When dimensions are odd, cuBLAS may split k and add the parts in bf16
-(`allow_bf16_reduced_precision_reduction`, torch's default). One result is then rounded twice, which
-the page accepts.
+(`allow_bf16_reduced_precision_reduction`, torch's default). A result is then rounded twice. The
+page allows for this.
 """
 
 from types import SimpleNamespace
@@ -67,7 +70,7 @@ def product(m, k, n):
 
 
 def copied(m, k, n):
-    """Return the cost of nt and nn: the copy reads a sector of 32 bytes for each element."""
+    """Return the cost of nt and nn. Their copy reads a 32-byte sector for each element."""
     return Cost(read=2 * m * k, write=2 * m * k, l2=34 * m * k, launches=1) + product(m, k, n)
 
 

@@ -1,20 +1,21 @@
 """Private pools: let graphs that never run at the same time share their memory.
 
-Problem    A stack of 4 SwiGLU layers of width 2048 in bf16. It is captured as CUDA graphs for 8
-           numbers of tokens, from 1/8 of `tokens` to all of them, as inference servers capture
-           their batch sizes. A call replays each graph on the first rows of x.
-Baseline   apart: each graph has a private pool, which is the default of `torch.cuda.graph`. No
-           other graph may use the memory of its temporaries, although no two graphs run at once.
-Optimized  shared: all graphs are captured into one pool, the largest first. The temporaries of a
-           graph reuse the memory of those of the graphs before it. The outputs are still held, so
-           no graph overwrites them.
-Bound      Memory, not time: both sides replay the same kernels. At its most a layer holds 3
-           tensors of the hidden width, and its input and output. apart needs that for the sum of
-           all batch sizes, which is 4.5 times the largest one. shared needs that memory only once.
-           Both sides need the outputs of all sizes.
-Use when   A program captures many graphs and replays them one after the other. Hold each graph's
-           output while you capture the others, as here. Otherwise another graph overwrites it.
-           Graphs that may run at the same time must not share a pool.
+Problem    A stack of 4 SwiGLU layers of width 2048 in bf16. It is captured as 8 CUDA graphs, one
+           per batch size from 1/8 of `tokens` to all of them, as inference servers do. A call
+           replays each graph on the first rows of x.
+Baseline   apart: each graph has a private pool, which is the default of `torch.cuda.graph`. A
+           graph's temporaries keep their memory, although no two graphs run at once.
+Optimized  shared: all graphs are captured into one pool, the largest first. A graph's temporaries
+           reuse the memory of earlier graphs' temporaries. The outputs are still referenced, so no
+           graph overwrites them.
+Bound      Memory, not time: both sides replay the same kernels. At its peak, a layer holds 3
+           tensors of the hidden width, its input and its output. apart needs this memory for every
+           batch size. The sum of the batch sizes is 4.5 times the largest one. shared needs the
+           memory only for the largest. Both sides also need memory for the outputs of all batch
+           sizes.
+Use when   A program captures many graphs and replays them one after the other. Keep a reference to
+           each graph's output while you capture the others, as here. If you drop it, another graph
+           may overwrite the output. Graphs that may run at the same time must not share a pool.
 """
 
 import torch
@@ -42,7 +43,7 @@ def stack(x, gates, ups, downs):
 
 
 def batches(x):
-    """Return the rows of x for each batch size, the largest size first."""
+    """Return a list of views of x: the first rows for each batch size, the largest size first."""
     return [x[: len(x) * size // SIZES] for size in range(SIZES, 0, -1)]
 
 
