@@ -162,8 +162,8 @@ def cute(side, **properties):
 @compare(
     baseline=triton_tiles,
     optimized=[
-        cute(staged, sass="HMMA", at_least="yardstick"),
-        cute(ring, needs="tma", sass="HMMA", at_least="yardstick"),
+        cute(staged, at_least="yardstick"),
+        cute(ring, needs="tma", at_least="yardstick"),
         cute(wgmma, needs=("tma", "wgmma"), at_least="yardstick"),
         Variant(library, at_least="yardstick"),
     ],
