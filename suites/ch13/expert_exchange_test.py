@@ -34,7 +34,7 @@ LISTS = "all_to_all of lists before torch 2.13" if torch.__version__ < (2, 13) e
 
 
 def inputs(device, tokens, hidden):
-    """Return tokens, their order by target rank, and the weights of the routed and shared expert."""
+    """Return tokens, their order by target rank, and weights of the routed and shared expert."""
     x = torch.randn(tokens, hidden, device=device).bfloat16()
     order = torch.randperm(tokens, device=device)
     own, shared = (torch.randn(hidden, hidden, device=device) / hidden**0.5 for _ in range(2))

@@ -87,7 +87,7 @@ def padding(rows, k, element):
 
 
 def quantizing(rows, k):
-    """Return the cost of `quantized`: four small kernels for the scale, and those that move data."""
+    """Return the cost of `quantized`: four kernels for the scale, and those that move data."""
     elements = rows * k
     scale = Cost(read=2 * elements, write=2 * elements, launches=1)
     scale += Cost(read=2 * elements, launches=1) + Cost(launches=4)

@@ -155,7 +155,7 @@ def fsdp_cost(layers, width, world):
         nccl=away,
         launches=5 * layers,
     )
-    backward = Cost(  # another all-gather, and a reduce-scatter of gradients, copied into its buffer
+    backward = Cost(  # another all-gather, and a reduce-scatter, which copies into its buffer
         read=4 * (own + 2 * weights),
         write=4 * (own + 2 * weights),
         ops={"fp32": 4 * BATCH * weights},
