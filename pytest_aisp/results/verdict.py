@@ -39,7 +39,10 @@ them, are suspects in the same direction.
 RECORD_FLOOR = 0.02
 RECORD_SPREADS = 10.0
 SESSION_SHIFTS = 5.0
-"""All votes share a session, so this many session spreads are added to the detectable loss."""
+"""Number of session spreads to add to the detectable loss.
+
+All votes come from one session, so they do not show how much sessions differ.
+"""
 UNKNOWN_SESSION = {"graph": 0.010, "queue": 0.020, "host": 0.10, "cpu": 0.05, "process": 0.05}
 """The spread between sessions on each clock, assumed until sessions are recorded (spread.md)."""
 

@@ -1,11 +1,12 @@
 """Find the commits that made a case slower.
 
-Each commit is compared with the good one by the code gate, in one process. A range of commits is
-divided if its ends differ by more than their noise. So if several commits cause a loss, all of them
-are found. In the end, each of them is compared with the version just before it.
+The code gate compares each commit with the good one: it times both versions in one process. The
+search divides every range of commits whose ends differ by more than their noise. So if several
+commits cause a loss, it finds all of them. At last, it compares each of these commits with the
+version just before it.
 
-All measurements are kept in the git folder until the search ends. They are named by the code that
-they compare, so an interrupted search continues even if the history was rewritten in the meantime.
+All measurements are kept in the git folder until the search ends. Their keys are hashes of the code
+that was compared. So an interrupted search can continue even after the history was rewritten.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ Measure = Callable[[Commit, Commit], Measurement]
 
 
 class Unclear(Exception):
-    """A measurement does not count, and neither does its repetition. The message says why."""
+    """A measurement was invalid twice in a row. The message says why."""
 
 
 class NoLoss(CliError):
@@ -43,12 +44,12 @@ class NoLoss(CliError):
 
 
 class Kept(Struct):
-    """The state of a search, which is kept in a file until the search ends.
+    """The state of a search. A file keeps it until the search ends.
 
     Attributes:
         case: the case's id.
         product, arch: the machine.
-        measured: the measurements, by the code of both commits.
+        measured: the measurements. Each key consists of the code hashes of two versions.
     """
 
     case: str
@@ -59,7 +60,7 @@ class Kept(Struct):
 
 @dataclass
 class Bisection:
-    """A search among versions of a case.
+    """A search for the versions that made a case slower.
 
     Attributes:
         versions: the good version, and all later ones up to the bad one.
@@ -77,14 +78,16 @@ class Bisection:
     runs: int = 0
 
     def compared(self, index: int, before: int = 0, *, again: bool = False) -> Measurement:
-        """Return version `index` compared with version `before`: kept, or measured now.
+        """Return the comparison of version `index` with version `before`.
+
+        It is measured now unless it was kept.
 
         Args:
-            again: True to measure once more, and use both measurements.
+            again: True to measure once more and combine the kept and the new measurement.
 
         Raises:
-            Unclear: twice in a row, the measurement does not count.
-            CliError: another machine measured the others.
+            Unclear: the measurement was invalid twice in a row.
+            CliError: the kept measurements come from another product.
         """
         new, old = self.versions[index], self.versions[before]
         if new.code == old.code:
@@ -124,8 +127,8 @@ class Bisection:
         """Return the roles of the sides that are slower at the bad version.
 
         Raises:
-            NoLoss: there is none.
-        CliError: the bad version cannot be measured.
+            NoLoss: no side is slower.
+            CliError: the bad version cannot be measured.
         """
         last = len(self.versions) - 1
         bad = self.versions[last].commit
@@ -146,7 +149,7 @@ class Bisection:
         return _slower(found)
 
     def losses(self, role: str, before: int, after: int) -> Iterator[Finding]:
-        """Yield each place between two measured versions where a side became slower."""
+        """Yield each place between the versions `before` and `after` where a side became slower."""
         inner = [i for i in range(before + 1, after) if not self._is_broken(i)]
         if not inner:
             yield self._last(role, before, after)
@@ -170,12 +173,16 @@ class Bisection:
             yield from self.losses(role, *half)
 
     def _is_broken(self, index: int) -> bool:
-        """Return whether it is known that a version cannot be measured."""
+        """Return whether an earlier attempt showed that a version cannot be measured."""
         known = self.kept.measured.get(f"{self.versions[0].code}..{self.versions[index].code}")
         return known is not None and bool(known.broken)
 
     def _slower_halves(self, role: str, *points: int) -> list[tuple[int, int]]:
-        """Return the one or two of two adjacent ranges whose ends differ by more than noise."""
+        """Return the ranges in which a side becomes slower by more than the noise.
+
+        Args:
+            points: the indices of three versions, which bound two adjacent ranges.
+        """
         sides = [self.compared(point).sides.get(role) for point in points]
         values = [side.value if side else 0.0 for side in sides]
         errors = [side.error if side else 0.0 for side in sides]
@@ -186,7 +193,7 @@ class Bisection:
         ]
 
     def _last(self, role: str, before: int, after: int) -> Finding:
-        """Compare two versions, between which nothing can be measured, with each other."""
+        """Compare two versions directly. No version between them can be measured."""
         try:
             found = self.compared(after, before)
             if role not in _slower(found):
@@ -220,11 +227,11 @@ def bisect_result(case: str, good: str, bad: str, *, tell: Say, say: Say) -> Cli
 
     Args:
         case: a pytest id, relative to the working directory.
-        tell: shows what is being done.
+        tell: shows the current step.
         say: prints a line about each measurement.
 
     Raises:
-        CliError: the search cannot begin, or was interrupted.
+        CliError: the search cannot begin, or the user interrupted it.
     """
     path, colons, name = case.partition("::")
     if not colons:
@@ -280,7 +287,7 @@ def _file(root: Path, case: str) -> Path:
 
 
 def _read(file: Path, case: str) -> Kept:
-    """Return the saved state of an interrupted search. Failed measurements will be tried again."""
+    """Return the saved state of a search, without the measurements that failed."""
     if not file.exists():
         return Kept(case)
     try:
@@ -294,7 +301,7 @@ def _read(file: Path, case: str) -> Kept:
 
 
 def _search(bisection: Bisection, root: Path, sass: SassDiff) -> tuple[list[str], int]:
-    """Return the lines about everything that was found, and the exit code."""
+    """Search all slower sides. Return the lines of the report, and the exit code."""
     versions, last = bisection.versions, len(bisection.versions) - 1
     if not last:
         raise NoLoss("there is nothing to search: no commit changes a file that the case uses")

@@ -14,10 +14,10 @@ from .commits import Commit, Version
 
 
 class Finding(Struct):
-    """Two versions of the case, between which a side became slower.
+    """Two versions of a case. A side became slower between them.
 
     Attributes:
-        before, after: the indices of the versions. Those between them cannot be measured.
+        before, after: the indices of the two versions. No version between them can be measured.
         change: the side at `after` compared with `before`; None if the search is undecided.
         why: why it is undecided.
     """
@@ -29,7 +29,7 @@ class Finding(Struct):
 
 
 SassDiff = Callable[[str, Commit, str], list[str]]
-"""Returns the difference of the SASS of a side, by its role, between a commit and an older one."""
+"""Returns the diff of a side's SASS. Arguments: the side's role, a commit and an older commit."""
 
 
 def loss_text(change: SideChange) -> str:
@@ -42,10 +42,10 @@ def loss_text(change: SideChange) -> str:
 def finding_lines(
     finding: Finding, role: str, name: str, versions: Sequence[Version], root: Path, sass: SassDiff
 ) -> Iterator[str]:
-    """Yield the lines about one place where a side became slower, with the difference of its code.
+    """Yield the lines about one place where a side became slower, with the diff of its code.
 
     Args:
-        role, name: the side.
+        role, name: the role of the side, and the name of its function.
         root: the root of the pages.
     """
     before, after = versions[finding.before], versions[finding.after]

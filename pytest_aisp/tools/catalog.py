@@ -27,7 +27,7 @@ from ..worker.client import ReplayError, ReplayWorker
 
 COLLECTOR = "pytest_aisp.session.collect"
 LAST_LINES = 20
-"""The maximum number of lines of pytest's output that are shown if pytest cannot collect."""
+"""Number of last lines of pytest's output to show if pytest cannot collect."""
 
 
 class Page(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,15 +42,16 @@ class Page(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CatalogCase(Page, frozen=True, kw_only=True):
-    """A case of a page, as `session.collect` describes it.
+    """A case of a page, as `session.collect` writes it.
 
     Attributes:
         claims: the claims, keyed by arch.
         versus: ``library`` if the baseline is a library, else empty.
         work: the fields of `Work`, or None if the page's `work` function fails.
-        costs: the arguments of each phase of a side's `Cost`, by role.
+        costs: the arguments of a side's `Cost` for each of its phases, keyed by role.
         has_seen: whether the page's docstring has a section `Seen`.
-        sources, text_sources: the sides' digests of syntax and of text.
+        sources: a digest of each side's syntax, keyed by role.
+        text_sources: a digest of each side's text, keyed by role.
     """
 
     title: str
@@ -93,11 +94,12 @@ class Catalog(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         root: pytest's root folder. The paths of pages are relative to it.
         baselines: the folder of stored results.
-        folders: the folders of pages in the ini file. If there are none, pytest searches the
-            working directory.
+        folders: the folders of pages that the ini file names. If it names none, pytest searches
+            the working directory.
         pages: all pages, imported or not.
         cases: the cases of the imported pages.
-        imports: the folders below the root from which Python imports, relative to it.
+        unread: the pages that could not be collected.
+        imports: the folders below the root from which Python imports, relative to the root.
         modules: the files of all imported modules that belong to no library.
     """
 
@@ -177,7 +179,9 @@ def collect(
 
 
 def find_case(nodeid: str, tell: Callable[[str], None]) -> tuple[CatalogCase, Path]:
-    """Return the case with this pytest id, relative to the working directory, and pytest's root.
+    """Return the case with the pytest id `nodeid`, and pytest's root.
+
+    The id is relative to the working directory.
 
     Raises:
         CliError: there is no such case, or its page cannot be imported.
@@ -207,7 +211,7 @@ TITLE_WIDTH = 60
 
 
 class TargetSummary(msgspec.Struct, frozen=True):
-    """One page in `aisp suite list`. A word that several cases share is shown once."""
+    """One page in `aisp suite list`. A value that several of its cases share is listed once."""
 
     target: str
     path: str
@@ -282,7 +286,7 @@ def run_all(commands: Sequence[Sequence[str]], say: Callable[[str], None]) -> in
 def measure_commands(
     paths: Sequence[str], profile: str, artifacts: Path | None, more: Sequence[str]
 ) -> list[list[str]]:
-    """Return the commands that measure `paths`: one, plus one for each additional profiler.
+    """Return the commands that measure `paths`: one for each profiler, or one without profiler.
 
     A run can use only one profiler, and each profiler needs its own folder for reports. The profile
     `minimal` uses torch's profiler. The profile `full` adds `nsys` and `ncu` if they are installed.
@@ -311,10 +315,10 @@ def verify_commands(paths: Sequence[str], more: Sequence[str]) -> list[list[str]
 def replay_command(
     folder: Path, root: Path, paths: Collection[str], more: Sequence[str]
 ) -> list[str]:
-    """Return the command that computes new verdicts from the samples recorded in `folder`.
+    """Return the pytest command that computes new verdicts from the samples in `folder`.
 
-    Recorded ids and `paths` are relative to pytest's `root`. If there are no `paths`, the command
-    covers all pages.
+    The recorded ids and `paths` are relative to pytest's `root`. If `paths` is empty, the command
+    includes all recorded pages.
     """
     try:
         ids = [row.nodeid for row in ReplayWorker(folder).rows.values()]

@@ -1,8 +1,8 @@
-"""The cases that a change can touch.
+"""Find the cases that a change of the code can affect.
 
-A page has changed if a file that it may use has. The page's syntax shows which of its cases are
-affected: a function that only one variant uses changes nothing for the others. If in doubt, all
-cases are affected.
+A page counts as changed if any file that it may use has changed. The page's syntax then shows which
+of its cases are affected: a changed function affects only the variants that use it. If the syntax
+does not show this, all cases of the page count as affected.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class PageSyntax:
     """The statements of a page.
 
     Attributes:
-        named: those that define names, by name. Tests are left out.
-        unnamed: those that define no name. They may affect all cases.
+        named: the statements that define a name, keyed by that name. Tests are left out.
+        unnamed: the statements that define no name. They may affect all cases.
         tests: the tests with `@compare`.
-        dynamic: whether the page may look up a function without naming it.
+        dynamic: whether the page may look up a function dynamically, such as with `getattr`.
     """
 
     named: dict[str, list[ast.stmt]] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class PageSyntax:
 
     @classmethod
     def of(cls, text: str) -> PageSyntax:
-        """Return the statements of a page with this `text`, without docstrings.
+        """Return the statements of the page whose source is `text`, without docstrings.
 
         Raises:
             SyntaxError: the text is not Python.
@@ -98,7 +98,7 @@ class PageSyntax:
         return names
 
     def cases(self) -> Iterator[tuple[str, str]]:
-        """Yield each test with each of its variants that are named in its list."""
+        """Yield a pair of names, of the test and of the variant, for each variant in a list."""
         return ((test, name) for test, each in self.tests.items() for name in each.variants)
 
 
@@ -113,7 +113,7 @@ def _defined(statement: ast.stmt) -> Iterator[str]:
 
 
 def _by_name(variants: Iterable[ast.expr]) -> dict[str, ast.expr]:
-    """Return the variants by name, without those whose names are not visible in the source."""
+    """Return the variants keyed by name. Variants whose names are computed are left out."""
     found = {}
     for variant in variants:
         side = variant
@@ -138,10 +138,11 @@ def touched(
     changed_files: Collection[str],
     files_of: Callable[[ast.stmt], Collection[str]],
 ) -> set[tuple[str, str]]:
-    """Return those of `cases`, each a test and a variant, that a change of their page can touch.
+    """Return the cases that a change of their page can affect.
 
     Args:
-        changed_files: the other files that the page may use and that have changed.
+        cases: the cases of the page, each as the names of its test and its variant.
+        changed_files: the changed files, apart from the page, that the page may use.
         files_of: returns the files that a statement of the new page may use.
     """
     every = set(cases)
@@ -177,14 +178,14 @@ def _test_differs(case: tuple[str, str], new: PageSyntax, old: PageSyntax) -> bo
 def changed_result(pages: Catalog, ref: str, *, tell: Callable[[str], None]) -> CliResult:
     """Return the pytest ids of the cases whose results may differ from those at the commit `ref`.
 
-    Only changed pages are imported. If that fails, the page is named instead of its cases. Paths
-    are relative to the working directory.
+    Only changed pages are imported. If a page cannot be imported, its path is returned instead of
+    its cases. Paths are relative to the working directory.
 
     Args:
         pages: a catalog of all pages.
 
     Raises:
-        CliError: there is no such commit, or no repository.
+        CliError: there is no commit `ref`, or no repository.
     """
     try:
         old = GitSnapshot.at(pages.root, ref)
@@ -207,7 +208,7 @@ def _relative(root: Path, nodeid: str) -> str:
 
 
 def _files_differ(pages: Catalog, path: str, old: GitSnapshot) -> bool:
-    """Return whether a page is new, or a file that it may use has changed."""
+    """Return whether a page is new or changed, or uses a file that may have changed."""
     here, then = pages.root / path, old.page(pages.root / path)
     if then is None or normalized_file(here) != normalized_file(then):
         return True
@@ -215,7 +216,7 @@ def _files_differ(pages: Catalog, path: str, old: GitSnapshot) -> bool:
 
 
 def _changed_files(pages: Catalog, here: Path, then: Path, old: GitSnapshot) -> set[str]:
-    """Return the files, apart from the page, that both versions may use and that have changed."""
+    """Return the changed files, apart from the page, that either version of it may use."""
     new_files = contents(here, str(pages.root), pages.imports)
     old_files = contents(then, str(old.tree), pages.imports)
     names = new_files.keys() | old_files.keys()

@@ -1,7 +1,7 @@
-"""Check stored results: is each line unedited, and did the run of these artifacts record it?
+"""Check that stored results are unedited, and that a run recorded them.
 
-A checksum shows that a line was not edited by hand. It does not show that anything was measured,
-because anyone can compute it. Only the artifacts of the recording run show that.
+The checksum of a line shows that nobody edited the line by hand. It does not show that anything was
+measured, because anyone can compute a checksum. The artifacts of the recording run do show it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ ADVICE = (
     "    pytest --aisp-update-expectations",
 )
 RUN = "of the run"
-"""The name of a run's environment."""
+"""The key under which a run's environment is merged into stored results."""
 STAGED = ""
-"""The empty ref. In ``git show :FILE``, it stands for git's index."""
+"""The empty git ref: ``git show :FILE`` prints the file in git's index."""
 
 
 NO_PROOF = (
@@ -53,10 +53,11 @@ Recorded: TypeAlias = Mapping[tuple[str, str], Sequence[Recording]]
 def checksums_result(
     files: Sequence[Path], baselines: Path, against: str, artifacts: Sequence[Path] = ()
 ) -> CliResult:
-    """Return the problems in the staged versions of `files`, or by default of all changed files.
+    """Return the problems in the staged versions of `files`, which default to all changed files.
 
     Args:
-        artifacts: the folders of the runs that recorded what changed; none to check the seals only.
+        artifacts: the folders of the runs that recorded the changed results. Without any folder,
+            only the checksums are checked.
     """
     recorded = _recorded(artifacts) if artifacts else None
     names = [file.as_posix() for file in files] or _changed(baselines, against)
@@ -64,7 +65,7 @@ def checksums_result(
     problems = [problem for name in names for problem in _problems(name, against, recorded)]
     if problems:
         lines = [line for problem in problems for line in problem.splitlines()]
-        # every problem already includes advice
+        # problems with several lines already include advice
         complete = all("\n" in problem for problem in problems)
         advice = ADVICE if recorded is None else NOT_RECORDED
         return CliResult(lines if complete else [*lines, *advice], 1)
@@ -140,7 +141,10 @@ def _unproved(now: Stored, before: Stored, recorded: Recorded) -> Iterator[tuple
 
 
 def _sources(before: Stored, key: str, run: Recording) -> list[Result]:
-    """Return the result of the run, the one before it, and the old one with the run's session."""
+    """Return the results that may be stored after a run recorded the case `key`.
+
+    These are the run's result, the result stored before, and both of them merged.
+    """
     old = before.results.get(key)
     if old is None:
         return [run.result]
@@ -168,7 +172,7 @@ def _other_than_recorded(
 
 
 def _stored(ref: str, name: str) -> Stored:
-    """Return the results in a file at `ref`, or empty results if `ref` lacks the file."""
+    """Return the results in the file `name` at `ref`. If the file is missing, there are none."""
     path = Path(name)
     text = _git("show", f"{ref}:./{name}", missing_ok=True)
     if text is None:

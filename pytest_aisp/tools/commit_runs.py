@@ -1,4 +1,4 @@
-"""Run a case at a commit against another commit, with the code gate, in a worktree."""
+"""Compare a case at two commits with the code gate, by running pytest in a git worktree."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ SASS_SECONDS = 120.0
 
 
 class SideChange(Struct):
-    """The speed of a changed side relative to its version at another commit.
+    """The speedup of a changed side over its version at another commit.
 
     Attributes:
         name: the name of the side's function.
-        values: ln(speedup) of each process that counts: of the votes, or of the first process.
+        values: ln(speedup) of each repeated process, or of the first process if none was repeated.
         spread: the spread of one process's value.
-        outcome: that of the code gate.
+        outcome: the decision of the code gate.
     """
 
     name: str
@@ -109,10 +109,11 @@ class CommitRuns:
         return f"{self.page(commit)}::{self.case}"
 
     def require_case(self, commit: Commit) -> catalog.CatalogCase:
-        """Return the case as pytest collects it at `commit`, from files of the worktree only.
+        """Return the case as pytest collects it at `commit`.
 
         Raises:
-            CliError: if not.
+            CliError: the case cannot be collected, or its page imports a file of the user's tree
+                instead of the worktree.
         """
         page, nodeid = self.page(commit), self.nodeid(commit)
         self.tree.check_out(commit)
@@ -162,13 +163,13 @@ class CommitRuns:
     def sass_diff(
         self, case: catalog.CatalogCase, role: str, commit: Commit, against: str, arch: str
     ) -> list[str]:
-        """Return the difference of the SASS of a side, compared with the commit `against`.
+        """Return the lines of the diff of a side's SASS from commit `against` to `commit`.
 
-        If it is not known, the only line says why.
+        If the SASS cannot be compared, there is one line, which gives the reason.
 
         Args:
-            case: the case, for its variant and size.
-            arch: the arch of the machine that measured.
+            case: the case, which gives the function, the variant and the size.
+            arch: the arch of the GPU on which the case was measured.
         """
         if arch not in LIMITS:
             return [f"not known on {arch or 'this machine'}"]
@@ -178,7 +179,7 @@ class CommitRuns:
         past = GitSnapshot.at(root, against)
         with past.folder:
             then = past.page(root / name)
-            assert then is not None  # both versions were measured
+            assert then is not None  # the page was measured at both commits
             task = ChangedTask(
                 page=str(root / name),
                 root=str(root),
@@ -197,7 +198,7 @@ class CommitRuns:
         return reply.read(ChangedResult).sass
 
     def _run(self, *words: str) -> str:
-        """Run pytest in the worktree, and return its output."""
+        """Run pytest in the worktree, and return its stdout and stderr."""
         baselines = f"aisp_baselines={self.pages.baselines}"
         command = [*interpreter(), "-m", "pytest", "-p", "no:cacheprovider", "-o", baselines]
         process = Popen(
@@ -211,16 +212,16 @@ class CommitRuns:
         )
         try:
             return process.communicate()[0]
-        except BaseException:  # pytest ends its worker processes
+        except BaseException:  # once terminated, pytest ends its worker processes
             process.terminate()
             process.wait()
             raise
 
     def _path(self) -> str:
-        """Return the folders of the worktree from which the page imports.
+        """Return the `PYTHONPATH` with which the page imports from the worktree.
 
-        The folder of this package is not one of them: today's plugin measures all commits, even
-        those of its own repository.
+        The worktree's version of this package is left out. So the installed plugin measures all
+        commits, even those of the plugin's own repository.
         """
         root, plugin = os.path.realpath(self.pages.root), os.path.dirname(PACKAGE)
         given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
@@ -230,11 +231,11 @@ class CommitRuns:
 
 
 def read_row(row: Row, invalid: Sequence[str], fault: str) -> Measurement:
-    """Return the measurements of a run, from the row of the case.
+    """Return the measurement of a case from its row in a run.
 
     Args:
         invalid: the reasons why the run as a whole is invalid.
-        fault: what pytest printed about an error.
+        fault: the error that pytest printed. It is used if the row gives no reason.
     """
     if row.verdict == DISTURBED or invalid:
         return Measurement(unclear="; ".join([*row.reasons, *invalid]))

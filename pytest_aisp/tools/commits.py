@@ -1,4 +1,4 @@
-"""The commits between two others, in a worktree of their own, and which of them change a page."""
+"""List the commits between two others, and find those that change what a page uses."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class Commit(Struct, frozen=True):
 
 
 class Version(Struct, frozen=True):
-    """A commit, and a hash of each file that a page may use there, by path below the root.
-
-    The hashes ignore comments and formatting. If the commit lacks the page, there are no files.
+    """A commit, with a hash of each file that a page may use at that commit.
 
     Attributes:
+        files: the hashes, keyed by path below the root. They ignore comments and formatting. If the
+            commit lacks the page, there are none.
         page: the path of the page at the commit, below the root.
     """
 
@@ -57,19 +57,19 @@ class Version(Struct, frozen=True):
 
     @property
     def code(self) -> str:
-        """A hash of all files. It does not depend on the name of the page."""
+        """A hash of all files. Renaming the page does not change it."""
         others = sorted((n, each) for n, each in self.files.items() if n != self.page)
         return _hash(repr((self.files.get(self.page), others)))
 
 
 def commits_between(root: Path, good: str, bad: str) -> tuple[Commit, list[Commit]]:
-    """Return the commit `good`, and those after it up to `bad`, the oldest first.
+    """Return the commit `good`, and the commits after it up to `bad`, the oldest first.
 
     Only first parents are followed, so a merge counts as one commit.
 
     Raises:
-        CliError: there is no such commit or no repository, or `good` is not on the line of first
-            parents of `bad`.
+        CliError: a commit or the repository does not exist, or `bad` does not descend from `good`
+            through first parents.
     """
     first, last = _commit(root, "--good", good), _commit(root, "--bad", bad)
     if first.sha == last.sha:
@@ -130,23 +130,23 @@ def _log(root: Path, *arguments: str) -> list[Commit]:
 
 @dataclass(frozen=True)
 class Worktree:
-    """A worktree of its own, in which a search checks commits out.
+    """A temporary git worktree, in which a search checks out commits.
 
     Attributes:
-        top: its folder.
-        root: the folder in it that corresponds to the root of the pages.
+        top: the folder of the worktree.
+        root: the folder in the worktree that corresponds to the root of the pages.
     """
 
     top: Path
     root: Path
 
     def check_out(self, commit: Commit) -> None:
-        """Replace the files with those of `commit`, and remove everything that runs left."""
+        """Check out `commit`, and remove all files that earlier runs left in the worktree."""
         run_git(self.top, *NO_HOOKS, "checkout", "--quiet", "--force", "--detach", commit.sha)
         run_git(self.top, "clean", "-ffdxq")
 
     def version(self, commit: Commit, page: str, folders: Sequence[str]) -> Version:
-        """Check `commit` out, and return the files that `page` may use there.
+        """Check out `commit`, and return it with the hashes of the files that `page` may use.
 
         Args:
             page: the path of the page below the root.
@@ -167,10 +167,10 @@ def _hash(text: str) -> str:
 
 @contextmanager
 def worktree(root: Path, commit: Commit) -> Iterator[Worktree]:
-    """Add a worktree at `commit` in a temporary folder, and remove it in the end.
+    """Add a worktree at `commit` in a temporary folder, and remove it at the end.
 
     Raises:
-        CliError: git cannot add it.
+        CliError: git cannot add the worktree.
     """
     with tempfile.TemporaryDirectory(prefix="aisp-bisect-", ignore_cleanup_errors=True) as folder:
         top = Path(os.path.realpath(folder)) / "tree"
@@ -188,10 +188,10 @@ def worktree(root: Path, commit: Commit) -> Iterator[Worktree]:
 
 
 def page_names(root: Path, page: str, commits: Sequence[Commit]) -> dict[str, str]:
-    """Return the path of a page below `root` at each of `commits`, by the hash of the commit.
+    """Return the path of a page below `root` at each of `commits`, keyed by the commit's hash.
 
     Args:
-        page: its path at the last commit. It follows renames back through earlier commits.
+        page: the path at the last commit. From there, renames are followed back in the history.
     """
     command = ["-c", "core.quotePath=off", "log", "--first-parent", "-m", "--find-renames"]
     command += ["--diff-filter=R", "--relative", "--name-status", "--format=%x00%H"]
@@ -215,9 +215,10 @@ def versions(
     commits: Sequence[Commit],
     tell: Callable[[str], None],
 ) -> list[Version]:
-    """Return the first of `commits`, and all others that change a file the page may use.
+    """Return the versions at the first commit and at each commit that changes a used file.
 
-    A commit is checked out only if it modifies such a file, or adds or removes any file.
+    A used file is one that the page may use. A commit is checked out only if it modifies a used
+    file, or adds or removes any file.
 
     Args:
         pages: the path of the page at each commit, as `page_names` returns them.
@@ -244,9 +245,9 @@ def versions(
 
 
 def _changes(root: Path, first: Commit, last: Commit) -> dict[str, set[str] | None]:
-    """Return the files below `root` that each commit modifies, by hash.
+    """Return the files below `root` that each commit modifies, keyed by the commit's hash.
 
-    For a commit that does more than modify files with plain names, it is None.
+    The value is None if the commit also adds or removes files, or if git quotes a file's name.
     """
     command = ("log", "--first-parent", "-m", "--no-renames", "--relative", "--name-status")
     text = run_git(root, *command, "--format=%x00%H", f"{first.sha}..{last.sha}").decode()

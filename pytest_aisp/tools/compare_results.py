@@ -1,7 +1,7 @@
 """`aisp results compare OLD NEW`: compare two runs or stored results, metric by metric.
 
-Each of the two sides is a folder of artifacts, a folder of stored results, or a git ref. A git ref
-stands for the stored results in that commit.
+OLD and NEW are each a folder of artifacts, a folder of stored results, or a git ref. A git ref
+means the stored results in that commit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..util.cli_result import CliError, CliResult, columns
 
 BASELINES = "baselines"
 PEAKS = "peaks.json"
-"""A file in the folder of stored results that contains no results."""
+"""A file in the folders of stored results. It contains rates of the machine, but no results."""
 HEADS = ("", "case", "metric", "better", "old", "new", "change", "noise")
 LABELS = {"worse": "WORSE", "better": "better", "same": ""}
 CHANGED = diff.ORDER[:2]
@@ -42,12 +42,14 @@ class Side:
 def compare_result(
     old: str, new: str, *, form: str = "text", every: bool = False, root: Path
 ) -> CliResult:
-    """Return the comparison. The exit code is 1 if something got worse by more than its noise.
+    """Return the comparison. The exit code is 1 if a metric or a verdict got worse.
+
+    A metric has to change by more than its noise.
 
     Args:
         old, new: folders relative to the working directory, or git refs of `root`'s repository.
         form: one of `FORMS`.
-        every: also list changes within the noise. JSON always lists them.
+        every: True to also list changes within the noise. JSON always lists them.
     """
     sides = read(old, root), read(new, root)
     comparison = diff.compare(sides[0].cases, sides[1].cases)
@@ -57,7 +59,7 @@ def compare_result(
 
 
 def read(name: str, root: Path) -> Side:
-    """Return the side for `name`, which is a folder if one exists, and otherwise a git ref."""
+    """Return the side for `name`: a folder, or a git ref if there is no such folder."""
     folder = run_reader.folder_of(Path(name))
     if folder.is_dir():
         if any((folder / file).exists() for file in (run_reader.MANIFEST, run_reader.JOURNAL)):
@@ -173,7 +175,7 @@ def _summary(comparison: Comparison) -> str:
 
 
 def _rows(comparison: Comparison, every: bool) -> list[tuple[str, ...]]:
-    """Return the rows of the table, the worse ones first. `every` adds the unchanged rows."""
+    """Return the rows of the table, the worst outcomes first. `every` adds the unchanged rows."""
     rows: list[tuple[str, ...]] = []
     for outcome in diff.ORDER if every else CHANGED:
         for turned in comparison.turned:

@@ -48,12 +48,12 @@ def doctor_result(findings: Sequence[Finding], *, as_json: bool) -> CliResult:
 
 
 COMMAND = re.compile(r"(?:^|: )((?:sudo|echo|pip|ulimit|export|unset) .+)$")
-"""The command at the end of a finding's `change`, if a script can run it as it is."""
+"""Matches a command at the end of a finding's `change` that a script can run unmodified."""
 OF_A_SHELL = ("ulimit", "export", "unset")
 
 
 def fix_script(findings: Sequence[Finding]) -> CliResult:
-    """Return a shell script with the command of each finding that has one. Nothing is run."""
+    """Return a shell script with the commands that fix the findings. Nothing is run."""
     machine, shell, manual = list[str](), list[str](), list[str]()
     for finding in findings:
         if finding.state not in ("note", "harms") or not finding.change:
@@ -76,9 +76,9 @@ def fix_script(findings: Sequence[Finding]) -> CliResult:
 
 
 COMPUTE_DEFAULT, COMPUTE_EXCLUSIVE = 0, 3
-"""Two of NVML's compute modes: a GPU allows many processes, or only one. Mode 2 allows none."""
+"""NVML's compute modes in which a GPU allows many processes or only one. Mode 2 allows none."""
 SM, LOCKED = 1, 0x2
-"""NVML's constants for the SM clock, and for a clock that `nvidia-smi -lgc` or `-ac` has set."""
+"""NVML's constants for the SM clock, and for clocks limited by `nvidia-smi -lgc` or `-ac`."""
 NO_GPU = "NVML finds no GPU, or its driver is not loaded"
 
 
@@ -100,7 +100,7 @@ def gpu_findings(nvml: ModuleType | None, root: Path, cores: Collection[int]) ->
 
 
 class _Gpu:
-    """The checks of one GPU. Each method returns a finding."""
+    """The checks of one GPU. Each public method returns or yields findings."""
 
     def __init__(self, nvml: ModuleType, handle: object, name: str) -> None:
         self._nvml, self._handle, self._name = nvml, handle, name
@@ -198,7 +198,7 @@ class _Gpu:
         return self._finding("processes", "harms", text, "wait for them, or use another GPU")
 
     def places(self, root: Path, cores: Collection[int]) -> Iterator[Finding]:
-        """Yield where this process and the GPU's interrupts run, compared with the GPU's node."""
+        """Yield findings: do this process and the GPU's interrupts run on CPUs of its NUMA node?"""
         pci = self._query("nvmlDeviceGetPciInfo")
         bus = "" if pci is None else pci.busId
         text = (bus.decode() if isinstance(bus, bytes) else str(bus)).strip("\0")
@@ -214,7 +214,7 @@ class _Gpu:
             change = f"numactl --cpunodebind={node} --membind={node} pytest ..."
             far = f"node {node}, CPUs {near}; this process may use none of them"
             yield self._finding("NUMA", "harms", far, change)
-        # the driver's names begin with a domain of eight digits, the system's with one of four
+        # PCI addresses begin with a domain: eight digits in NVML, four in sysfs
         listed = [*folder.glob(f"*{text.lower()[4:]}/msi_irqs/*")] if text else []
         yield self._interrupts(root, near, sorted(int(file.name) for file in listed))
 
@@ -238,7 +238,7 @@ def cpus_of(text: str) -> set[int]:
 
 
 def counters(root: Path) -> Finding:
-    """Return a finding about this process's permission to read the GPU's counters with `ncu`."""
+    """Return a finding: may this process read the GPU's hardware counters with `ncu`?"""
     file = root / "proc/driver/nvidia/params"
     text = read_text(file)
     if text is None:

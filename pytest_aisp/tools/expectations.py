@@ -1,8 +1,8 @@
 """Compare stored results with the claims of the current pages.
 
 `aisp results expectations` compares each stored ln(speedup) with the current claim, and the stored
-sources with the current pages. It also checks whether there are enough processes and sessions to
-estimate a spread.
+digests of source code with the current pages. It also checks whether each result has enough
+processes and sessions to estimate a spread.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Expectation:
     """A stored result and its claim.
 
     Attributes:
-        states: its problems.
-        predicted: the speedup that the sides' costs predict; None unless both are predicted.
+        states: the problems of the result, each a key of `STATES`.
+        predicted: the speedup that the sides' costs predict, or None if a side has no prediction.
     """
 
     product: str
@@ -79,7 +79,7 @@ def expectations_result(catalog: Catalog, archs: Mapping[str, str], *, form: str
     The exit code is 1 if a result is below its claim.
 
     Args:
-        archs: the arch whose claims apply, keyed by product.
+        archs: for each product, the arch whose claims apply.
     """
     entries = [e for product, arch in archs.items() for e in expectations(catalog, product, arch)]
     code = 1 if any("below" in one.states for one in entries) else 0
@@ -114,7 +114,7 @@ def expectations(catalog: Catalog, product: str, arch: str) -> Iterator[Expectat
 
 
 def _predicted(case: CatalogCase | None, result: Result, peaks: Peaks) -> dict[str, Prediction]:
-    """Return the predicted time of both sides by role; empty unless both are predicted."""
+    """Return the predicted times keyed by role, or nothing if a side has no prediction."""
     if case is None or result.value is None:
         return {}
     times = predicted_times(case, result, peaks)
@@ -140,7 +140,7 @@ def _states(
         "neutral": isinstance(claim, int | float) and claim >= 1 and low <= 0,
         "stale": stale,
         "few": few,
-        "unexplained": off and not case.has_seen and not stale,  # the cost is of today's code
+        "unexplained": off and not case.has_seen and not stale,  # costs are those of current code
     }
     return [state for state, holds in states.items() if holds]
 
@@ -148,13 +148,13 @@ def _states(
 def _is_below(result: Result, claim: float | str | None) -> bool:
     """Return True if a result is below its claim.
 
-    If the claim is `neutral`, a slowdown up to the clock's floor is allowed.
+    If the claim is `neutral`, a slowdown up to the clock's `NEUTRAL_FLOOR` is allowed.
     """
     if result.value is None or result.clock is None:
         return False
     if claim == "neutral":
         return result.value < -NEUTRAL_FLOOR[result.clock]
-    # There is no margin, because the claim was chosen from this value, a mean over processes.
+    # No margin is needed: the claim was derived from this value, which is a mean over processes.
     return isinstance(claim, int | float) and result.value < math.log(claim)
 
 
@@ -169,7 +169,7 @@ def _csv(entries: Sequence[Expectation]) -> list[str]:
 
 
 def _text(entries: Sequence[Expectation]) -> list[str]:
-    """Return a table of the results that have a problem, and the number of each problem."""
+    """Return a table of the results with problems, and how often each problem occurs."""
     problems = [one for one in entries if one.states]
     lines = columns([HEADS, *(one.row() for one in problems)]) if problems else []
     lines.append(f"{len(entries)} stored results, {len(entries) - len(problems)} without a problem")

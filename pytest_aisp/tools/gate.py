@@ -1,4 +1,4 @@
-"""`aisp ci gate`: print the verdict on the runs of several machines, in several formats."""
+"""`aisp ci gate`: print the combined verdict on runs from several machines."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .gate_runs import Gate
 
 
 def gate_result(gate: Gate, form: str) -> CliResult:
-    """Return the verdict in a format. If a run cannot be read, nothing is printed."""
+    """Return the verdict in the format `form`, or no text if a run cannot be read."""
     return CliResult([] if gate.unreadable else FORMS[form](gate), gate.exit_code)
 
 
 def text(gate: Gate) -> list[str]:
-    """Return a line with the verdict, followed by one line for each reason."""
+    """Return a line with the verdict, and a line for each run, red case and missing product."""
     counts = f"{len(gate.runs)} runs, {sum(run.cases for run in gate.runs)} cases"
     lines = [f"{gate.headline}: {counts}"]
     for run in gate.runs:
@@ -45,7 +45,7 @@ def github(gate: Gate) -> list[str]:
 
 
 def gitlab(gate: Gate) -> list[str]:
-    """Return a Code Quality report, which GitLab shows at the lines of the pages."""
+    """Return a Code Quality report. GitLab shows its issues at the lines of the pages."""
     issues = [
         {
             "description": f"{title}: {reason}",
@@ -60,7 +60,7 @@ def gitlab(gate: Gate) -> list[str]:
 
 
 def as_json(gate: Gate) -> list[str]:
-    """Return the verdict and all runs as JSON, with the journal's lines of the red cases."""
+    """Return the verdict and all runs as JSON. It includes the journal lines of red cases."""
     names = ("folder", "products", "invalid", "unfinished", "disturbed", "cases", "commit", "red")
     plain = {
         "verdict": gate.verdict,
@@ -82,7 +82,7 @@ FORMS: dict[str, Callable[[Gate], list[str]]] = {
 
 
 class Annotation(NamedTuple):
-    """A problem to report. If it has no file, it does not belong to a page."""
+    """A problem to report. `file` is the page, or empty if the problem concerns a whole run."""
 
     file: str
     line: int
@@ -103,7 +103,7 @@ def _annotations(gate: Gate) -> Iterator[Annotation]:
 
 
 def line_of(page: Path, function: str) -> int:
-    """Return the line of a page's test, or 1 if the page does not exist here or lacks the test."""
+    """Return the line number of a page's test, or 1 if the page or the test does not exist."""
     try:
         tree = ast.parse(page.read_text(encoding="utf-8"))
     except (OSError, ValueError, SyntaxError):
