@@ -1,4 +1,4 @@
-"""The comment of `aisp ci gate` on a pull request: Markdown, and a plot as SVG."""
+"""The comment of `aisp ci gate` on a pull request: Markdown, and an SVG plot."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .gate_runs import Gate, GateRun
 
 TITLE = "Performance gate"
 MARKER = "<!-- aisp gate -->"
-"""The first line. A CI finds its own comment by it, and replaces that comment."""
+"""The first line of the comment. A CI job searches for it to replace its earlier comment."""
 LIMIT = 60_000
-"""The maximum number of characters. GitHub refuses more than 65,536, and a CI adds a link."""
+"""The maximum number of characters. GitHub allows 65,536, and a CI job adds a link."""
 LONGEST, LONGEST_COMMAND = 300, 600
-"""The maximum length of a text and of a command in a cell."""
+"""The maximum lengths of a text and of a command in a table cell."""
 RUN_HEADS = ("run", "products", "cases", "verdict")
 CASE_HEADS = ("product", "case", "speedup over stored [99 %]", "verdict", "cause", "why", "repeat")
 
@@ -66,7 +66,7 @@ def write(gate: Gate, file: Path) -> list[str]:
     """Write the comment to `file`, and the plot beside it. Return a line that names both.
 
     Raises:
-        CliError: if `file` cannot be written, or is the name of the plot.
+        CliError: if `file` cannot be written, or ends in ``.svg`` like the plot.
     """
     if not file.name or file.suffix == ".svg":
         raise CliError(f"--comment={file}: name a file of Markdown, such as gate-comment.md")
@@ -80,9 +80,9 @@ def write(gate: Gate, file: Path) -> list[str]:
 
 
 def markdown(gate: Gate) -> list[str]:
-    """Return the comment. It names all runs, and the cases to look at, the red ones first.
+    """Return the comment. It lists all runs, then the red cases, then other cases to look at.
 
-    Tables end early at `LIMIT` characters, and say how many rows are left out.
+    If the comment reaches `LIMIT` characters, tables end early and state how many rows are missing.
     """
     lines = [MARKER, f"## {TITLE}: {gate.headline}", "", _counts(gate)]
     if gate.unreadable:
@@ -100,18 +100,18 @@ def markdown(gate: Gate) -> list[str]:
 
 
 def code(text: str, longest: int = LONGEST) -> str:
-    """Return `text` as code on one line. Nothing in it acts as Markdown, HTML, mention or link."""
+    """Return `text` as inline code, without effective Markdown, HTML, mentions or links."""
     line = _one_line(text)
     line = line if len(line) <= longest else f"{line[: longest - 3]}..."
     if not set(line) & set("`|\\"):
         return f"`{line}`" if line else ""
-    # Tables split rows at "|" even in code. So such a text consists of character references.
+    # Tables split cells at "|" even in code, so these characters become character references.
     escaped = (c if c.isalnum() or c in " .,-" else f"&#{ord(c)};" for c in line)
     return f"<code>{''.join(escaped)}</code>"
 
 
 def _one_line(text: str) -> str:
-    """Return `text` without line breaks and other characters that cannot be seen."""
+    """Return `text` on one line, without invisible characters."""
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 
@@ -122,7 +122,7 @@ def _section(
     what: str,
     before: Sequence[str],
 ) -> list[str]:
-    """Return a table under its title, with as many rows as there is room for after `before`."""
+    """Return a table with its title, cut so that it fits after the lines `before`."""
     if not rows:
         return []
     lines = ["", *([title, ""] if title else [])]
@@ -138,7 +138,7 @@ def _section(
 
 
 def _lines(gate: Gate) -> list[Line]:
-    """Return the cases of the valid runs: by verdict, the largest loss first."""
+    """Return the cases of the valid runs, sorted by verdict, then with the largest loss first."""
     found = [(run, case) for run in gate.runs if not run.invalid for case in run.lines]
     labels = page_labels(_test(case) for _, case in found)
     places = {verdict: place for place, verdict in enumerate(ORDER)}
@@ -195,7 +195,10 @@ def _speedup(line: Line) -> str:
 
 
 def _repeat(line: Line) -> str:
-    """Return the command for the case, or for its page if that of the case cannot be shown."""
+    """Return the command that reruns the case, or its page if the case's command is too long.
+
+    A command that contains invisible characters is not shown either.
+    """
     for test in (line.case.nodeid, line.case.nodeid.partition("::")[0]):
         command = rerun_command(test, line.run.options)
         if command == _one_line(command) and len(command) <= LONGEST_COMMAND:
@@ -204,7 +207,7 @@ def _repeat(line: Line) -> str:
 
 
 def plot(gate: Gate) -> str:
-    """Return the SVG, which shows each case's speedup over its stored one on a logarithmic axis."""
+    """Return an SVG with each case's speedup relative to the stored one, on a logarithmic axis."""
     every = [(line, change) for line in _lines(gate) if (change := line.change)]
     shown = every[:PLOTTED]
     reach = max([math.log(1.02), *(abs(value) for _, change in shown for value in change)])
@@ -226,7 +229,7 @@ def plot(gate: Gate) -> str:
 
 
 def _across(value: float, reach: float) -> float:
-    """Return the x coordinate of ln(speedup over stored), at most at the edge of the plot."""
+    """Return the x coordinate of ln(speedup over stored), limited to the plot's edges."""
     fraction = min(max(value / reach, -1), 1)
     return LEFT + (fraction + 1) / 2 * (RIGHT - LEFT)
 

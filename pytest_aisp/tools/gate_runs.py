@@ -1,8 +1,8 @@
-"""The runs that `aisp ci gate` combines, and the verdict on them.
+"""The runs that `aisp ci gate` combines, and their combined verdict.
 
 Each run is a folder of artifacts. The verdicts of an invalid run are ignored. The combined verdict
-is red if a case is red or an expected product is missing. The exit code is the one that pytest uses
-for the same verdict: 0, 1 or 17.
+is red if a case is red, a run is unfinished, or an expected product is missing. The exit code is
+pytest's for the same verdict, 0, 1 or 17, or 2 if a run cannot be read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..results.verdict import DISTURBED, INVALID_RUN, RED, environment_moved
 from ..util.cli_result import CliError
 
 COMPLETE = (0, 1, INVALID_RUN)
-"""The exit codes with which pytest ends if it ran all its cases."""
+"""The exit codes of a pytest process that ran all its cases."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class GateRun:
         products: the products for which the run timed a case or counted metrics.
         invalid: the reason why the run's verdicts are ignored, or an empty string.
         unfinished: the reason why some cases may be missing, or an empty string.
-        disturbed: the number of cases that got no verdict, and why, or an empty string.
+        disturbed: a text about the cases whose measurement was disturbed, or an empty string.
         lines: the journal's lines, one for each case.
         commit: the first digits of the commit that was measured, or an empty string.
         options: the settings of the run.
@@ -67,13 +67,13 @@ class GateRun:
 
 @dataclass(frozen=True)
 class Gate:
-    """All runs, and what is missing.
+    """All runs of a gate, and the runs and products that are missing.
 
     Attributes:
         runs: the runs that could be read.
         missing: the expected products that no run timed.
         unreadable: a message about each folder that has no readable run.
-        report_only: whether the gate ends with exit code 0, whatever the verdict is.
+        report_only: whether the exit code is 0 for every verdict.
     """
 
     runs: tuple[GateRun, ...]
@@ -83,7 +83,7 @@ class Gate:
 
     @property
     def verdict(self) -> Literal["red", "invalid", "green", "none"]:
-        """The verdict on all runs: `none` if a run cannot be read."""
+        """The verdict on all runs, or `none` if a run cannot be read."""
         if self.unreadable:
             return "none"
         failed = any((run.red or run.unfinished) and not run.invalid for run in self.runs)
@@ -93,7 +93,7 @@ class Gate:
 
     @property
     def headline(self) -> str:
-        """The verdict, and whether it blocks."""
+        """The verdict, with a note if the gate only reports it."""
         word = "no verdict" if self.verdict == "none" else self.verdict
         if not self.report_only or self.unreadable:
             return word
@@ -108,7 +108,7 @@ class Gate:
 
 
 def collect(folders: Sequence[Path], expected: Sequence[str], *, report_only: bool = False) -> Gate:
-    """Return the runs in `folders`, which must cover the `expected` products, and their verdict."""
+    """Read the runs in `folders`, and judge them. They must include the `expected` products."""
     runs, unreadable = [], []
     for folder in folders:
         try:
@@ -125,14 +125,14 @@ def judge(
     *,
     report_only: bool = False,
 ) -> Gate:
-    # A product whose run is invalid is not missing: that run must be repeated.
+    # A product with an invalid run is not missing: the run has to be repeated.
     seen = {product for run in runs for product in run.products}
     missing = tuple(product for product in expected if product not in seen)
     return Gate(tuple(runs), missing, tuple(unreadable), report_only)
 
 
 def read(folder: Path) -> GateRun:
-    """Return the run in a folder of artifacts. Raise `CliError` if it has none."""
+    """Return the run in a folder of artifacts. Raise `CliError` if there is none."""
     try:
         run = run_reader.load(folder)
     except run_reader.RunError as error:

@@ -1,4 +1,4 @@
-"""`aisp results history`: add runs to a history, and list the changes of each case."""
+"""`aisp results history`: add runs to a history, and list changes of each case's speedup."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..results.row import ratio
 from ..util.cli_result import CliError, CliResult
 
 MODES = ("measure", "record")
-"""The modes of runs whose speedups belong into a history."""
+"""A run must have one of these modes to be added to a history."""
 SCHEMA = 1
 """The version of the JSON format."""
 
@@ -26,7 +26,7 @@ def add_result(runs: Sequence[Path], folder: Path) -> CliResult:
     """Add the `runs` to the history in `folder`. The exit code is 1 if a line cannot be used.
 
     Raises:
-        CliError: if a run is refused, or something cannot be read or written.
+        CliError: if a run cannot be read or is refused, or if the history cannot be written.
     """
     if (folder / run_reader.MANIFEST).exists():
         raise CliError(
@@ -51,7 +51,7 @@ def add_result(runs: Sequence[Path], folder: Path) -> CliResult:
 
 
 def _read_run(folder: Path) -> tuple[list[HistoryLine], list[str]]:
-    """Return the lines of a run, and warnings about missing data."""
+    """Return a run's lines for the history, and warnings about missing data."""
     try:
         run = run_reader.load(folder)
         lines = list(history.lines_of(run))
@@ -71,16 +71,16 @@ def _read_run(folder: Path) -> tuple[list[HistoryLine], list[str]]:
 
 
 def history_result(folder: Path, *, case: str = "", as_json: bool = False) -> CliResult:
-    """Return a line for each case, and one for each change of its level.
+    """Return a line for each case, and a line for each change of its speedup.
 
-    The exit code is 1 if lines cannot be used, or if the last change of a case is a loss that the
-    code gate confirmed.
+    The exit code is 1 if lines cannot be used, or if the last change of a case is a slowdown that
+    the code gate confirmed.
 
     Args:
         case: list only the cases whose id, product or chapter contains this text.
 
     Raises:
-        CliError: if the folder has no history that can be read, or no such case.
+        CliError: if the folder has no readable history, or no case contains the text.
     """
     cases, problems = read(folder)
     if not cases and not problems:
@@ -105,7 +105,7 @@ def history_result(folder: Path, *, case: str = "", as_json: bool = False) -> Cl
 
 
 def read(folder: Path) -> tuple[list[CaseHistory], list[str]]:
-    """Return the cases of a history, and a message about each kind of line that cannot be used.
+    """Return the cases of a history, and messages about lines that cannot be used.
 
     Raises:
         CliError: if the folder or a file cannot be read.
@@ -138,7 +138,7 @@ def _case_line(one: CaseHistory) -> str:
 
 
 def _change_lines(change: Change) -> list[str]:
-    """Return a line about a change, and the command that confirms it if there is one."""
+    """Return a line about a change. If it is unconfirmed, add the command that checks it."""
     if change.state != "unconfirmed":
         return [change_text(change)]
     return [change_text(change), f"    {change.command or NO_COMMAND}"]

@@ -1,7 +1,7 @@
 """The findings of `aisp machine doctor` about the host, this process and other processes.
 
-Settings of a process, such as its threads, have pages in chapter 3 of the suites, which show what
-they change.
+Chapter 3 of the suites has pages that measure the effects of process settings, such as the number
+of threads.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ from ..util.cpu_load import STOLEN, CpuReading, load_text, read_cpu
 from ..util.device import read_text
 
 State: TypeAlias = Literal["fine", "note", "harms", "unread"]
-"""`note` may cost time or affect other users, `harms` makes times wrong or noisy.
-
-`unread` could not be read.
+"""The result of a check: `note` may cost time or affect other users, `harms` makes times wrong or
+noisy, and `unread` could not be read.
 """
 MIB, GIB = 1 << 20, 1 << 30
 LIMITS = {
@@ -36,7 +35,7 @@ LIMITS = {
     "nofile": (resource.RLIMIT_NOFILE, 4096, "ranks and loader workers open many files", "-n"),
     "stack": (resource.RLIMIT_STACK, 8 * MIB, "compilers recurse deeply", "-s"),
 }
-"""For each name: the limit, its lowest acceptable value, the reason, and `ulimit`'s option."""
+"""For each limit: its number, its lowest acceptable value, the reason, and `ulimit`'s option."""
 PACKAGES = {
     "torch": ("torch",),
     "triton": ("triton",),
@@ -44,18 +43,16 @@ PACKAGES = {
     "NVRTC": ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu13", "nvidia-cuda-nvrtc-cu12"),
     "NCCL": ("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
 }
-"""The distributions that may contain the package, keyed by the name shown."""
+"""For each name in the report, the Python distributions that may contain the package."""
 SHM_FIX = (
     "in a container, docker run --shm-size=8g; elsewhere: sudo mount -o remount,size=8G /dev/shm"
 )
 SECONDS, READINGS = 1.0, 5
-"""The length of the measurement, and the number of times that NVML is read in it."""
+"""Length of the load measurement in seconds, and number of NVML readings during it."""
 CHAINS = 50
-"""The number of chains of kernels that look for time slices, 5 ms each."""
+"""Number of kernel chains, 5 ms each, that detect time slices of other processes."""
 CROWDED = 0.5
-"""Other processes harm measurements if they use at least this share of the cores. Below it, some
-cores are free.
-"""
+"""Other processes harm measurements if they use at least this share of the cores."""
 WAIT = "find and end it, or use another GPU: nvidia-smi"
 
 
@@ -63,8 +60,8 @@ class Finding(msgspec.Struct, frozen=True):
     """The result of one check.
 
     Attributes:
-        text: the state that the check found.
-        change: the instructions that fix it, with the command last.
+        text: what the check found.
+        change: the instructions that fix a problem, with the command last.
     """
 
     name: str
@@ -97,7 +94,7 @@ def _versions() -> Iterator[Finding]:
         version = next(filter(None, map(version_of, distributions)), None)
         if version is not None:
             yield Finding(name, "fine", version)
-        elif name == "NCCL":  # torch for CPUs has no NCCL, and torch built from source contains it
+        elif name == "NCCL":  # a CPU build of torch lacks NCCL, and a build from source includes it
             yield Finding(name, "unread", "not installed as a package")
         else:
             yield Finding(name, "note", "not installed", f"pip install {distributions[0]}")
@@ -156,7 +153,7 @@ def _shared_memory(folder: Path) -> Finding:
 
 
 ALLOCATORS = re.compile(r"jemalloc|tcmalloc|mimalloc")
-"""Libraries that replace the allocator of glibc, as they are named in ``LD_PRELOAD``."""
+"""Names in ``LD_PRELOAD`` of libraries that replace the allocator of glibc."""
 
 
 def process_findings(
@@ -244,7 +241,7 @@ def _segments(environment: Mapping[str, str]) -> Finding:
 
 
 def load_findings(nvml: ModuleType | None, cores: Collection[int]) -> Iterator[Finding]:
-    """Measure the use of the cores and of the visible GPUs, while this process does nothing."""
+    """Measure how much other processes use the cores and the visible GPUs."""
     handles = device.visible_gpus(nvml)
     before, used = read_cpu(), dict[int, list[int]]()
     for _ in range(READINGS):
@@ -265,7 +262,7 @@ def _percent(nvml: ModuleType, handle: object) -> int:
 
 
 def cpu_findings(before: CpuReading, after: CpuReading, cores: int) -> Iterator[Finding]:
-    """Yield the findings about other processes on the cores, and about the host's share."""
+    """Yield findings about CPU time of other processes, and CPU time that the hypervisor takes."""
     seconds = after.at - before.at
     if before.busy is None or after.busy is None:
         yield Finding("CPU", "unread", f"the system hides other processes{load_text()}")
@@ -286,7 +283,7 @@ def cpu_findings(before: CpuReading, after: CpuReading, cores: int) -> Iterator[
 
 
 def utilization(name: str, percents: list[int]) -> Finding:
-    """Return a finding about the GPU's utilization while this process did nothing on it."""
+    """Return a finding about the GPU's utilization by other processes."""
     if not percents:
         return Finding(name, "unread", "NVML gives no answer")
     most = max(percents)
@@ -299,7 +296,7 @@ def time_slices(name: str, index: int) -> Finding:
     """Return a finding about the time slices of other processes on torch's GPU `index`."""
     import torch
 
-    neighbors.slice_reader.cache_clear()  # it belongs to one GPU
+    neighbors.slice_reader.cache_clear()  # the cached reader belongs to one GPU
     if not torch.cuda.is_available():
         return Finding(name, "unread", "torch cannot use this GPU")
     with torch.cuda.device(index):

@@ -1,4 +1,4 @@
-"""Maintain a repository: remove leftovers of runs, and prune stored results."""
+"""Clean up a repository: remove files that runs left, and prune stored results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .stored_results import Chapter, chapters
 PROFILES, ARTIFACTS = "aisp-profile", "artifacts"
 """The default folder of profiles, and the default parent folder of runs' artifacts."""
 RUN_FILES = ("results.jsonl", "results.json")
-"""If a folder contains one of these files, a run wrote the folder."""
+"""A folder that contains one of these files was written by a run."""
 TEMPORARY = re.compile(r"\.(\w|-|\.)+\.json\.(lock|tmp|\d+)")
 """The names of files that a killed process leaves next to stored results."""
 
@@ -66,8 +66,8 @@ def clean_result(catalog: Catalog, *, yes: bool, as_json: bool = False) -> CliRe
 def leftovers(root: Path, baselines: Path) -> Iterator[Leftover]:
     """Yield leftovers of runs under `root`: profiles, artifacts, temporary files in `baselines`.
 
-    Files and folders behind a link are not yielded, nor is a folder that contains the stored
-    results. A link to a yielded folder is also yielded.
+    Files and folders behind a link are skipped, and so is a folder that contains the stored
+    results. Links to the yielded folders are also yielded.
     """
     stored = baselines.resolve()
     candidates = [root / PROFILES, *_artifact_folders(root / ARTIFACTS)]
@@ -91,7 +91,7 @@ def leftovers(root: Path, baselines: Path) -> Iterator[Leftover]:
 
 
 def _artifact_folders(folder: Path) -> Sequence[Path]:
-    """Return `folder` if it is a run's own folder, or else the run folders in it."""
+    """Return `folder` if a run wrote it; otherwise return the run folders in it."""
     if any((folder / name).exists() for name in RUN_FILES):
         return [folder]
     inside = sorted(folder.iterdir()) if folder.is_dir() and not folder.is_symlink() else []
@@ -109,9 +109,9 @@ def _size(nbytes: int) -> str:
 def prune_result(
     catalog: Catalog, product: str | None, *, yes: bool, as_json: bool = False
 ) -> CliResult:
-    """List the results whose case no longer exists, and remove them if `yes`.
+    """List the stored results whose case no longer exists, and remove them if `yes`.
 
-    If a page is skipped or broken here, its cases are unknown, so its results stay.
+    Results of a page that cannot be collected are kept, because its cases are unknown.
 
     Args:
         product: the product whose results are examined, or None for all products.
@@ -157,7 +157,7 @@ def _prune_text(catalog: Catalog, gone: Sequence[tuple[Chapter, str]], yes: bool
 def _results_without_case(
     catalog: Catalog, product: str | None
 ) -> Iterator[tuple[Chapter, Sequence[str]]]:
-    """Yield each chapter that has such results, with the keys of these results."""
+    """Yield each chapter with results whose case no longer exists, and the keys of the results."""
     cases = {(case.chapter, case.key) for case in catalog.cases}
     unread = {Path(page.path).name for page in catalog.unread}
     for chapter in chapters(catalog.baselines, product):

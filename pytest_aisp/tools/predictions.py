@@ -1,9 +1,9 @@
-"""Compare the times that pages' costs predict with the stored times.
+"""Predict times from the costs that pages declare, and compare them with the stored times.
 
-`aisp results predictions` lists each timed side whose page declares a cost, the worst prediction
-first. A prediction needs the rates in the product's `peaks.json`. For a GPU that nobody here has,
-such as ``--product=nvidia-b200``, it follows from the data sheet. Such predictions are not stored,
-and never shown as measured.
+`aisp results predictions` lists each timed side that has a cost, the worst prediction first. A
+prediction uses the rates in the product's `peaks.json`. For a GPU without stored results, such as
+``--product=nvidia-b200``, the rates are estimated from the data sheet. These predictions are never
+stored, and never shown as measured.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class PredictedSide:
 
     Attributes:
         predicted: None if a rate is missing.
-        limit: the rate that takes the most time.
-        missing: the first rate that the prediction needs and that was not measured.
+        limit: the name of the rate that accounts for most of the predicted time.
+        missing: the first rate that the prediction lacks, because it was not measured.
     """
 
     product: str
@@ -66,7 +66,7 @@ def predictions_result(catalog: Catalog, products: Sequence[str], *, as_json: bo
     """Return the predicted and the stored times of all sides that declare a cost.
 
     Raises:
-        CliError: if no side declares a cost, or if no peaks of a product are stored.
+        CliError: if no side declares a cost, or if a product has no stored peaks.
     """
     sides = [side for product in products for side in predictions(catalog, product)]
     unread = [f"{page.path} was not read: {page.text}" for page in catalog.unread]
@@ -91,10 +91,10 @@ def predictions_result(catalog: Catalog, products: Sequence[str], *, as_json: bo
 
 
 def missing_line(rates: Sequence[str]) -> list[str]:
-    """Return a line about the sides that are not predicted, or none.
+    """Return a line about the sides without a prediction, or no line if there are none.
 
     Args:
-        rates: the missing rate of each side; empty if none is missing.
+        rates: for each side the name of the missing rate, or an empty string.
     """
     names = sorted({rate for rate in rates if rate})
     if not names:
@@ -111,7 +111,7 @@ def missing_line(rates: Sequence[str]) -> list[str]:
 
 
 def predictions(catalog: Catalog, product: str) -> Iterator[PredictedSide]:
-    """Yield each side of the stored results of `product` that declares a cost, once per size."""
+    """Yield each stored side that declares a cost. A baseline is yielded once per size."""
     cases = {(case.chapter, case.key): case for case in catalog.cases}
     peaks = stored_peaks(catalog.baselines, product)
     baselines = set()
@@ -147,7 +147,7 @@ def _predicted(
 def predicted_times(
     case: CatalogCase, result: Result, peaks: Peaks
 ) -> dict[str, Prediction | RateMissing]:
-    """Return the predicted time of each side with a cost, by role, or the rate that is missing."""
+    """Return, for each role with a cost, the predicted time or the missing rate."""
     graph = result.clock == "graph"
     return {role: _prediction(phases, peaks, graph) for role, phases in case.costs.items()}
 
@@ -163,7 +163,7 @@ def _prediction(
 
 
 def predicted_speedup(times: Mapping[str, Prediction | RateMissing]) -> float | None:
-    """Return the predicted speedup, or None unless both sides are predicted."""
+    """Return the predicted speedup, or None if a side has no prediction."""
     baseline, optimized = times.get("baseline"), times.get("optimized")
     if not isinstance(baseline, Prediction) or not isinstance(optimized, Prediction):
         return None
@@ -178,7 +178,7 @@ STALE = " (stale)"
 
 
 def page_tables(catalog: Catalog, products: Sequence[str]) -> Iterator[str]:
-    """Yield the lines of a table for each product: the times and speedups of all sides."""
+    """Yield the lines of a table per product. It shows the times and speedups of all sides."""
     cases = {(case.chapter, case.key): case for case in catalog.cases}
     for product in products:
         peaks = stored_peaks(catalog.baselines, product) or Peaks(product, {})
@@ -191,7 +191,7 @@ def page_tables(catalog: Catalog, products: Sequence[str]) -> Iterator[str]:
                     times = predicted_times(case, result, peaks)
                     for row, role in zip(_rows(case, result, times), ROLES, strict=True):
                         side = row[0], row[1]
-                        rows.setdefault(side, row)  # the baseline's first case counts
+                        rows.setdefault(side, row)  # a baseline keeps its first case's row
                         missing.setdefault(side, _missing(times.get(role)))
         if rows:
             yield from ["", f"{product}:", "", *columns([TABLE_HEADS, *rows.values()])]
@@ -234,12 +234,12 @@ DATA_SHEET_HEADS = (
 
 @dataclass(frozen=True)
 class SideFromDataSheet:
-    """The predicted time of one side, in seconds, and the predicted speedup of a variant.
+    """The predicted time of one side, in seconds, and the predicted speedup if it is a variant.
 
     Attributes:
         predicted_from_data_sheet: None if a rate is missing.
-        limit: the rate that takes the most time.
-        missing: the rate that the data sheet lacks.
+        limit: the name of the rate that accounts for most of the predicted time.
+        missing: the name of the rate that the data sheet lacks.
     """
 
     product: str
@@ -259,15 +259,15 @@ class SideFromDataSheet:
 
 
 def has_only_data_sheet(baselines: Path, product: str | None) -> bool:
-    """Return whether there is a data sheet of `product`, but no stored result."""
+    """Return whether `product` has a data sheet, but no stored result."""
     return product in SHEETS and product not in map(base_of, stored_products(baselines))
 
 
 def data_sheet_result(catalog: Catalog, product: str, *, as_json: bool) -> CliResult:
-    """Return the predicted times on `product` of all cases that were timed on the H200.
+    """Return the predicted times on `product` for all cases that were timed on the H200.
 
     Raises:
-        CliError: if no case of the H200 declares a cost, or if its rates are not stored.
+        CliError: if no case of the H200 declares a cost, or if the H200's rates are not stored.
     """
     sheet = SHEETS[product]
     names = [n for n in stored_products(catalog.baselines) if base_of(n) == REFERENCE]
@@ -292,7 +292,7 @@ def data_sheet_result(catalog: Catalog, product: str, *, as_json: bool) -> CliRe
 def _data_sheet_sides(
     catalog: Catalog, reference: str, product: str, measured: Peaks
 ) -> Iterator[SideFromDataSheet]:
-    """Yield both sides of each case on `reference` that has a cost, a baseline once per size."""
+    """Yield the sides with a cost of each case stored for `reference`, a baseline once per size."""
     peaks, name = estimate(product, measured), product + reference.removeprefix(REFERENCE)
     cases = {(case.chapter, case.key): case for case in catalog.cases}
     baselines = set()
@@ -310,7 +310,7 @@ def _data_sheet_sides(
 
 
 def _runs(case: CatalogCase, arch: str) -> bool:
-    """Return whether the case runs on `arch`. Older archs have none of the features in `needs`."""
+    """Return whether the case runs on `arch`. An arch outside `ARCHS` has no feature in `needs`."""
     return arch in case.archs if arch in ARCHS else not case.needs
 
 
@@ -331,7 +331,7 @@ def _data_sheet_side(
 def _assumptions(
     sheet: DataSheet, reached: Mapping[str, float], sides: Sequence[SideFromDataSheet]
 ) -> Iterator[str]:
-    """Yield the source, the assumptions, and the rates that the data sheet lacks."""
+    """Yield lines with the data sheet's source, the assumptions, and the rates that it lacks."""
     yield f"not measured: {sheet.source}"
     listed = ", ".join(f"{name} {share:.0%}" for name, share in reached.items())
     yield f"assumed: rates reach the share of the data sheet that {REFERENCE} reaches ({listed})"

@@ -1,8 +1,8 @@
-"""`aisp results roofline`: the rate that limits each stored result, and the share that it reaches.
+"""`aisp results roofline`: list the limiting rate of each stored result, and the share reached.
 
-The share is computed from the work that the current page declares, and from the stored times and
-peaks. If the page is gone or declares no work, the share is the one that was stored.
-`aisp machine peak` measures the peaks.
+The share is computed from the work that the current page declares and from the stored times and
+peaks. If the page is gone or declares no work, the stored share is listed. `aisp machine peak`
+measures the peaks.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Point:
     Attributes:
         limit: the name of the rate that limits the result, or None if the work or the rate is
             unknown.
-        share: the share of that rate that the optimized side reaches, or None if unknown.
-        attained: the value that the optimized side reaches, or None if unknown.
-        peak: the stored peak of that rate, or None if unknown.
+        share: the share of the peak that the optimized side reaches, or None if unknown.
+        attained: the rate that the optimized side reaches, or None if unknown.
+        peak: the stored peak of the limiting rate, or None if unknown.
     """
 
     product: str
@@ -88,7 +88,7 @@ def roofline_result(
 ) -> CliResult:
     """Return a table of the results of `products` and `targets`.
 
-    Within a chapter, the result with the largest share is last.
+    The results of a chapter are sorted by their share, the largest last.
     """
     limits = {name: stored_peaks(catalog.baselines, name) for name in products}
     rows = [p for name in products for p in points(catalog, name, targets, limits[name])]
@@ -133,7 +133,7 @@ def _limit(
     """Return the rate that limits a case, and the share of that rate that the case reaches."""
     limit = None
     if case is not None and case.work is not None and limits is not None:
-        with contextlib.suppress(PeaksError):  # ignore the error here: a run of the page reports it
+        with contextlib.suppress(PeaksError):  # not reported here, because a run of the page does
             limit = peaks.limit_of(msgspec.convert(case.work, Work), case.bound, limits)
     if limit is None:
         return result.limit, result.share
@@ -141,18 +141,18 @@ def _limit(
 
 
 TIMEOUT = 120.0
-"""Seconds within which the worker process must reply. It replies only after all measurements."""
+"""Maximum seconds until the worker process replies, which it does after all measurements."""
 
 
 def measure_peaks(machine: Machine, tell: Callable[[str], None]) -> Peaks:
-    """Measure, in another process, the peaks of `machine`'s first GPU, or else of its CPU."""
+    """Measure in another process the peaks of the first GPU, or of the CPU if there is no GPU."""
     device = "cuda" if machine.gpus else "cpu"
     measured = _ask(machine, PeaksTask(device=device), "peaks", tell).read(PeaksResult)
     return Peaks(machine.product, measured.rates, measured.facts)
 
 
 def measure_hierarchy(machine: Machine, tell: Callable[[str], None]) -> HierarchyResult:
-    """Measure, in another process, the memory hierarchy of `machine`'s first GPU."""
+    """Measure in another process the memory hierarchy of the machine's first GPU."""
     if not machine.gpus:
         raise CliError("the memory hierarchy is measured on a GPU, and there is none here")
     reply = _ask(machine, PeaksTask(device="cuda", hierarchy=True), "memory hierarchy", tell)
@@ -160,7 +160,11 @@ def measure_hierarchy(machine: Machine, tell: Callable[[str], None]) -> Hierarch
 
 
 def _ask(machine: Machine, task: PeaksTask, what: str, tell: Callable[[str], None]) -> Reply:
-    """Return the reply of a new process on the leased device. Raise `CliError` for an error."""
+    """Lease the device, and return the reply of a new process to `task`.
+
+    Raises:
+        CliError: the process replied with an error.
+    """
     gpu, interpret = next(iter(machine.gpus), ""), None if machine.gpus else "1"
     environment = {"CUDA_VISIBLE_DEVICES": gpu, "TRITON_INTERPRET": interpret}
     leased = lease_gpus(machine.gpus[:1], tell) if machine.gpus else lease("host", waiting=tell)
@@ -183,10 +187,9 @@ LEVEL_HEADS = ("level", "working set", "bandwidth", "latency", "data sheet")
 def hierarchy_result(
     product: str, measured: HierarchyResult, *, stored: Peaks | None, as_json: bool
 ) -> CliResult:
-    """Return a table of the levels. Below them, `stored` adds the rates of links.
+    """Return a table of the levels of the memory hierarchy, and of the links in `stored`.
 
-    If the product's data sheet has the bandwidth of a level, the table shows the measured share of
-    it.
+    If the product's data sheet gives the bandwidth of a row, the table shows the share reached.
     """
     if as_json:
         return CliResult([msgspec.json.format(msgspec.json.encode(measured), indent=1).decode()], 0)
@@ -212,13 +215,13 @@ def hierarchy_result(
 
 
 def _of_data_sheet(product: str, name: str, rate: float) -> str:
-    """Return the share of the product's data sheet, such as ``92 % of 4.8 TB/s``."""
+    """Return `rate` as a share of the data sheet's rate, such as ``92 % of 4.8 TB/s``."""
     full = data_sheets.full_rate(product, name)
     return "-" if full is None else f"{rate / full:.0%} of {rate_text(name, full)}"
 
 
 def peak_result(measured: Peaks, *, as_json: bool) -> CliResult:
-    """Return a table of the rates and their fastest kernels.
+    """Return a table of the rates, each with the fastest kernel.
 
     The exit code is 1 if the clocks were low.
     """
@@ -246,7 +249,7 @@ def _throttled(measured: Peaks) -> str:
 
 
 def store_peaks(measured: Peaks, baselines: Path) -> list[str]:
-    """Replace the stored peaks. Return a line for each rate with its new and old value."""
+    """Replace the stored peaks. Return a line for each rate with its old and new values."""
     path = peaks.path_of(baselines, measured.product)
     if throttled := _throttled(measured):
         raise CliError(f"nothing is stored: {throttled}\n    aisp machine doctor", code=1)

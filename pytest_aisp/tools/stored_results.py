@@ -31,9 +31,10 @@ class Chapter(NamedTuple):
 
 
 def select_products(baselines: Path, product: str | None, machine: Machine) -> list[str]:
-    """Return the stored products that consist of one or several GPUs of `product`.
+    """Return the stored products that have one or several GPUs of the type `product`.
 
-    If `product` is None, it is the only product with stored results, or else the machine's.
+    If `product` is None, it defaults to the only stored product. If several products are stored, it
+    defaults to this machine's product.
     """
     stored = stored_products(baselines)
     bases = sorted({base_of(name) for name in stored})
@@ -73,7 +74,7 @@ def chapters(baselines: Path, product: str | None = None) -> Iterator[Chapter]:
 def stored_peaks(baselines: Path, product: str) -> Peaks | None:
     """Return the stored peaks of `product`, or None.
 
-    For a product with several GPUs, they are the peaks of one GPU and of the links between GPUs.
+    For a product with several GPUs, these include the peaks of one GPU and of links between GPUs.
     """
     names = dict.fromkeys((base_of(product), product))
     try:
@@ -84,7 +85,7 @@ def stored_peaks(baselines: Path, product: str) -> Peaks | None:
 
 
 def arch_of(product: str, arch: str | None, machine: Machine) -> str:
-    """Return the arch whose claims apply to `product`: `arch`, or the arch of its GPU."""
+    """Return the arch whose claims apply to `product`: `arch` if given, or its GPU's arch."""
     legal = f"legal are {', '.join(ARCHS)}"
     if arch is not None and arch not in ARCHS:
         raise CliError(f"--arch={arch}: unknown arch; {legal}")
@@ -115,7 +116,7 @@ def readme_table(chapter: str, baselines: Path) -> str:
 
 
 def _recorded(stored: Stored) -> str:
-    """Return the versions and the dates of the recordings."""
+    """Return a text with the software versions and the dates of the stored results."""
     names = ("driver", "cuda", "torch", "triton")
     environments = [stored.environments[name] for name in sorted(stored.environments)]
     versions = {n: sorted({str(e[n]) for e in environments if e.get(n)}) for n in names}
@@ -175,7 +176,7 @@ def rewrite(readme: Path, baselines: Path) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Rewrite or check the README of a chapter's folder, and return the exit code."""
+    """Rewrite a chapter's README, or check it with ``--check``. Return the exit code."""
     check = "--check" in arguments
     folders = [Path(a) for a in arguments if a != "--check"]
     readme = folders[0] / "README.md"
