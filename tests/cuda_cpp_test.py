@@ -661,7 +661,7 @@ extern "C" __global__ void parent(float* x) { child<<<1, 1>>>(x); }
 
 def linkable():
     try:
-        return bool(nvrtc._device_runtime())
+        return bool(nvrtc._linked({"relocatable_device_code": True}))
     except (ImportError, CompileError):
         return False
 
@@ -694,7 +694,8 @@ def test_without_the_device_runtime_the_error_says_what_to_install(module_of, mo
         raise RuntimeError(f"no {name}")
 
     finder = SimpleNamespace(
-        load_nvidia_dynamic_lib=lambda name: None, find_static_lib=lambda name: "lib.a"
+        load_nvidia_dynamic_lib=lambda name: SimpleNamespace(abs_path="lib.so"),
+        find_static_lib=lambda name: "lib.a",
     )
     setattr(finder, missing, absent)
     monkeypatch.setattr(nvrtc, "import_module", lambda name: finder)
@@ -728,6 +729,18 @@ def test_compiled_code_is_cached(cache, compilations):
     nvrtc.compile_module(cuda_module("data/build.cu"), "sm_100")
     assert compilations == ["sm_90", "sm_100"]
     assert len(list(cache.iterdir())) == 2
+
+
+@needs_nvrtc
+@pytest.mark.skipif(not linkable(), reason="needs nvidia-nvjitlink and nvidia-cuda-runtime")
+def test_the_cache_key_covers_the_linker(module_of, compilations, monkeypatch, tmp_path):
+    module = module_of(PARENT, device_runtime=True)
+    cubin = nvrtc.compile_module(module, "sm_90")
+    library = nvrtc._linked(module.options)[-1]
+    (tmp_path / "linker.so").write_bytes(b"another version")
+    monkeypatch.setattr(nvrtc, "_linked", lambda _: [str(tmp_path / "linker.so"), library])
+    assert nvrtc.compile_module(module, "sm_90") == cubin
+    assert compilations == ["sm_90", "sm_90"]
 
 
 @needs_nvrtc

@@ -96,6 +96,10 @@ def _cached(module: CudaModule, target: str, source: str, kernels: Sequence[str]
     options["include_path"] = [*module.folders, *toolkit]
     options["ptxas_options"] = [*as_list(options.get("ptxas_options")), "-v"]
     sources = {**module.sources, str(module.path): source}
+    try:
+        compiler += map(os.path.getsize, _linked(options))
+    except CompileError as error:
+        raise _error(module, target, f"\n{error}") from None
     key = repr((compiler, kernels, sorted(options.items()), sorted(sources.items())))
     home = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
     entry = Path(home, "pytest-aisp", f"{hashlib.sha256(key.encode()).hexdigest()}.cubin")
@@ -129,12 +133,12 @@ def compile_source(core: ModuleType, source: str, options: Options) -> tuple[byt
     Relocatable code is linked with CUDA's device runtime, without which it cannot be loaded.
     """
     log = io.StringIO()
-    library = _device_runtime() if options.get("relocatable_device_code") else ""
+    libraries = _linked(options)
     try:
         program = core.Program(source, "c++", core.ProgramOptions(**options))
         compiled = program.compile("cubin", logs=log)
-        if library:
-            runtime = core.ObjectCode.from_library(library)
+        if libraries:
+            runtime = core.ObjectCode.from_library(libraries[-1])
             settings = core.LinkerOptions(arch=options["arch"])
             compiled = core.Linker(compiled, runtime, options=settings).link("cubin")
         return bytes(compiled.code), log.getvalue()
@@ -165,12 +169,19 @@ def toolchain() -> Toolchain:
     return Toolchain(core, f"{major}.{minor}", os.path.getsize(library) if library else 0)
 
 
-def _device_runtime() -> str:
-    """Return the path of CUDA's device runtime, or raise `CompileError`."""
+def _linked(options: Options) -> list[str]:
+    """Return the paths of nvJitLink and CUDA's device runtime if code with `options` needs them.
+
+    Raises:
+        CompileError: one of them is not installed.
+    """
+    if not options.get("relocatable_device_code"):
+        return []
     finder = import_module("cuda.pathfinder")
     try:
-        finder.load_nvidia_dynamic_lib("nvJitLink")  # without it, cuda.core asks the driver to link
-        return str(finder.find_static_lib("cudadevrt"))
+        # Without nvJitLink, cuda.core asks the driver to link.
+        linker = finder.load_nvidia_dynamic_lib("nvJitLink").abs_path
+        return [linker, str(finder.find_static_lib("cudadevrt"))]
     except RuntimeError as error:
         raise CompileError(f"{DEVICE_RUNTIME}\n({str(error).strip()})") from None
 

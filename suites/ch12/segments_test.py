@@ -56,9 +56,11 @@ NEEDED = "needs CUDA's device runtime: pip install nvidia-nvjitlink nvidia-cuda-
 
 
 def no_device_runtime():
-    """Return whether the library is missing with which kernels that launch kernels are linked."""
+    """Return whether a library that kernels which launch kernels need is missing."""
     try:
-        return not import_module("cuda.pathfinder").find_static_lib("cudadevrt")
+        finder = import_module("cuda.pathfinder")
+        finder.load_nvidia_dynamic_lib("nvJitLink")
+        return not finder.find_static_lib("cudadevrt")
     except (ImportError, RuntimeError):
         return True
 
