@@ -1,24 +1,26 @@
 """A small data set in memory: read each file once, not once per epoch.
 
-Problem    One epoch of SGD on images of 3 x 32 x 32 bytes, in batches of 128. Each image is in a
-           file of its own. The order of the images is an input. Every image's logits are returned,
-           and the weights after the epoch are compared.
-Baseline   files: the training process opens and reads the files of a batch one by one. They were
-           written just before, so they are in the page cache. The baseline pays for system calls
-           and Python only. From a disk or a network it would be slower.
+Problem    One epoch of SGD on images of 3 x 32 x 32 bytes, in batches of 128. Each image has its
+           own file. The order of the images is an input. Each side returns the logits of every
+           image. The weights after the epoch are compared too.
+Baseline   files: the training process opens and reads the files of a batch one by one. The files
+           were just written, so they are in the page cache. The baseline spends its time only on
+           system calls and Python. Reading from a disk or a network would be slower.
 Optimized  in_memory: files, but all files are read once, before the timed part, into one tensor in
-           host memory. A batch is the rows of an index.
+           host memory. A batch is selected from it by index.
            on_gpu: in_memory, but the tensor is on the GPU, and so is the epoch's order.
-Bound      The host. files opens a file per image. After that, every side launches the same kernels
-           for a step, and they compute for less time than their launches take.
-Seen       There is no rate for opening a file, so the prediction of files leaves the files out.
-           in_memory and on_gpu take several times what their launches and their waits for the GPU
-           predict. Autograd, the modules and the optimizer are part of that: on a CPU, a step on a
-           few numbers takes as long as 340 to 410 calls of `Tensor.view`. At the rate of
-           `host_step` they are about a third of the stored time. We cannot explain the rest. files
-           pays it too, so in_memory gains less than the files alone would say.
-Use when   All data fit in host memory, which saves the system calls of each epoch. Put them on the
-           GPU only when memory is free there: on_gpu saves the small copies of the batches.
+Bound      The host. files opens one file per image. Then all sides launch the same kernels in each
+           training step. Running these kernels takes less time than launching them.
+Seen       There is no measured rate for opening a file, so the prediction for files leaves that
+           time out. in_memory and on_gpu take several times as long as their launches and their
+           waits for the GPU. Part of this is Python time in autograd, modules and optimizer: on a
+           CPU, a training step on tiny tensors takes as long as 340 to 410 calls of `Tensor.view`.
+           At the rate `host_step`, these calls are about a third of the measured time. We cannot
+           explain the rest. All sides spend this time, so the speedup of in_memory is lower than
+           the time for the files suggests.
+Use when   All data fit in host memory. Then no epoch needs system calls to read them. Put the data
+           on the GPU only if it has memory to spare: on_gpu only saves the small copies of the
+           batches.
 """
 
 import tempfile
@@ -46,7 +48,7 @@ def state(device, items):
 
 
 def inputs(device, items):
-    """Return the order of the items, which a sampler would draw."""
+    """Return the order of the items as indices, as a sampler would draw it."""
     return (torch.randperm(items),)
 
 
@@ -59,7 +61,7 @@ def step(state, images, labels):
 
 
 def trained(state, images, order):
-    """Train on a batch of bytes that lies on the model's device."""
+    """Train on a batch of bytes that is on the model's device. Return the logits."""
     return step(state, (images.float() - 127.5) / 64, state.labels[order])
 
 
@@ -80,7 +82,7 @@ def written(state, folder):
 
 
 def read(paths):
-    """Return a tensor with a row for each image of `paths`."""
+    """Return a tensor with one row per image in `paths`."""
     joined = bytearray()
     for path in paths:
         with open(path, "rb") as file:
@@ -128,9 +130,14 @@ def on_gpu(state, order):
 
 
 def epoch_of(items, launches, host_steps=0, copies=None):
-    """Return the cost of an epoch, of which each step costs this besides the training."""
+    """Return the cost of an epoch.
+
+    Args:
+        items: number of images.
+        launches, host_steps, copies: what each step costs in addition to training.
+    """
     training = Cost(
-        # Nothing computes the gradient of the images.
+        # There is no gradient with respect to the images.
         ops={"fp32": 4 * BATCH * PIXELS * HIDDEN + 6 * BATCH * HIDDEN * CLASSES},
         launches=20 + launches,
         host_steps=19 + host_steps,
@@ -139,7 +146,7 @@ def epoch_of(items, launches, host_steps=0, copies=None):
     return -(-items // BATCH) * step + Cost(launches=1)  # cat
 
 
-# A copy from pageable memory ends before the call returns. So the host waits for the GPU.
+# A copy from pageable memory is synchronous, so the host waits for the GPU.
 COPIES = Cost(h2d=BATCH * PIXELS, launches=1, syncs=1) + Cost(h2d=8 * BATCH, launches=1, syncs=1)
 
 
@@ -158,7 +165,7 @@ def on_gpu_cost(items):
     check_sizes=[{"items": BATCH + 33}],
     cpu_sizes=[{"items": 256}],
     work=lambda items: Work(
-        wire=8 * items,  # the order: on_gpu copies no images
+        wire=8 * items,  # only the order, because on_gpu does not copy images
         flops={"fp32": 4 * items * PIXELS * HIDDEN},
         terms=PIXELS,
         roundings=16,

@@ -1,31 +1,31 @@
-"""KV cache: write the keys and values of a token in place instead of copying the cache.
+"""KV cache: write a token's keys and values in place instead of copying the cache.
 
-Problem    Decode `steps` tokens of `batch` sequences with one attention layer in bf16. Project the
-           token to query, key and value, append key and value to the sequence's cache, and attend
-           to the whole cache. The output is added to the next token, so a step cannot start before
-           the last one has ended. The cache starts with `prompt` tokens. Queries are twice as large
-           as usual, so that about 40 keys get most of the weight. The outputs of all steps are
-           compared.
-Baseline   grown: `torch.cat` of cache and token, as caches without a fixed size do.
-Optimized  by_words: grown, but `cat` sees its bytes as int64. When PyTorch copies into a part of a
-           tensor, it copies one element at a time, of any size. In bf16 a warp moves 64 bytes at a
-           time.
-           preallocated: by_words, but room for all tokens is made once, and a token is written to
-           its place. The prompt is copied by words.
+Problem    Decode `steps` tokens of `batch` sequences with one attention layer in bf16. Each step
+           projects the token to query, key and value, appends key and value to the cache, and
+           attends to the whole cache. Its output is added to the next token, so the steps run one
+           after another. The cache starts with `prompt` tokens. Queries are twice as large as
+           usual, so about 40 keys get most of the weight. The outputs of all steps are compared.
+Baseline   grown: `torch.cat` of the cache and the new entry, as in caches without a fixed size.
+Optimized  by_words: grown, but `cat` gets views of the bytes as int64. When PyTorch copies into
+           part of a tensor, each thread copies one element at a time. With bf16 elements a warp
+           moves only 64 bytes at a time.
+           preallocated: by_words, but memory for all tokens is allocated once, and each token is
+           written to its place. The prompt is copied as int64.
            paged: preallocated, but all sequences share a pool of pages of 64 tokens. A table says
            where the pages of each sequence are (PagedAttention, arXiv:2309.06180). PyTorch's
-           attention takes no table without another package, so a kernel of this page reads through
-           it, with one program per sequence and head. Products of tensor cores have 16 rows, so all
-           rows hold the one query.
-Bound      DRAM. Every step reads all keys and values, which are larger than the L2. `cat` copies
-           them as well, in every step. preallocated and paged copy the prompt once per call.
+           attention cannot use such a table without another package. So this page has its own
+           kernel, with one program per sequence and head. Tensor core products need 16 rows, so all
+           16 rows hold the same query.
+Bound      DRAM. Every step reads all keys and values, which do not fit in the L2. In grown and
+           by_words, every step also copies them. preallocated and paged copy the prompt once per
+           call.
 Seen       grown takes longer than its bytes predict. by_words moves the same bytes in the same
-           number of kernels and comes close to its prediction, so the copies by single bf16
-           elements cause the rest.
-Use when   Preallocate when the longest sequence is known and there is room for it. Use pages when
-           sequences end at different lengths: they take memory 64 tokens at a time. All sequences
-           are equally long here, so paged needs about the memory of preallocated, and grown needs
-           twice that.
+           number of kernels and comes close to its prediction. So copying single bf16 elements
+           explains the extra time of grown.
+Use when   Preallocate when the maximum length is known and fits in memory. Use pages when sequences
+           end at different lengths, because memory is then allocated 64 tokens at a time. Here all
+           sequences have the same length, so paged needs about as much memory as preallocated.
+           grown needs twice as much.
 """
 
 import functools
@@ -39,9 +39,9 @@ from pytest_aisp import Cost, Variant, Work, compare
 
 from .rounding import to_even
 
-WIDTH, PAGE = 128, 64  # numbers of a head, tokens of a page
-ROWS = 16  # of the smallest product of tensor cores
-WORD = torch.int64  # four numbers of bf16 in one: PyTorch copies a strided tensor number by number
+WIDTH, PAGE = 128, 64  # elements per head, tokens per page
+ROWS = 16  # rows of the smallest tensor core product
+WORD = torch.int64  # 4 bf16 values: PyTorch copies a strided tensor one element at a time
 
 
 @triton.jit
@@ -60,10 +60,10 @@ def paged_attention_kernel(
     PAGE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Attend from the token of one sequence and head. Values are `offset` numbers behind keys."""
+    """Compute attention for one sequence and head. Values are `offset` elements after keys."""
     heads, head, sequence = tl.num_programs(0), tl.program_id(0), tl.program_id(1)
     rows, lanes, tokens = tl.arange(0, ROWS), tl.arange(0, WIDTH), tl.arange(0, PAGE)
-    # All rows of the product hold the one query. Only the first row is stored.
+    # All rows of the product hold the same query. Only the first row is stored.
     row = (rows * 0)[:, None] + head * WIDTH + lanes[None, :]
     query = tl.load(q + sequence * stride + row).to(PRODUCT)
     within = (tokens[:, None] * heads + head) * WIDTH + lanes[None, :]
@@ -111,7 +111,14 @@ def reference(tokens, cache, to_heads):
 
 
 def decode(tokens, to_heads, shape, attend):
-    """Decode with `attend`, which takes a query, and key and value as (2, batch, heads, WIDTH)."""
+    """Decode all tokens. Return their outputs, stacked.
+
+    Args:
+        tokens: tensor of (steps, batch, heads * WIDTH).
+        to_heads: weights of the projection to queries, keys and values.
+        shape: shape of a query: (batch, heads, WIDTH).
+        attend: function of the query, and of key and value stacked as (2, batch, heads, WIDTH).
+    """
     x, outputs = torch.zeros_like(tokens[0]), []
     for token in tokens:
         query, *entry = ((token + x) @ to_heads).chunk(3, dim=1)
@@ -163,17 +170,17 @@ def paged(tokens, cache, to_heads):
     _, batch, length, heads, _ = cache.shape
     pages = triton.cdiv(length + len(tokens), PAGE)
     pool = cache.new_empty(2, pages * batch, PAGE, heads, WIDTH)
-    # Sequences take their next page in turn, so a sequence's pages are not next to each other.
+    # Sequences get pages in turn, so the pages of one sequence are not adjacent.
     numbers = torch.arange(pages * batch, dtype=torch.int32, device=cache.device)
     table = numbers.view(pages, batch).T.contiguous()
     ahead = torch.arange(length, length + len(tokens), device=cache.device)
-    slots = iter((table[:, ahead // PAGE] * PAGE + ahead % PAGE).T)  # where each step's tokens go
+    slots = iter((table[:, ahead // PAGE] * PAGE + ahead % PAGE).T)  # where to write each token
     full, rest = divmod(length, PAGE)
     whole, last = cache.split([full * PAGE, rest], dim=2)
     whole = whole.unflatten(2, (full, PAGE)).flatten(1, 2)
     pool.view(WORD).index_copy_(1, table[:, :full].flatten().long(), whole.view(WORD))
     pool[:, table[:, full], :rest] = last
-    # Triton 3.9's interpreter multiplies the bits of bf16. With fp32 the products are the same.
+    # Triton 3.9's interpreter multiplies bf16 as if its bits were integers, so use fp32 there.
     product = tl.bfloat16 if cache.is_cuda else tl.float32
 
     def attend(query, entry):
@@ -196,7 +203,7 @@ def paged(tokens, cache, to_heads):
             WIDTH=WIDTH,
             PAGE=PAGE,
             ROWS=ROWS,
-            num_stages=5,  # load pages, and before them their numbers, while one page is used
+            num_stages=5,  # prefetches pages and their numbers
         )
         return out
 
@@ -204,12 +211,12 @@ def paged(tokens, cache, to_heads):
 
 
 def work(batch, heads, prompt, steps):
-    entry = 2 * 2 * batch * heads * WIDTH  # bytes of keys and values of a token
+    entry = 2 * 2 * batch * heads * WIDTH  # bytes of a token's keys and values
     return Work(
         read=entry * (steps * prompt + steps * (steps + 1) / 2),
         write=entry * steps * 3 / 2,
         terms=prompt + steps,
-        roundings=5,  # output, weights, projection, sum, and the output in that sum
+        roundings=5,  # output, weights, projection, sum, and the output that is added
     )
 
 
@@ -218,11 +225,11 @@ def decoded(batch, heads, prompt, steps, appended):
 
     Args:
         batch, heads, prompt, steps: the size.
-        appended: takes the bytes of the cache and of a token; returns the cost of appending it.
+        appended: function of the bytes of the cache and of a token; returns the append's cost.
     """
     model, entry = heads * WIDTH, 4 * batch * heads * WIDTH
     weights = 6 * model**2
-    project = Cost(read=entry, write=entry / 2, launches=1)  # add the last output
+    project = Cost(read=entry, write=entry / 2, launches=1)  # add the previous output
     project += Cost(
         read=weights + entry / 2, write=1.5 * entry, ops={"bf16": batch * weights}, launches=1
     )
@@ -253,7 +260,7 @@ def in_place(batch, heads, prompt, steps):
 
 
 def in_pages(batch, heads, prompt, steps):
-    return Cost(launches=12) + in_place(batch, heads, prompt, steps)  # table and slots
+    return Cost(launches=12) + in_place(batch, heads, prompt, steps)  # make the table and the slots
 
 
 against_grown = functools.partial(

@@ -1,26 +1,27 @@
-"""Causal attention over a long context: never write the scores.
+"""Causal attention over a long context: do not write the scores to memory.
 
-Problem    Forward pass of causal attention in bf16, heads of 128, 16384 and 32768 tokens. The
-           scores have a standard deviation of 3, as in trained models. So a few keys get most of a
-           row's weight, and outputs are nearly as large as values.
+Problem    Forward pass of causal attention in bf16, with a head dimension of 128, for 16384 and
+           32768 tokens. The scores have a standard deviation of 3, as in trained models. So each
+           query gives a few keys most of its weight, and outputs are nearly as large as values.
 Baseline   eager: scores by `matmul`, then mask, softmax in fp32, rounding to bf16, `matmul`.
-Optimized  flash: eager in one kernel, which is the FlashAttention-2 that comes with PyTorch. Tiles
-           of scores stay in registers. Tiles above the diagonal are not computed.
+Optimized  flash: eager in one kernel: the FlashAttention-2 that comes with PyTorch. Tiles of scores
+           stay in registers. Tiles above the diagonal are not computed.
            cudnn: flash, but by cuDNN's kernel for Hopper, which uses wgmma and TMA.
            flex: flash, but by compiled FlexAttention. The mask is a Python function. A block mask,
-           which is made before the timed part, says which tiles it removes.
-Bound      eager: DRAM. Every step reads and writes all scores, and the softmax first converts them
-           to fp32 in a step of its own. The others: tensor cores, for the causal half of the
-           products. Their exponentials take about a third of the time of the products.
-Seen       flash, cudnn and flex are slower than their products predict. flash uses `mma.sync`,
-           which does not reach the rate of wgmma on Hopper (ch10/gemm_test.py). If the exponentials
-           and the products of cudnn do not overlap, their sum explains cudnn. We did not measure
-           whether they overlap. We cannot explain the rest, or the time of eager: none of its steps
-           was measured on its own.
-Use when   Use a fused kernel for every long context, in training too: eager also needs memory that
-           grows with the square of the length. On Hopper choose cudnn. Use flex when no library
-           kernel knows the mask. FlashAttention-3 is not included, because it had no wheel in
-           November 2026.
+           built before the timed part, lists the tiles to skip.
+Bound      eager: DRAM. Every step reads and writes all scores. The softmax also converts them to
+           fp32 in a separate step. The other variants: tensor cores, for the causal half of the
+           matrix products. Their exponentials take about a third of the time of the matrix
+           products.
+Seen       flash, cudnn and flex are slower than their matrix products predict. flash uses
+           `mma.sync`, which does not reach the rate of wgmma on Hopper (ch10/gemm_test.py). The sum
+           of exponentials and matrix products explains the time of cudnn, if they do not overlap.
+           We did not measure whether they overlap. We cannot explain the rest, nor the time of
+           eager, because we did not measure its steps one by one.
+Use when   Use a fused kernel for every long context, also in training: the memory of eager grows
+           with the square of the length. On Hopper, choose cudnn. Use flex when no library kernel
+           supports the mask. FlashAttention-3 is not included, because it had no wheel in November
+           2026.
 """
 
 import functools
@@ -34,9 +35,9 @@ from pytest_aisp import Cost, Variant, Work, compare
 
 from . import attention_cost
 
-WIDTH = 128  # of a head
-ROWS = 4096  # queries that the reference takes at once: 1 GB of scores in float64
-TILE = 128  # queries and keys of a tile of scores
+WIDTH = 128  # elements per head
+ROWS = 4096  # queries that the reference processes at a time: up to 1 GB of float64 scores
+TILE = 128  # queries and keys per tile of scores
 
 
 def inputs(device, heads, tokens):
@@ -62,7 +63,7 @@ def reference(q, k, v):
 def eager(q, k, v):
     tokens = q.shape[2]
     future = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).triu(1)
-    scores = (q * WIDTH**-0.5) @ k.mT  # q is smaller than the scores
+    scores = (q * WIDTH**-0.5) @ k.mT  # scale q, which is smaller than the scores
     weights = scores.masked_fill(future, -torch.inf).softmax(dim=-1, dtype=torch.float32)
     return weights.to(v.dtype) @ v
 
@@ -97,12 +98,12 @@ def eager_cost(heads, tokens):
     elements, scores = heads * tokens * WIDTH, heads * tokens**2
     mask = Cost(write=tokens**2, launches=1)
     mask += Cost(read=tokens**2, write=tokens**2, launches=1)
-    # The mask is larger than the L2, so each head reads it from DRAM.
+    # The mask does not fit in the L2, so it is read from DRAM for each head.
     return mask + attention_cost.attended(elements, scores, WIDTH, mask=scores)
 
 
 def causal(heads, tokens):
-    """Return the cost of a fused kernel that computes no tiles above the diagonal."""
+    """Return the cost of a fused kernel that skips the tiles above the diagonal."""
     scores = heads * tokens * (tokens + TILE) / 2
     return attention_cost.fused(heads * tokens * WIDTH, scores, WIDTH)
 
@@ -123,9 +124,10 @@ def causal(heads, tokens):
         write=2 * heads * tokens * WIDTH,
         flops={"bf16": 2 * heads * tokens * (tokens + 1) * WIDTH},
         terms=tokens,
-        # Scaled queries, scores, weights and outputs are rounded. The largest scores are about 16,
-        # and the reference's rounded operands move them by 3 * 2**0.5 roundings. So rounding a
-        # score counts as (16 / 4.2)**2, about 13.
+        # Each side rounds the scaled queries, the scores, the weights and the outputs. The first
+        # and the last two count as one rounding each. A score counts as (16 / 4.2)**2, about 13:
+        # the largest scores are about 16, and rounding the operands moves them by 3 * 2**0.5
+        # roundings, about 4.2.
         roundings=16,
     ),
     bound="tensor",

@@ -1,27 +1,29 @@
 """Mixture of experts in training: group the tokens by expert on the GPU.
 
 Problem    Forward and backward pass of a block like DeepSeek-V2's (arXiv:2405.04434) in bf16. It
-           has attention with keys and values from a latent of width / 4, one shared expert and 4 of
-           `experts` routed experts. A softmax over the router's 4 largest scores mixes these. The
-           gradients of the input and of all weights are compared. Rotary positions are left out.
-           The router starts by reading one coordinate per expert, and each token has 4 of these
-           coordinates raised. So rounding cannot change the choice, and all sides and the reference
-           agree on it.
-Baseline   looped: for each expert, find its tokens, gather them, compute, and add to the result.
-Optimized  sliced: looped, but tokens are sorted by expert once. Each expert computes on its slice,
-           and one gather brings the results back. The host reads the ends of all slices at once,
-           instead of waiting for the GPU for each expert.
-           grouped: sliced, but `grouped_mm` computes all experts and reads the ends of the slices
-           on the GPU. There are two products instead of two per expert.
-Bound      Launches by the host. sliced makes fewer launches per expert than looped, and grouped
-           makes none. The products take a small part of the time.
-Seen       All sides take longer than their launches and waits predict, grouped by the largest
-           factor. We cannot explain this. `launch` is the rate of an addition in place. We did not
-           measure the host time of autograd and of the allocator for each operation.
-Use when   A layer has many experts, each of which gets few tokens. With larger widths, the GPU's
-           work per launch grows and the number of launches does not. Once the GPU takes longer than
-           the host, launches no longer matter for sliced and grouped. looped still waits for the
-           GPU for each expert.
+           has attention with keys and values from a latent of width / 4, one shared expert, and
+           `experts` routed experts. Each token uses 4 routed experts, weighted by a softmax over
+           the router's 4 largest scores. Rotary positions are left out. The gradients of the input
+           and of all weights are compared. The router's weights make the score of an expert close
+           to one coordinate of the token. In each token, 4 of these coordinates are raised. So
+           rounding cannot change the choice, and all sides and the reference choose the same
+           experts.
+Baseline   looped: for each expert, find its tokens, gather them, compute, and add to the output.
+Optimized  sliced: looped, but the tokens are sorted by expert once. Each expert processes its
+           slice, and one gather puts the results back in order. The host reads the lengths of all
+           slices at once, so it waits for the GPU once and not once per expert.
+           grouped: sliced, but `grouped_mm` processes all experts and reads the ends of the slices
+           on the GPU. There are two matrix products in total, not two per expert.
+Bound      Kernel launches by the host. sliced makes fewer launches per expert than looped. For
+           grouped, the number of launches does not depend on the number of experts. The matrix
+           products take a small part of the time.
+Seen       All sides take longer than predicted from their launches and waits. The factor is largest
+           for grouped. We cannot explain this. The rate `launch` was measured with an in-place
+           addition. We did not measure the host time that autograd and the allocator add to each
+           operation.
+Use when   A layer has many experts, each of which gets few tokens. With larger widths, the GPU has
+           more work per launch. Once the GPU takes longer than the host, the number of launches no
+           longer matters for sliced and grouped. looped still waits for the GPU once per expert.
 """
 
 import torch
@@ -78,7 +80,7 @@ def gated(pair):
 
 
 def step(weights, x, gradient, routed):
-    """Return the block's output and all gradients; `routed` is what the experts add."""
+    """Return the block's output and all gradients. `routed` computes the routed experts' part."""
     x = x.detach().requires_grad_()
     h = x + attention(weights, norm(x))
     tokens = norm(h).flatten(0, 1)
@@ -91,7 +93,7 @@ def step(weights, x, gradient, routed):
 
 
 def taken(weights):
-    """Return the gradients and remove them, so that a call leaves the weights as they were."""
+    """Return the weights' gradients by name, and reset each `.grad` to None."""
     gradients = {name: weight.grad for name, weight in weights.items()}
     for weight in weights.values():
         weight.grad = None
@@ -99,7 +101,7 @@ def taken(weights):
 
 
 def reference(weights, x, gradient):
-    """Compute every expert for every token. An expert that was not chosen has a share of 0."""
+    """Apply every expert to every token. Experts that were not chosen get a weight of 0."""
     weights.double()
     x = x.double().requires_grad_()
     inner, heads = norm(x), x.shape[-1] // HEAD
@@ -139,7 +141,7 @@ def looped(weights, x, gradient):
 
 
 def by_expert(tokens, chosen, shares, compute):
-    """Sort a copy of the tokens by expert, `compute`, and mix the results of each token."""
+    """Return each token's mixed expert results. `compute` takes the tokens sorted by expert."""
     order = chosen.flatten().argsort()
     results = compute(tokens[order // CHOSEN])
     back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
@@ -147,7 +149,7 @@ def by_expert(tokens, chosen, shares, compute):
 
 
 def chosen_by(weights, chosen):
-    """Return how many tokens chose each expert. `bincount` would wait for the GPU."""
+    """Return a tensor of the number of tokens per expert. `bincount` would wait for the GPU."""
     numbers = torch.arange(len(weights["up"]), device=chosen.device)
     return (chosen.flatten() == numbers[:, None]).sum(dim=1)
 
@@ -184,9 +186,9 @@ def grouped(weights, x, gradient):
 
 
 def amounts(batch, tokens, width, experts, hidden):
-    """Return the weights that a token is multiplied with, and the weights that there are.
+    """Return two counts of weights: those that one token is multiplied with, and all of them.
 
-    The products of a token with other tokens, in causal attention, count as weights as well.
+    The first count includes causal attention, as if other tokens were weights.
     """
     dense = 2 * width**2 + width**2 // 4 + width**2 // 2
     products = dense + tokens * width + (1 + CHOSEN) * 3 * width * hidden
@@ -201,24 +203,24 @@ def work(batch, tokens, width, experts, hidden):
         write=2 * (held + 2 * rows * width),
         flops={"bf16": 6 * rows * products},
         terms=max(rows, width),
-        roundings=24,  # 16 results in a row forward, and half of that back to the router
+        roundings=24,  # a chain of 16 results forward, and of 8 back to the router
     )
 
 
 def block(launches, host_steps, of_expert=None, syncs=0):
-    """Return a function of the size: the cost of a step.
+    """Return a function from the size to the cost of a step.
 
     Args:
-        launches, host_steps: those that do not depend on the number of experts.
-        of_expert: what the host does for each expert.
-        syncs: waits for the GPU that do not belong to an expert.
+        launches, host_steps: counts that do not depend on the number of experts.
+        of_expert: the host's cost for each expert.
+        syncs: number of waits for the GPU, not counting those for each expert.
     """
 
     def cost(batch, tokens, width, experts, hidden):
         rows = batch * tokens
         products, held = amounts(batch, tokens, width, experts, hidden)
         computed = Cost(
-            read=2 * (2 * held + 2 * rows * width),  # weights in both passes
+            read=2 * (2 * held + 2 * rows * width),  # weights are read in both passes
             write=2 * (held + 2 * rows * width),
             ops={"bf16": 6 * rows * products},
         )
@@ -228,8 +230,8 @@ def block(launches, host_steps, of_expert=None, syncs=0):
     return cost
 
 
-# Counted with a TorchDispatchMode, in which views are host steps. Then `nonzero` is 6 launches, and
-# the backward pass of an index is 7 to 10, because it sorts the indices.
+# Counted with a TorchDispatchMode. Views count as host steps. `nonzero` counts as 6 launches. The
+# backward pass of indexing counts as 7 to 10, because it sorts the indices.
 looped_cost = block(60, 75, Cost(launches=46, host_steps=9, syncs=1))
 sliced_cost = block(96, 86, Cost(launches=12, host_steps=6), syncs=1)
 grouped_cost = block(112, 88)
@@ -247,7 +249,7 @@ grouped_cost = block(112, 88)
     sizes=[{"batch": 4, "tokens": 512, "width": 1024, "experts": 32, "hidden": 512}],
     check_sizes=[
         {"batch": 3, "tokens": 9, "width": 128, "experts": 6, "hidden": 24},
-        {"batch": 1, "tokens": 3, "width": 128, "experts": 20, "hidden": 8},  # some have no token
+        {"batch": 1, "tokens": 3, "width": 128, "experts": 20, "hidden": 8},  # idle experts
     ],
     work=work,
     bound="launch",

@@ -1,19 +1,21 @@
-"""AdamW with moments in 8 bits: a quarter of the optimizer's memory, and less to move.
+"""AdamW with moments in 8 bits: a quarter of the optimizer's memory, and less memory traffic.
 
-Problem    One AdamW step of `n` fp32 parameters. They start no larger than one update, so that an
-           error in the update shows in the parameter.
+Problem    One AdamW step of `n` fp32 parameters. Their initial values are about as large as one
+           update, so an error in the update is visible in the parameter.
 Baseline   library: `torch.optim.AdamW`, fused. It keeps two fp32 moments, 8 bytes per parameter. A
-           step reads parameter, gradient and moments, and writes all but the gradient: 28 bytes.
-Optimized  fp32_moments: the same bytes in one Triton kernel of this page. It separates the effect
-           of the kernel from that of the codes.
-           eight_bits: fp32_moments, but the kernel decodes moments of 8 bits, updates them and
-           encodes them again. 256 codes share one fp32 scale (block-wise quantization, Dettmers et
-           al., arXiv:2110.02861). It keeps 2.03 bytes per parameter and moves 16.06.
+           step reads parameter, gradient and moments, and writes parameter and moments: 28 bytes
+           per parameter.
+Optimized  fp32_moments: moves the same bytes in one Triton kernel of this page. It shows the effect
+           of the kernel without the effect of 8-bit moments.
+           eight_bits: fp32_moments, but the kernel decodes 8-bit moments, updates them and encodes
+           them again. Each group of 256 codes shares one fp32 scale (block-wise quantization,
+           Dettmers et al., arXiv:2110.02861). It keeps 2.03 bytes of moments per parameter and
+           moves 16.06 bytes per step.
 Bound      DRAM. Decoding and encoding take 68 instructions per parameter, as nvdisasm counts them
-           for sm90. They take less time than the bytes, and run while the bytes move.
+           for sm90. They take less time than the memory traffic, and overlap with it.
 Use when   The moments do not fit next to the model, or the optimizer's step is a visible part of a
-           training step. Do not use it when a run has to match fp32 AdamW: the check accepts the
-           error of int8 here.
+           training step. Do not use 8-bit moments if a run must match fp32 AdamW: the check on this
+           page allows errors as large as those of int8.
 """
 
 import functools
@@ -26,14 +28,14 @@ import triton.language as tl
 
 from pytest_aisp import Cost, Variant, Work, compare
 
-# 1 - beta is exact in fp32, see ch01/optimizer_test.py. The second beta is near the 0.95 that
-# language models use. There is no weight decay: it would not move parameters this small.
+# 1 - beta is exact in fp32 (see ch01/optimizer_test.py). The second beta is near 0.95, a common
+# value for language models. There is no weight decay: it would not move parameters this small.
 LR, BETAS, EPS = 2**-8, (1 - 2**-3, 1 - 2**-4), 1e-8
 GROUP, GROUPS = 256, 16  # parameters per scale, and scales per program
-# Codes are logarithmic and cover 25 octaves below the group's largest value. Linear codes have an
-# error relative to that largest value, but the update of a small gradient divides by its own small
-# root. The second moment is coded as its root, in 10 steps per octave. The first needs a sign, so
-# that it has 5.
+# Codes are logarithmic: they cover 25 octaves (factors of 2) below the largest value of the group.
+# The error of linear codes is proportional to that largest value. It would be too large for small
+# gradients, whose update divides by a small root. The code of the second moment stores its square
+# root in 10 steps per octave. The code of the first moment has a sign bit and 5 steps per octave.
 STEPS_AN_OCTAVE = 10
 
 
@@ -81,7 +83,7 @@ def adamw_fp32_kernel(
     g = tl.load(gradient + at, mask=here, other=0.0)
     m = BETA1 * tl.load(first + at, mask=here, other=0.0) + (1 - BETA1) * g
     v = BETA2 * tl.load(second + at, mask=here, other=0.0) + (1 - BETA2) * g * g
-    t = tl.load(step).to(tl.float64)  # 1 - beta**t has fewer digits than beta**t
+    t = tl.load(step).to(tl.float64)  # float64, because 1 - beta**t loses digits
     m_hat = m * (1 / (1 - tl.exp2(t * LOG_BETA1))).to(tl.float32)
     v_hat = v * (1 / (1 - tl.exp2(t * LOG_BETA2))).to(tl.float32)
     tl.store(parameters + at, p - LR * m_hat / (tl.sqrt(v_hat) + EPS), mask=here)
@@ -103,7 +105,7 @@ def fp32_moments(state, gradient):
 
 @triton.jit
 def octaves_of(x, APPROXIMATE: tl.constexpr):
-    """Return log2(x). If APPROXIMATE, one instruction with an error of 2^-22; Triton's takes 25."""
+    """Return log2(x). APPROXIMATE takes 1 instruction (error 2^-22), Triton's log2 takes 25."""
     if APPROXIMATE:
         return tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", "=r,r", [x], tl.float32, is_pure=True, pack=1
@@ -140,7 +142,7 @@ def adamw_kernel(
     v_hat = v * (1 / (1 - tl.exp2(t * LOG_BETA2)))
     tl.store(parameters + at, p - LR * m_hat / (tl.sqrt(v_hat) + EPS), mask=here)
 
-    # The smallest size keeps a group of zeros from a division by zero.
+    # The lower limit avoids a division by zero if a whole group is zero.
     size = tl.maximum(tl.abs(m), 1e-37)
     largest = tl.max(size, axis=1)
     octaves = octaves_of(size * (1 / largest)[:, None], APPROXIMATE)
@@ -177,17 +179,17 @@ def eight_bits(state, gradient):
     )  # fmt: skip
 
 
-CHUNKS = 320 * 65536  # parameters that one launch of the fused optimizer covers
+CHUNKS = 320 * 65536  # parameters per launch of the fused optimizer
 
 
 def updated(n, moments, launches, sfu):
-    """Return the cost of counting the step, then of an update with `moments` bytes of moments."""
+    """Return the cost of a step that moves `moments` bytes of moments per parameter each way."""
     update = Cost(read=(8 + moments) * n, write=(4 + moments) * n, sfu=sfu * n, launches=launches)
     return Cost(launches=1) + update
 
 
 def work(n):
-    # The moments are what is rounded to 8 bits.
+    # Only the moments are rounded to 8 bits.
     return Work(read=(8 + 2 + 8 / GROUP) * n, write=(4 + 2 + 8 / GROUP) * n, roundings=2)
 
 
@@ -205,14 +207,15 @@ against_library = functools.partial(
 
 
 def library_cost(n):
-    # It counts its own step as well, in a launch of its own.
+    # It also increments its own step counter, which takes one more launch.
     return updated(n, moments=8, launches=1 + math.ceil(n / CHUNKS), sfu=2)
 
 
-# A code may be wrong by half of a step, which is 15 % of the first moment and 7 % of the second's
-# root. The first update has no such error. The third has what the two updates before it left. The
-# bound of int8 (docs/explanation/checking.md) is 2^-6 per rounding. With two roundings per step, it
-# is 3.1 % of what moves a parameter after 3 steps.
+# A code may be off by half a step, which is 15 % of the first moment and 7 % of the root of the
+# second. The first update starts from exact zeros, so it has no such error. The third update has
+# the errors that the first two left in the moments. The check allows 2^-6 per rounding to int8
+# (docs/explanation/checking.md). With two roundings per step, it allows 3.1 % of the change of a
+# parameter after 3 steps.
 @against_library(
     optimized=[Variant(eight_bits, precision="int8", at_least={"sm90": 1.6})],
     costs={

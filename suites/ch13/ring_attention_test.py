@@ -1,27 +1,29 @@
-"""Ring attention: send keys and values to the next rank while the last ones are used.
+"""Ring attention: send keys and values to the next rank while computing with them.
 
-Problem    Causal attention over a sequence that is split over the ranks, in order. Each rank has q,
-           k and v of (rows, heads, dim) in bf16, as the projections return them, and returns the
-           attention of its own rows.
-Baseline   gathered: gather the keys and values of all ranks. Then compute attention of the own rows
-           over all rows up to them.
-Optimized  ring: gathered, but one block after the other. Each rank sends its block to the next rank
-           and receives one, while it computes with the block that it has. The log-sum-exp joins the
-           parts, as an online softmax over blocks (Liu et al., arXiv:2310.01889). Blocks of later
-           rows are passed on but not computed.
-           zigzag: ring, but all ranks have the same work. Of 2 * world chunks, rank r gets r and
-           2 * world - 1 - r. The exchange of the rows and of the result is timed. A trainer whose
-           loader deals out the rows in this order saves both.
-Bound      Tensor cores of the last rank, in gathered and ring. Only half of its own block is
-           masked, and all blocks before it are full. ring hides the transfer, but pays for joining
-           the parts. zigzag leaves the last rank about half as many products on many ranks.
-Seen       All sides take longer than predicted, because the cost counts the products at the rate
-           of `a @ b`. PyTorch's flash attention is far below that rate: long_attention_test.py has
-           the stored time of the same kernel alone.
-Use when   One GPU cannot hold the keys and values of the whole sequence, or the link is slow. ring
-           then needs two blocks besides its own, for any number of ranks. Use zigzag for causal
-           attention. When the keys and values fit and the link is NVLink, gathered is simpler and
-           about as fast as ring.
+Problem    Causal attention over a sequence whose rows are split over the ranks, in order. Each rank
+           has q, k and v of shape (rows, heads, dim) in bf16, the layout that projections return.
+           It returns the attention output for its own rows.
+Baseline   gathered: gather the keys and values of all ranks. Then each rank computes the attention
+           of its rows over all rows up to its last one.
+Optimized  ring: gathered, but in blocks. While a rank computes with one block of keys and values,
+           it sends this block to the next rank and receives another. The partial results are merged
+           by their log-sum-exp, as in an online softmax (Liu et al., arXiv:2310.01889). A rank
+           passes on blocks of later rows without computing with them.
+           zigzag: ring, but all ranks have the same work. The rows are cut into 2 * world chunks,
+           and rank r gets chunks r and 2 * world - 1 - r. The timed part includes moving the rows
+           into this order and the result back. A trainer whose data loader already uses this order
+           saves both.
+Bound      Tensor cores of the last rank, in gathered and ring. The mask removes only half of its
+           own block, and nothing of the blocks before. ring hides the transfer, but merging the
+           partial results takes time. On many ranks, zigzag gives the last rank about half as many
+           matrix products.
+Seen       All sides take longer than predicted, because the cost uses the rate of `a @ b` for the
+           matrix products. PyTorch's flash attention is far below that rate, as
+           long_attention_test.py shows for the same kernel alone.
+Use when   One GPU cannot hold the keys and values of the whole sequence, or the link is slow. For
+           any number of ranks, a rank of ring holds only its own block and two more. Use zigzag for
+           causal attention. When the keys and values fit and the link is NVLink, gathered is
+           simpler and about as fast as ring.
 """
 
 import torch
@@ -44,7 +46,7 @@ def reference(ranks):
         seen = (rank + 1) * rows
         future = torch.ones(rows, seen, dtype=torch.bool, device=q.device).triu(seen - rows + 1)
         heads = []
-        for head in range(q.shape[1]):  # the scores of all heads would not fit
+        for head in range(q.shape[1]):  # the scores of all heads would not fit in memory
             scores = q[:, head].double() @ k[:seen, head].t() / q.shape[2] ** 0.5
             heads.append(scores.masked_fill_(future, float("-inf")).softmax(-1) @ v[:seen, head])
         found.append(torch.stack(heads, dim=1))
@@ -52,7 +54,7 @@ def reference(ranks):
 
 
 def by_head(x):
-    """Return a view of (rows, heads, dim) with the dimensions that attention takes."""
+    """Return (rows, heads, dim) as a view of (1, heads, rows, dim)."""
     return x.transpose(0, 1)[None]
 
 
@@ -68,7 +70,7 @@ def gathered(q, k, v):
 
 
 def attention(q, k, v, causal):
-    """Return fp32 attention of (rows, heads, dim), and its log-sum-exp of (rows, heads, 1)."""
+    """Return the fp32 output, (rows, heads, dim), and its log-sum-exp, (rows, heads, 1)."""
     ops = torch.ops.aten
     gpu, cpu = (
         ops._scaled_dot_product_flash_attention,
@@ -79,14 +81,14 @@ def attention(q, k, v, causal):
 
 
 def join(out, lse, rows, part, part_lse):
-    """Join a part of the softmax into `out` and `lse`, at `rows` of them."""
+    """Merge a partial result and its log-sum-exp into `rows` of `out` and `lse`, in place."""
     both = torch.logaddexp(lse[rows], part_lse)
     out[rows] = out[rows] * (lse[rows] - both).exp() + part * (part_lse - both).exp()
     lse[rows] = both
 
 
 def passed_on(blocks):
-    """Start to send `blocks` to the next rank. Return those that the rank before it sends."""
+    """Start to send `blocks` to the next rank. Return the blocks to be received, and works."""
     rank, world = dist.get_rank(), dist.get_world_size()
     coming = [torch.empty_like(block) for block in blocks]
     sends = [dist.P2POp(dist.isend, block, (rank + 1) % world) for block in blocks]
@@ -95,7 +97,7 @@ def passed_on(blocks):
 
 
 def around(q, k, v, meet):
-    """Return attention of `q`. `meet` adds the block of each other rank to its softmax."""
+    """Return the attention of `q`. `meet` merges the block of each other rank into the result."""
     rank, world = dist.get_rank(), dist.get_world_size()
     blocks = k, v
     for turn in range(world):
@@ -119,7 +121,10 @@ def ring(q, k, v):
 
 
 def dealt(x, back=False):
-    """Return chunks r and 2 * world - 1 - r of the rows. If `back`, return the rows in order."""
+    """Start moving rows to zigzag order, or `back`. Return this rank's rows and the works.
+
+    In zigzag order, rank r has chunks r and 2 * world - 1 - r of the 2 * world chunks.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
     plain = [(2 * r, 2 * r + 1) for r in range(world)]
     zigzag = [(r, 2 * world - 1 - r) for r in range(world)]
@@ -154,9 +159,9 @@ def zigzag(q, k, v):
     k, v = k.contiguous(), v.contiguous()
 
     def meet(out, lse, source, keys, values):
-        if source < dist.get_rank():  # our chunks see its early chunk and not its late one
+        if source < dist.get_rank():  # our two chunks see only the source's early chunk
             join(out, lse, slice(None), *attention(q, keys[early], values[early], causal=False))
-        else:  # our late chunk sees both of its chunks, our early one sees none
+        else:  # only our late chunk sees the source, and it sees both chunks
             join(out, lse, late, *attention(q[late], keys, values, causal=False))
 
     return exchanged(around(q, k, v, meet), back=True)
@@ -166,7 +171,7 @@ def zigzag(q, k, v):
 
 
 def attended(rows, heads, dim, share, sent=0):
-    """Return the cost of attention over a `share` of a block, while `sent` bytes leave."""
+    """Return the cost of attention over a `share` of a block, overlapped with `sent` bytes."""
     elements = rows * heads * dim
     return Cost(
         read=6 * elements,
@@ -184,7 +189,7 @@ def in_fp32(elements):
 
 
 def joined(elements):
-    """Return the cost of `join`. Its log-sum-exps are `dim` times smaller and are not counted."""
+    """Return the cost of `join`, without the log-sum-exps, which are `dim` times smaller."""
     scaled = Cost(read=4 * elements, write=4 * elements, launches=3)
     added = Cost(read=8 * elements, write=4 * elements, launches=1)
     return 2 * scaled + added + Cost(read=4 * elements, write=4 * elements, launches=3)
@@ -196,7 +201,7 @@ def gathered_cost(rows, heads, dim, world):
 
 
 def around_cost(rows, heads, dim, world, share):
-    """Return the cost of `around` if each block of another rank takes a `share` of a block."""
+    """Return the cost of `around`. Of each other rank's block, it computes a `share`."""
     elements = rows * heads * dim
     total = attended(rows, heads, dim, share=0.5, sent=4 * elements) + in_fp32(elements)
     for turn in range(1, world):
@@ -207,7 +212,7 @@ def around_cost(rows, heads, dim, world, share):
 
 def zigzag_cost(rows, heads, dim, world):
     elements = rows * heads * dim
-    chunks = 1 if world == 2 else 2  # of two, how many a rank sends
+    chunks = 1 if world == 2 else 2  # how many of its two chunks a rank sends
     stacked = Cost(read=6 * elements, write=6 * elements, launches=1)
     dealt_out = Cost(sent=3 * chunks * elements, launches=2, collectives=1)
     contiguous = 2 * Cost(read=2 * elements, write=2 * elements, launches=1)
@@ -226,7 +231,7 @@ def zigzag_cost(rows, heads, dim, world):
     work=lambda rows, heads, dim, world: Work(
         flops={
             "bf16": 2 * rows**2 * heads * dim * world
-        },  # half is masked, and zigzag gives all ranks the same
+        },  # the mask removes half, and the rest is split evenly
         wire=2 * 2 * (world - 1) * rows * heads * dim,
         terms=world * rows,
         roundings=4,
