@@ -1,9 +1,10 @@
 """Stream-ordered allocation: temporaries from a pool, without a call that waits for the GPU.
 
-Problem    The variances of the first 1/steps, 2/steps, ... of n fp32 values. Each of the `steps`
-           steps allocates four tensors: two means, the differences from the first one, and their
-           squares. The last two grow from step to step. A mean of 2^17 values or more takes several
-           blocks, for which torch allocates two more tensors.
+Problem    Compute `steps` variances of n fp32 values: of the first 1/steps of the values, of the
+           first 2/steps, and so on. Each step allocates four tensors: the mean, the differences
+           from the mean, their squares, and the mean of the squares. The differences and the
+           squares grow from step to step. torch computes a mean of 2^17 values or more by several
+           blocks, and allocates two more tensors for them.
 Baseline   device_malloc: each tensor is allocated by `cudaMalloc` and freed by `cudaFree`, as in
            CUDA code that allocates where it needs memory. In PyTorch, the variable
            `PYTORCH_NO_CUDA_MEMORY_CACHING` does this.
@@ -13,15 +14,15 @@ Optimized  stream_ordered: `backend:cudaMallocAsync`. Each tensor comes from the
            With the driver's default of 0, the pool gives free memory back to the GPU at each wait.
            cached: PyTorch's default. Its own allocator keeps freed memory and hands it out again,
            without any call of the driver.
-Bound      The host: its launches and its calls of the allocator. `cudaFree` waits until the GPU is
-           idle. So on device_malloc the host cannot launch ahead, and both calls also change the
-           GPU's page tables. The costs count one wait for each tensor. They count a call of the
-           driver's pool like a call of torch that launches nothing, because no rate for it was
-           measured.
+Bound      The host, by its launches and its calls to the allocator. In device_malloc, `cudaFree`
+           waits until the GPU is idle, so the host cannot launch ahead. `cudaMalloc` and `cudaFree`
+           also change the GPU's page tables. The costs of device_malloc count one wait for each
+           tensor. No rate was measured for a call to the driver's pool. So the costs of
+           stream_ordered count it as a torch call that launches nothing.
 Seen       device_malloc takes more than twice as long as predicted: `cudaMalloc` and `cudaFree` of
-           a tensor take more than twice as long as a wait. cached makes no such calls, but it takes
-           1.5 times as long as predicted: the rate of a launch was measured with an addition, not
-           with means. stream_ordered takes longer than cached by about as much as predicted.
+           a tensor take more than twice as long as a wait. cached calls neither of them, but it
+           takes 1.5 times as long as predicted: the rate of a launch was measured with an addition,
+           not with means. The difference between stream_ordered and cached is about as predicted.
 Use when   You write CUDA code with temporaries: take them from `cudaMallocAsync` with a release
            threshold, or from the framework's allocator. In PyTorch, keep the default.
            `PYTORCH_NO_CUDA_MEMORY_CACHING` is meant for finding memory bugs.
@@ -33,7 +34,7 @@ import torch
 from pytest_aisp import Conditions, Cost, Work, compare, fresh_process
 
 TENSORS = 4  # tensors that a step allocates
-SPLIT = 2**17  # values from which torch sums by several blocks, which need two more tensors each
+SPLIT = 2**17  # the least n for which a mean takes several blocks, and so two more tensors
 
 
 def inputs(device, steps, n):
@@ -76,8 +77,8 @@ def cached(x, steps):
 def step_cost(length, calls, waits):
     """Return the cost of a step.
 
-    An allocation and its release make `calls` calls of the driver, and wait `waits` times for the
-    GPU. A mean by several blocks needs two more allocations and a memset, which is a host step.
+    To allocate and free a tensor takes `calls` driver calls and `waits` waits for the GPU. A mean
+    by several blocks needs two more allocations and a memset. The memset is a host step.
     """
     split = length >= SPLIT
     tensors, memsets = TENSORS + 4 * split, 2 * split
@@ -91,7 +92,7 @@ def step_cost(length, calls, waits):
 
 
 def with_calls(calls, waits):
-    """Return a function of the size that returns the cost of all steps and of the last stack."""
+    """Return a side's cost function, which adds all steps and the final `torch.stack`."""
 
     def cost(steps, n):
         total = Cost(read=4 * n, write=4 * steps, launches=1, host_steps=calls)
@@ -113,7 +114,7 @@ def with_calls(calls, waits):
         read=4 * n, write=4 * steps, flops={"fp32": 2 * n}, terms=n, roundings=4
     ),
     bound="host",
-    conditions=Conditions(l2="warm"),  # with a cold one, a case takes two minutes
+    conditions=Conditions(l2="warm"),  # with a cold L2, a case takes two minutes
     costs={
         device_malloc: with_calls(calls=0, waits=1),
         stream_ordered: with_calls(calls=2, waits=0),

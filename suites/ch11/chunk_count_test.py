@@ -1,25 +1,26 @@
 """Chunk count: cut a copy into enough chunks to hide it, and no more.
 
 Problem    Copy a (rows, k) fp32 matrix from pinned host memory and multiply it by a (k, columns)
-           weight on the GPU. The copy and the product take about equally long. The number of chunks
-           is the key of the curve.
+           weight on the GPU. The copy and the product take about equally long. The page times a
+           curve over the number of chunks.
 Baseline   whole: copy all rows, then multiply them.
-Optimized  chunked: changes whole. The rows are cut into `chunks` parts. A second stream copies one
-           part after the other, and the product of a part waits only for its own copy. Each part
-           has its own place on the GPU, so no copy has to wait for a product. The cases are points
-           of a curve, so they claim no speedup.
-Bound      PCIe and fp32 arithmetic at the same time. Nothing hides the copy of the first chunk and
-           the product of the last one, so more chunks hide more: each doubling halves what is left.
-           Two things stop that. Each copy and each kernel has a fixed start-up time. And a product
-           of few rows has fewer tiles than the GPU has SMs. With 128 chunks, half of the SMs idle.
-Seen       The best point lies at 8 to 32 chunks. 128 chunks gain next to nothing, as predicted
-           from tiles of 128 x 128. The products are slower than the peak of fp32: a product alone
-           takes about a quarter longer than predicted. With 4 chunks they are slower still. cuBLAS
-           chooses a kernel by the number of rows, so the curve is not smooth.
+Optimized  chunked: changes whole. The rows are cut into `chunks` chunks. A second stream copies
+           the chunks one after another. The product of a chunk waits only for the copy of that
+           chunk. Each chunk has its own memory on the GPU, so no copy has to wait for a product.
+           The cases are points of a curve, so they claim no speedup.
+Bound      PCIe and fp32 arithmetic, which overlap. Only the copy of the first chunk and the product
+           of the last chunk overlap with nothing. With twice as many chunks, these two take half
+           the time. Two effects limit the gain. Each copy and each kernel has a fixed start-up
+           time. And a product of few rows has fewer tiles than the GPU has SMs: with 128 chunks,
+           half of the SMs are idle.
+Seen       chunked is fastest with 8 to 32 chunks. 128 chunks gain next to nothing, as predicted
+           from tiles of 128 x 128. The products do not reach the fp32 peak: a product alone takes
+           about a quarter longer than predicted. With 4 chunks, the products are slower still.
+           cuBLAS chooses a kernel by the number of rows, so the curve is not smooth.
 Use when   A copy and the work on it take similar times. Begin with 8 to 16 chunks. Use fewer if a
            chunk would become smaller than about 1 MiB, or if its kernel would no longer fill the
            GPU. `../ch01/double_buffering_test.py` shows the same overlap with only two buffers, for
-           data that do not fit the GPU.
+           data that do not fit in the GPU's memory.
 """
 
 import math
@@ -82,7 +83,7 @@ def multiplied(rows, k, columns):
 
 
 def overlapped(rows, k, columns, chunks):
-    """Return the cost of `chunks` chunks. While one is multiplied, the next one is copied."""
+    """Return the cost of `chunks` chunks. During each product, the next chunk is copied."""
     part = rows / chunks
     product = multiplied(part, k, columns)
     if chunks == 1:

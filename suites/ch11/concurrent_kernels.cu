@@ -1,7 +1,8 @@
 // Values of polynomials, one point per thread. A block has 128 threads.
 //
-// one: `n` points of one polynomial.
-// many: the same for several polynomials, one per row of blocks (blockIdx.y).
+// one: evaluates one polynomial at `n` points.
+// many: evaluates several polynomials at `n` points each. Polynomial p has the blocks with
+//     blockIdx.y == p.
 
 #include "polynomial.cuh"
 

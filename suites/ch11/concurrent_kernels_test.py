@@ -2,27 +2,27 @@
 
 Problem    Evaluate `jobs` fp32 polynomials with `count` coefficients, each at n points of its own.
            A thread evaluates one point, and a block 128 points. So the kernel of one polynomial has
-           too few blocks for the GPU.
+           too few blocks to fill the GPU.
 Baseline   in_turn: one kernel per polynomial, all on one stream.
 Optimized  four_streams: changes in_turn. The kernels take turns on four streams, so four of them
            run at once.
            a_stream_each: like four_streams, with as many streams as polynomials.
            one_launch: changes in_turn. One kernel for all polynomials, with a row of blocks for
            each.
-Bound      Latency. A multiply-add of Horner's rule needs the result of the one before, and an SM
-           with one block has one warp per scheduler. Eight steps begin with the loads of their
-           coefficients from shared memory, which the machine code for sm_90 does not start ahead.
-           So the time of a kernel does not depend on how
-           many SMs are idle, until the blocks of all kernels together need more than the GPU has.
+Bound      Latency. Each multiply-add of Horner's rule needs the result of the previous one. An SM
+           with one block has one warp per scheduler, so no other warp can issue during this wait.
+           Before every eight steps, a warp also waits for coefficients from shared memory: the
+           machine code for sm_90 does not load them in advance. So more kernels at once cost no
+           time until their blocks need more SMs than the GPU has.
            The costs count the empty issue slots of running warps and of idle SMs as work. They also
            add the starts of all kernels, as if no two started at the same time. The data are less
            than 1 MB, so they stay in the L2.
-Seen       On an H100, the ratio of one_launch and in_turn is as predicted. a_stream_each takes less
-           than predicted, because starts on different streams overlap.
-Use when   Several independent kernels run at a time and none of them fills the GPU. One launch is
-           better wherever the jobs have the same code: it needs neither streams nor events. Use
-           streams for kernels that are different, and a graph if the host cannot launch them fast
-           enough (`graph_branches_test.py`). Kernels that fill the GPU gain nothing.
+Seen       On an H100, one_launch gains as much over in_turn as predicted. a_stream_each takes less
+           time than predicted, because starts on different streams overlap.
+Use when   You have several independent kernels, and none of them fills the GPU. If all jobs run the
+           same code, use one launch: it needs neither streams nor events. If the kernels differ,
+           use streams. If the host cannot launch them fast enough, capture a graph
+           (`graph_branches_test.py`). Kernels that fill the GPU gain nothing.
 """
 
 import torch
@@ -33,8 +33,8 @@ from pytest_aisp import Conditions, Cost, Variant, Work, compare, cuda_module
 kernels = cuda_module("concurrent_kernels.cu")
 BLOCK = 128
 SMS = 132  # of an H200, for costs
-# For costs: cycles from a multiply-add to the next one that needs it, and an eighth of those of a
-# load from shared memory, which takes 16 ns (README of chapter 2).
+# Cycles per step, for costs: 4 from a multiply-add to the next one, which needs its result, and 32
+# for each load from shared memory (16 ns, README of chapter 2), which all of eight steps share.
 LATENCY = 4 + 32 / 8
 
 
@@ -44,7 +44,7 @@ def inputs(device, jobs, count, n):
 
 
 def reference(coefficients, points):
-    """Compute the powers of each point by blocks of 32, and add the blocks by Horner's rule."""
+    """Return the values: blocks of 32 terms by powers of the point, joined by Horner's rule."""
     jobs, count = coefficients.shape
     short = torch.zeros(jobs, -count % 32, dtype=torch.float64, device=points.device)
     blocks = torch.cat([short, coefficients.double()], 1).view(jobs, -1, 32)
@@ -102,9 +102,9 @@ def one_launch(coefficients, points):
 
 
 def at_once(jobs, count, n, launches):
-    """Return the cost of `jobs` polynomials at once. A block of four warps has an SM for itself."""
+    """Return the cost of `jobs` polynomials at the same time. With few blocks, latency counts."""
     blocks = jobs * -(-n // BLOCK)
-    slots = LATENCY * BLOCK * count  # of one block; other blocks of its SM could use the empty ones
+    slots = LATENCY * BLOCK * count  # of one block; other blocks on its SM can fill the empty slots
     together = max(SMS * slots, blocks * BLOCK * count)
     return Cost(
         read=4 * jobs * (count + n),

@@ -7,12 +7,12 @@
 
 #include "dependent_launch_layer.cuh"
 
-// Lets the next kernel start as soon as SMs have room for its blocks. It does not say that the
-// results of this kernel are ready: for that the next kernel waits until this one has ended.
+// Lets the next kernel start as soon as SMs have room for its blocks. The results of this kernel
+// are not ready then. Before the next kernel reads them, it waits until this kernel has ended.
 __device__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
-// Returns when the previous kernel has ended and what it wrote can be read. That kernel has waited
-// for the one before it, so all earlier kernels have ended too.
+// Returns when the previous kernel has ended and its writes are visible. The previous kernel also
+// waited for the kernel before it, and so on, so all earlier kernels have ended too.
 __device__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 extern "C" __global__ void __launch_bounds__(BLOCK)

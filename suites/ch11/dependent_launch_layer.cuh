@@ -1,4 +1,5 @@
-// A layer of n <= 1024 neurons, out = relu(weights x), whose weights are loaded in a step of their own.
+// A layer of n <= 1024 neurons, out = relu(weights x). One function loads the weights, and another
+// one computes.
 
 #pragma once
 
@@ -21,14 +22,14 @@ __device__ inline void hold(Held& held, const float4* weights, unsigned n) {
     held.weights[k] =
         i < vectors ? weights[row() * vectors + i] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   }
-  __syncwarp();  // the compiler moves no load down past this, so all kernels have as many in flight
+  __syncwarp();  // no load moves below this point, so every kernel has the same number in flight
 }
 
 __device__ inline float dot(float4 a, float4 b) {
   return a.x * b.x + a.y * b.y + a.z * b.z + a.w * b.w;
 }
 
-// Multiplies the weights by x, and writes this warp's neuron.
+// Multiplies the weights by x, and writes the output of this warp's neuron.
 __device__ inline void finish(const Held& held, const float4* x, float* out, unsigned n) {
   const unsigned vectors = n / 4, lane = threadIdx.x % WARP;
   float sum = 0.0f;

@@ -1,29 +1,30 @@
 """Programmatic dependent launch: start a kernel while the one before it is ending.
 
 Problem    A chain of fp32 layers, x = relu(W x), with n neurons each, for one vector x. A layer
-           needs all of the previous layer's result. Its weights do not depend on other layers.
+           needs the whole result of the previous layer. The weights depend on no other layer.
 Baseline   launches: one kernel per layer. A kernel starts when the one before it has ended.
 Optimized  waits_first: changes launches. Every layer except the first is a dependent launch.
-           Each kernel allows the next one to start at once, and `griddepcontrol.wait` makes the
-           next one wait until this one has ended. So its blocks are already on the SMs at that
-           time. It loads its weights after the wait.
-           loads_first: changes waits_first. The same kernel, but its loads of the weights come
-           before the wait. So they run during the layer before, or even earlier.
+           Each kernel allows the next kernel to start at once. The blocks of the next kernel are
+           placed on the SMs early, and wait there by `griddepcontrol.wait` until the previous
+           kernel has ended. Then they load their weights.
+           loads_first: changes waits_first. A kernel loads its weights before the wait, not after
+           it. So the loads run while the previous layer or an even earlier one is running.
            library: `torch.mv` and `relu_`, two kernels per layer.
 Bound      Latency and DRAM. The weights are ten times as large as the L2, so each call reads them
            from DRAM. A layer reads its weights in less time than a kernel needs to start, to wait
            for its first bytes, and to end. waits_first hides the start. loads_first also hides the
-           latency of DRAM, and reads while the previous layer ends, so only the reading of the
+           DRAM latency, and reads while the previous layer ends. So only the time to read the
            weights and a short sum remain. The costs have no rate for a latency, nor for the part of
-           a start that can be hidden. So all three are predicted to take equally long.
+           a start that can be hidden. So launches, waits_first and loads_first have the same
+           predicted time.
 Seen       launches, waits_first and library take a third to two thirds longer than predicted, on an
-           H100 and an H200. The latencies that the costs leave out are the difference: loads_first,
-           which hides them, takes about as long as predicted on an H100.
-Use when   Short kernels run in a row, as in decoding, and you write these kernels. The next kernel
-           needs something that does not depend on the previous one, such as weights. The SMs must
-           also have room for its blocks while the previous kernel still runs. Read nothing that the
-           previous kernel writes, and write nothing, before the wait. For long kernels, the gap
-           between two of them does not matter.
+           H100 and an H200. The costs leave out latencies, which explains the difference:
+           loads_first hides them, and takes about as long as predicted on an H100.
+Use when   Short kernels run in a row, as in decoding, and you write these kernels. Each kernel also
+           needs data that the previous kernel does not compute, such as weights. The SMs must have
+           room for its blocks while the previous kernel is still running. Before the wait, write
+           nothing, and read nothing that the previous kernel writes. Between long kernels, the gap
+           is too short to matter.
 """
 
 import torch
@@ -69,7 +70,7 @@ def launches(weights, x):
 
 
 def dependent(kernel, weights, x):
-    # Work before the first layer may still write x or the weights, so that one starts normally.
+    # Earlier work may still be writing x or the weights, so the first launch is not dependent.
     first = kernel.launch(grid_of(x), BLOCK)
     return chained(weights, x, first, kernel.launch(grid_of(x), BLOCK, dependent=True))
 
@@ -129,8 +130,8 @@ def chain_cost(layers, n):
         **dict.fromkeys([launches, waits_first, loads_first], chain_cost),
         library: lambda layers, n: layers * layer_cost(n, launches=2),
     },
-    # The weights evict each other. But those that the library reads evict nothing else, so the
-    # check of a cold L2 would refuse it.
+    # The weights evict each other from the L2 anyway. Those that `library` reads evict no other
+    # data, so the plugin's check of a cold L2 would refuse `library`.
     conditions=Conditions(l2="warm"),
 )
 def test_dependent_launch(pair):

@@ -1,27 +1,27 @@
 """Events: let streams wait for each other, not the host.
 
-Problem    `count` fp32 chunks (rows, k) lie in pinned host memory. Multiply each by one weight on
-           the GPU. There are two buffers for chunks on the GPU. A copy and a product take about
-           equally long: some 20 us with few rows, and about 100 us with many.
-Baseline   one_stream: copy a chunk, multiply it, copy the next one. It needs no waits, because the
-           work in a stream runs in order.
+Problem    `count` fp32 chunks (rows, k) are in pinned host memory. Multiply each chunk by the same
+           (k, columns) weight on the GPU, which has two buffers for chunks. A copy takes about as
+           long as a product: some 20 us with few rows, and about 100 us with many.
+Baseline   one_stream: copy a chunk, multiply it, copy the next chunk. No waits are needed, because
+           the work in a stream runs in order.
 Optimized  host_waits: changes one_stream. A second stream copies the next chunk during a product.
-           The host waits until a buffer's last product has ended before it copies into the buffer.
-           It waits until a copy has ended before it starts the chunk's product.
-           event_waits: changes host_waits. The same two waits are on the GPU: each stream waits for
-           a CUDA event of the other. The host only launches.
-Bound      event_waits is limited by arithmetic with many rows, and by the host's calls with few.
-           host_waits waits for each product. After a wait, the GPU computes nothing until the host
-           has launched the next copy and the next product. With few rows, this gap is longer than
-           the copy that the second stream hides.
+           Before a copy into a buffer, the host waits for the product that last read the buffer.
+           Before a product, the host waits for the copy of its chunk.
+           event_waits: changes host_waits. The streams wait instead of the host: each waits for
+           CUDA events that the other stream records.
+Bound      With many rows, arithmetic limits event_waits. With few rows, the host's calls limit it.
+           In host_waits, the host waits for each product. After this wait, the GPU computes nothing
+           until the host has launched the next copy and the next product. With few rows, this gap
+           is longer than the copy that the second stream hides.
 Seen       With few rows, host_waits is slower than one_stream, and event_waits is limited by the
-           host. A chunk takes the host about twice as long as predicted: the rate of a launch was
-           measured with a small addition, not with products and copies. As a CUDA graph,
-           event_waits takes a third less. The products are slower than the peak of fp32, as in
+           host. The host takes about twice as long per chunk as predicted: the rate of a launch was
+           measured with a small addition, not with products and copies. Captured as a CUDA graph,
+           event_waits takes a third less time. The products do not reach the fp32 peak, as in
            `chunk_count_test.py`.
-Use when   Two streams depend on each other and their steps take less than about 1 ms. For longer
-           steps, a wait of the host costs little. If the host's calls take longer than the steps,
-           use larger chunks or capture a graph. The host must still wait before it reads a
+Use when   Two streams depend on each other and their steps take less than about 1 ms. If the steps
+           are longer, a wait by the host costs little. If the host's calls take longer than the
+           steps, use larger chunks or capture a graph. The host must still wait before it reads a
            result, and before it writes new data into pinned memory that is being copied.
 """
 
@@ -43,7 +43,7 @@ def reference(chunks, weight):
 
 
 def room_for(chunks, weight):
-    """Return the two buffers, and the results."""
+    """Return two uninitialized buffers for chunks, and a tensor for all results."""
     buffers = [torch.empty(chunks.shape[1:], device=weight.device) for _ in range(2)]
     return buffers, torch.empty(*chunks.shape[:2], weight.shape[1], device=weight.device)
 
@@ -57,10 +57,10 @@ def one_stream(chunks, weight):
 
 
 def two_streams(chunks, weight, copies_wait, products_wait):
-    """Multiply with a second stream for the copies.
+    """Return the products of all chunks, with a second stream for the copies.
 
-    `copies_wait(stream, event)` and `products_wait(stream, event)` wait for `event` before the next
-    work of `stream`.
+    `copies_wait(stream, event)` and `products_wait(stream, event)` delay the next work of `stream`
+    until `event` has happened.
     """
     gpu = torch.get_device_module(weight.device)
     # High-priority streams have their own pool, so this is never the current stream.
@@ -117,10 +117,10 @@ def multiplied(rows, k, columns):
 
 
 def overlapped(rows, k, columns, waits):
-    """Return the cost of a product beside the next copy.
+    """Return the cost of a product that overlaps with the next copy.
 
-    The host makes the copies' stream current and leaves it, takes a chunk, and records two events.
-    With `waits`, it launches both while the GPU is idle. It waits for a copy and for a product.
+    The host enters and leaves the stream for copies, indexes a chunk, and records two events. If
+    `waits`, it also waits for a copy and for a product, and the GPU is idle during its launches.
     """
     calls = Cost(launches=2, host_steps=6)
     both = replace(multiplied(rows, k, columns), h2d=4 * rows * k, launches=0, host_steps=0)

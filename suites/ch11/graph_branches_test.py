@@ -3,24 +3,24 @@
 Problem    `towers` small networks of different widths, as in a model that embeds different kinds of
            features. Each turns its own (batch, width) fp32 input into (batch, out) by two linear
            layers with a relu between them. The towers do not depend on each other. Their outputs
-           are joined at the end.
+           are concatenated at the end.
 Baseline   in_turn: one tower after another, on one stream.
 Optimized  streams: like in_turn, with a stream for each tower.
            captured: like in_turn, as a CUDA graph. The graph is one chain of kernels.
            branches: like streams, as a CUDA graph. The graph has a branch for each tower, because a
-           capture follows the events by which streams wait for each other.
-Bound      The host limits in_turn, and streams even more, because the waits of streams are calls
-           too. captured is one launch for the host. Its kernels run one after the other, and most
-           SMs have no tile of a product. In branches, the tiles of all towers share the SMs. The
-           costs assume tiles of 64 x 64. They add the starts of all kernels, as if no two started
-           at the same time.
-Seen       in_turn and streams take several times as long as predicted. As graphs they are much
-           faster, so it is the host that takes longer: the rate of a launch was measured with a
-           small addition, not with linear layers. captured takes as long as predicted, and branches
-           somewhat longer.
-Use when   A model has independent parts with kernels too small to fill the GPU, and the shapes are
-           fixed enough to capture it. Without a graph, give streams work that takes longer on the
-           GPU than its launches take on the host.
+           capture turns the waits between streams into the graph's dependencies.
+Bound      The host limits in_turn. It limits streams even more, because each wait between streams
+           is a host call too. captured takes one launch. Its kernels run one after another, and
+           each product has too few tiles for most SMs. In branches, the tiles of all towers share
+           the SMs. The costs assume tiles of 64 x 64. They add the starts of all kernels, as if no
+           two started at the same time.
+Seen       in_turn and streams take several times as long as predicted. The same work is much faster
+           as a graph, so the host takes the additional time: the rate of a launch was measured with
+           a small addition, not with linear layers. captured takes as long as predicted, and
+           branches somewhat longer.
+Use when   A model has independent parts with kernels too small to fill the GPU, and its shapes are
+           fixed, so it can be captured. Without a graph, streams help only if the work takes longer
+           on the GPU than its launches take on the host.
 """
 
 import torch
@@ -34,7 +34,7 @@ TILE = 64  # rows and columns of an output tile, for costs
 
 
 def widths(towers):
-    """Return the input widths, which all differ."""
+    """Return the input width of each tower. They all differ."""
     return [96 * (k + 1) for k in range(towers)]
 
 
@@ -88,7 +88,7 @@ def branches(*towers):
 
 
 def product(batch, k, columns, count=1, **starts):
-    """Return the cost of `count` products at once. The SMs without a tile count as busy."""
+    """Return the cost of `count` products at the same time. SMs without a tile count as busy."""
     tiles = count * -(-batch // TILE) * -(-columns // TILE)
     ops = 2 * batch * k * columns * count * max(1.0, SMS / tiles)
     return Cost(read=4 * count * k * (batch + columns), ops={"fp32": ops}, **starts)
@@ -100,7 +100,7 @@ def join(towers, batch, **starts):
 
 
 def one_by_one(towers, batch, hidden, steps=0, **start):
-    """Return the cost of one tower after another. Each kernel costs `start`."""
+    """Return the cost of the towers one after another. `start` is the cost to start a kernel."""
     total = join(towers, batch, **start)
     for width in widths(towers):
         total = total + product(batch, width, hidden, host_steps=steps, **start)
@@ -140,8 +140,8 @@ def at_once(towers, batch, hidden):
     bound="launch",
     costs={
         in_turn: lambda **size: one_by_one(**size, launches=1),
-        # A stream is made, waits, becomes current and is left again, and is waited for. Each wait
-        # records an event first.
+        # Host steps per tower: create a stream, let it wait, enter it, leave it, and wait for it.
+        # Each of the two waits takes two steps, because it records an event first.
         streams: lambda **size: one_by_one(**size, steps=7, launches=1),
         captured: lambda **size: Cost(launches=1) + one_by_one(**size, graph_nodes=1),
         branches: at_once,

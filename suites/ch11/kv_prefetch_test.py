@@ -3,26 +3,26 @@
 Problem    One decoding step of `layers` layers in bf16, for `batch` sequences whose keys and values
            lie in pinned host memory, because the GPU has no room for them. A layer projects x to
            queries, attends to the `tokens` tokens of its cache, and projects back. An MLP follows.
-           Each adds its result to x. There are 2 heads of keys and values, which the heads of
-           queries share. The number of tokens is the key of the curve.
+           Attention and MLP each add their result to x. The query heads share 2 heads of keys and
+           values. The page times a curve over the number of tokens.
 Baseline   on_demand: a layer's cache is copied when the layer attends to it, on the same stream.
 Optimized  prefetched: changes on_demand. A second stream copies the next layer's cache into a
            second buffer while this layer computes. The cases are points of a curve, so they claim
            no speedup.
-Bound      PCIe or DRAM, whichever takes longer. A layer reads its weights from DRAM, however many
-           tokens there are. The copy grows with the tokens. If a copy takes less time than a layer,
-           prefetched hides every copy except the first. If a copy takes much longer than a layer,
-           only a small part of it is hidden, and the gain is small again. The gain is largest if
-           both take the same time, and it is never more than twofold.
+Bound      PCIe or DRAM, whichever takes longer. A layer reads the same weights from DRAM for any
+           number of tokens, but the copy of its cache grows with that number. If a copy takes less
+           time than a layer, prefetched hides every copy except the first. If a copy takes much
+           longer than a layer, only a small part of it is hidden, and the gain is small again. The
+           gain is largest if copy and layer take the same time, and it is never more than twofold.
 Seen       Without its copy, a layer takes about twice as long as predicted from its weights and its
-           kernels' starts. We did not measure which kernels take the rest. So the gain is largest
-           at more tokens than predicted. With 2048 tokens PCIe is the limit, and prefetched takes
-           as long as predicted.
+           kernels' starts. We did not measure which kernels take the additional time. Because of
+           it, the gain is largest at more tokens than predicted. With 2048 tokens PCIe is the
+           limit, and prefetched takes as long as predicted.
 Use when   Caches have to stay in host memory for a while, and the copy of a layer's cache does not
            take much longer than the layer. For longer caches, move fewer bytes: keep a part of each
-           cache on the GPU, or store it in 8 bits. Capture the step as a graph: launched one by
-           one, these kernels take longer, and the host is the limit. `../ch13/kv_cache_test.py`
-           shows caches that stay on the GPU.
+           cache on the GPU, or store it in 8 bits. Capture the step as a CUDA graph:
+           without one, the host's launches are the limit. `../ch13/kv_cache_test.py` shows caches
+           that stay on the GPU.
 """
 
 from dataclasses import replace
@@ -33,8 +33,8 @@ from torch.nn import functional as F
 from pytest_aisp import Cost, Sweep, Work, compare
 
 KV_HEADS, HEAD = 2, 64
-GROWTH = 4  # of the hidden width of the MLP
-KERNELS = 10  # of a layer on an H200, with a memset, for costs
+GROWTH = 4  # the MLP's hidden width is this many times the width of x
+KERNELS = 10  # per layer on an H200, including a memset, for costs
 
 
 def inputs(device, layers, batch, width, tokens):
@@ -112,7 +112,7 @@ def fetched(batch, tokens):
 
 
 def computed(batch, width, tokens):
-    """Return the cost of a layer, whose cache may be in the L2 after its copy."""
+    """Return the cost of a layer. Its copy may leave the cache in the L2, so `l2` counts it."""
     weights = (2 + 2 * GROWTH) * width**2
     attention = 4 * batch * width * tokens
     return Cost(

@@ -2,23 +2,24 @@
 
 Problem    A large kernel computes the sigmoid of n fp32 values. At the same time, a recurrent
            network of width m computes `steps` steps, h = tanh(W h + x), each with three small
-           kernels. A step needs the previous step. The network alone takes somewhat less time than
-           the large kernel alone. So a network that has to wait makes the whole call longer.
+           kernels. Each step needs the result of the previous one. The network alone takes somewhat
+           less time than the large kernel alone. If the network has to wait for the large kernel,
+           the whole call takes longer.
 Baseline   same_priority: the large kernel on the current stream, and the network on a second one.
-           The GPU hands out the blocks of the large kernel first, because it came first. The
-           network gets its turn when all of them have started.
+           The large kernel is launched first, so the GPU starts all its blocks before any block of
+           the network.
 Optimized  urgent: changes same_priority. The second stream has a higher priority. When a block of
            the large kernel ends, a waiting block of the network takes its place. Running blocks are
            not interrupted.
 Bound      DRAM for the large kernel, and the latency of small kernels for the network. In
-           same_priority the two times add up. In urgent the longer one remains. The costs have no
-           rate for the latency of a small kernel, only for its start. They count no starts for
-           urgent, because these happen during the large kernel.
+           same_priority the two times add up. In urgent they overlap, so a call takes the longer
+           of the two. The costs have no rate for the latency of a small kernel, only for its start.
+           The costs of urgent leave out the network's starts, which happen during the large kernel.
 Use when   Urgent requests share a GPU with other work, and the kernels of that work have many short
-           blocks. Priority does not help if a block runs for milliseconds, as in persistent
-           kernels, or if the GPU has no room for a small block beside the large kernel's. A CUDA
-           graph keeps the priority that its kernels were captured with. The latency of the network
-           itself is not what this page times: a call ends when both have ended.
+           blocks. Priority does not help if these blocks run for milliseconds, as in persistent
+           kernels. Nor does it help if an SM has no room for an urgent block beside them. A CUDA
+           graph keeps the priority that its kernels were captured with. This page does not time the
+           network alone: a call ends when the network and the large kernel have both ended.
 """
 
 import torch

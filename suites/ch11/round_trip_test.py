@@ -1,17 +1,18 @@
 """Round trip: copy results back while the next data come in.
 
-Problem    fp32 data lie in `chunks` chunks of n values in pinned host memory. The GPU replaces each
-           value by its sigmoid. The results have to be in pinned host memory at the end. All sides
-           have the buffer for the results, and two chunks of GPU memory per stream, before the
-           timed part.
-Baseline   one_stream: copy a chunk in, compute, copy it out, then the next chunk.
-Optimized  two_streams: changes one_stream. The streams take turns by chunk. While one copies its
-           results out, the other one copies its data in.
-           three_streams: like two_streams, with a third stream. While one chunk comes in, another
-           can be computed, and a third one can go out.
-Bound      PCIe. It carries data in both directions at once, and a GPU has a copy engine for each.
-           one_stream uses only one direction at a time. The kernel reads DRAM, so it takes a small
-           part of the time of a copy. A third stream therefore hides little more than two do.
+Problem    fp32 data are in pinned host memory, as `chunks` chunks of n values. The GPU computes the
+           sigmoid of each value. The results have to be in pinned host memory at the end. All sides
+           allocate the result buffer, and two chunks of GPU memory per stream, before the timed
+           part.
+Baseline   one_stream: copy a chunk in, compute, copy the result out, then go to the next chunk.
+Optimized  two_streams: changes one_stream. The chunks alternate between two streams. While one
+           stream copies results out, the other one copies data in.
+           three_streams: like two_streams, with a third stream. While one chunk is copied in, a
+           second chunk can be computed, and the results of a third one copied out.
+Bound      PCIe. It carries data in both directions at once, and a GPU has a copy engine for each
+           direction. one_stream uses only one direction at a time. The kernel moves data only in
+           DRAM, so it takes much less time than a copy. Therefore three streams hide little more
+           than two.
 Use when   Data stream through the GPU and the results go back to the host. Two or three chunks in
            flight are enough. If the results stay on the GPU, only the copy in and the kernel can
            overlap (`chunk_count_test.py`). More streams only add buffers.
@@ -89,7 +90,7 @@ def both_ways(n):
 
 
 def steady(chunks, n, step):
-    """Return the cost of a first copy in, `step` for each chunk but one, and a last copy out."""
+    """Return the cost of the first chunk in, `step` per other chunk, and the last chunk out."""
     first, last = copied_in(n) + computed(n), copied_out(n)
     return first + (chunks - 1) * step + last if chunks > 1 else first + last
 
@@ -99,12 +100,12 @@ def in_turn(chunks, n):
 
 
 def with_two(chunks, n):
-    """Return the cost of two streams. A chunk is computed after one copy in, before the next."""
+    """Return the cost of two streams. No copy overlaps with the computation of a chunk."""
     return steady(chunks, n, both_ways(n) + computed(n))
 
 
 def with_three(chunks, n):
-    """Return the cost of three streams. A chunk is computed while others are copied."""
+    """Return the cost of three streams. Other chunks are copied while one is computed."""
     return steady(chunks, n, replace(computed(n), h2d=4 * n, d2h=4 * n, launches=3))
 
 
