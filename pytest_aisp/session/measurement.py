@@ -1,4 +1,4 @@
-"""The measurements of a case: its timing and its row."""
+"""Build a case's timing from a worker's reply, and the row that reports the case."""
 
 from __future__ import annotations
 
@@ -41,18 +41,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Timing:
-    """The timing by the first worker process.
+    """The timing of a case in the first worker process.
 
     Attributes:
         result: the full result of that process.
         spread: the spread of one process's ln(speedup).
-        seconds: seconds per call by side, with the baseline first.
-        share, limit, limit_origin: the share of the machine's limit that the optimized side
-            reaches, the limit's name, and the file that has it.
-        shortest: if a side is impossibly fast, the least seconds that the limit allows.
-        launch_bound: for each launch-bound side, how many times longer a call takes without a
-            graph.
-        predicted: seconds per call by side that the costs of both sides predict.
+        reading: the process's ln(speedup) and its error.
+        seconds: seconds per call, keyed by the name of the side, with the baseline first.
+        launch_bound: for each launch-bound side, the time of a call without a CUDA graph divided by
+            the time with one.
+        share: the share of the machine's limit that the optimized side reaches.
+        limit, limit_origin: the limit's name, and the file in which the limit is stored.
+        shortest: the shortest seconds per call that the limit allows; None unless a side is faster.
+        predicted: the predicted seconds per call, keyed like `seconds`.
     """
 
     result: TimeResult
@@ -80,7 +81,7 @@ class Timing:
         return tuple(self.seconds.values())
 
     def with_seconds(self, seconds: Sequence[float]) -> Timing:
-        """Return this timing with other `seconds` per call, from all recording processes."""
+        """Return this timing with the `seconds` per call replaced by those of all processes."""
         share = self.share and self.share * self.pair_seconds[1] / seconds[1]
         return replace(self, seconds=dict(zip(self.seconds, seconds, strict=True)), share=share)
 
@@ -96,7 +97,7 @@ class Timing:
 
 
 def read_timing(client: CaseClient, stored: StoredResult, result: TimeResult) -> Timing:
-    """Return the timing in a worker process's `result`. Add its other facts to the notes."""
+    """Return the timing from a worker process's `result`. Add its other facts to the notes."""
     clock, first, details = result.clock, reading(result), result.details
     variant = client.case.variant_name
     aa = client.run.settings.aa
@@ -156,7 +157,7 @@ def _add_notes(
 
 
 def with_limit(client: CaseClient, stored: StoredResult, timing: Timing) -> Timing:
-    """Return `timing` with its share of the machine's limit, if the machine's peaks are stored."""
+    """Add the share of the machine's limit to `timing`, if the machine's peaks are stored."""
     run, case = client.run, client.case
     rates = _rates(client)
     if rates is None or run.settings.aa:
@@ -182,7 +183,7 @@ def with_limit(client: CaseClient, stored: StoredResult, timing: Timing) -> Timi
 
 
 def _rates(client: CaseClient) -> peaks.Peaks | None:
-    """Return the stored peaks of the machine and of its links, or None."""
+    """Return the stored peaks of one GPU and of the links between GPUs, or None."""
     run, gpus = client.run, client.case.gpus
     rates = run.peaks(client.machine.product)
     if gpus == 1:
@@ -191,7 +192,7 @@ def _rates(client: CaseClient) -> peaks.Peaks | None:
 
 
 def with_prediction(client: CaseClient, timing: Timing) -> Timing:
-    """Return `timing` with predicted times if both sides declare a cost and the rates are known."""
+    """Add predicted times to `timing`, if both sides declare a cost and the rates are known."""
     case, rates = client.case, _rates(client)
     sides = (case.pair.baseline, case.variant.side)
     costs = [cost_at(case.pair, side, case.size, case.gpus) for side in sides]
@@ -203,13 +204,13 @@ def with_prediction(client: CaseClient, timing: Timing) -> Timing:
     except RateMissing as missing:
         client.notes.append(f"not predicted: {str(missing).partition(';')[0]}")
         return timing
-    if min(times) <= 0:  # in a graph, a cost of host steps alone takes no time
+    if min(times) <= 0:  # host steps take no time in a graph, so a cost with nothing else is zero
         return timing
     return replace(timing, predicted=dict(zip(timing.seconds, times, strict=True)))
 
 
 def _add_prediction(row: Row, timing: Timing, *, has_seen: bool) -> None:
-    """Add the predicted times, and the sides that they do not explain, to `row` and its notes."""
+    """Add the predicted times to `row`, and the sides whose times differ too much from them."""
     row.predicted = dict(timing.predicted)
     off = [n for n, time in row.predicted.items() if not explains(time, row.seconds[n])]
     row.unexplained = [] if has_seen else off
@@ -218,7 +219,7 @@ def _add_prediction(row: Row, timing: Timing, *, has_seen: bool) -> None:
 
 
 def build_row(run: CaseRun) -> Row:
-    """Return the row of the case that `run` has run, after its last stage."""
+    """Return the row of a case after its last stage."""
     client, case, location, metrics = run.client, run.case, run.location, run.metrics
     timing, judged = run.timing, run.judgement
     measured = timing is not None or bool(metrics)

@@ -24,16 +24,16 @@ COLLECTED: pytest.StashKey[CollectedCases] = pytest.StashKey()
 MACHINE: pytest.StashKey[Machine] = pytest.StashKey()
 """The key under which a fleet run stores the machine to use instead of this one."""
 PRODUCTS: pytest.StashKey[Mapping[str, str]] = pytest.StashKey()
-"""The key under which a fleet run has its products, each with its arch (empty if unknown)."""
+"""The key under which a fleet run stores the arch of each product, empty if unknown."""
 LOCK_ERROR: pytest.StashKey[str] = pytest.StashKey()
-"""The key under which an item has the reason why the machine could not be locked for it."""
+"""The key under which a test item stores why the machine could not be locked for it."""
 
 EVERY_ARCH = "all"
 UPDATES = ("missing", "all")
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 PROFILERS = ("torch", "nsys", "ncu")
 TIMESTAMPED = "<timestamp>"
-"""The value that `--aisp-artifacts` gets if none is given: a folder named after the time."""
+"""The default value of `--aisp-artifacts`, which means a folder named after the time."""
 ARTIFACTS = "artifacts"
 """The parent of timestamped folders, unless the ini file sets another one."""
 WITHOUT_VALUE = {
@@ -62,7 +62,7 @@ def add_options(parser: pytest.Parser) -> None:
     def value(name: str, metavar: str, text: str, type: Callable[[str], object] = str) -> None:
         group.addoption(name, metavar=metavar, type=type, help=text)
 
-    # With `choices`, argparse would refuse a path that follows an option without a value.
+    # No `choices`: argparse would reject a path that follows an option without a value.
     def optional_value(name: str, metavar: str, text: str) -> None:
         const = WITHOUT_VALUE[name]
         text = f"{text} (default {const}; give another as {name}={metavar})"
@@ -130,7 +130,7 @@ def _whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
 
 
 def fill_in_values(args: list[str]) -> None:
-    """Add the default value to options without a value, or argparse would use the next path."""
+    """Add default values to options without one. Otherwise argparse would use the next path."""
     for index, arg in enumerate(args):
         if arg in WITHOUT_VALUE:
             args[index] = f"{arg}={WITHOUT_VALUE[arg]}"
@@ -141,15 +141,15 @@ class Settings:
     """The settings of a session. `add_options` describes each option and ini key.
 
     Attributes:
-        ours: True if this session may collect pages, because it has an ``--aisp-*`` option, or a
-            path below one of `pages`.
+        ours: whether this session may collect pages: it has an ``--aisp-*`` option or a path below
+            one of `pages`.
         compile: the archs to compile for.
         artifacts: the folder for the run's results and samples, or None.
         timestamped: the folder in which to make a timestamped folder for `artifacts`, or None.
         warmup, blocks, window: the timing budget, if the ini file sets it. The window is in
             seconds.
-        seed: seed of the input values, or None for a secret one.
-        in_process: the given option that makes sides run inside pytest, or empty.
+        seed: seed of the input values, or None for a secret seed.
+        in_process: the option, such as ``--pdb``, that makes the sides run inside pytest, or empty.
         sanitize, profile: the sanitizer and the profiler to use, or empty.
         timeout: the time limit of one request to a worker process, in seconds. It already includes
             `timeout_multiplier`.

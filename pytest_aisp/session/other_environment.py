@@ -46,13 +46,13 @@ print(json.dumps(found))
 
 
 class Found(Struct):
-    """What `PROBE` has found.
+    """The output of `PROBE`.
 
     Attributes:
         python, torch, cuda: the versions. The version of CUDA is the one that torch was built for.
         safe_path: whether the interpreter has the option ``-P``.
         folder, version: this plugin's folder, and the version of its installed package.
-        lacks: the error of importing the plugin, or empty.
+        lacks: the error raised by importing the plugin, or empty.
     """
 
     python: str
@@ -69,8 +69,9 @@ class OtherEnvironment:
     """The other environment, and the pairs of processes that the cases share.
 
     Attributes:
-        python: the interpreter, as it was given.
-        differences: for each library, its versions there and here. None until both are known.
+        python: the interpreter, as the user gave it.
+        differences: for each library that differs, its version in the other environment and in
+            today's. None until both are known.
     """
 
     python: str
@@ -82,11 +83,12 @@ class OtherEnvironment:
     def processes(
         self, run: RunContext, device: str, today: Worker | None
     ) -> Iterator[tuple[Worker, Worker]]:
-        """Yield a process of this environment and one of today's.
+        """Yield a process of the other environment and a process of today's environment.
 
         Args:
-            today: a fresh process, for which a fresh one of this environment is started. With None,
-                the shared pair is used. If it fails, it is replaced, as it may still hold a side.
+            today: a fresh process of today's environment. It is paired with a fresh process of the
+                other environment. If None, the shared pair is used. A shared pair that fails is
+                ended, because its processes may still hold a side.
         """
         if today is None:
             try:
@@ -122,16 +124,17 @@ class OtherEnvironment:
             self._end(device)
 
     def text(self) -> str:
-        """Return the interpreter and the versions that differ: ``python (torch 2.10 -> 2.11)``."""
+        """Return the interpreter and the version changes, like ``python (torch 2.10 -> 2.11)``."""
         known = (self.differences or {}).items()
         changes = [f"{name} {there} -> {here}" for name, (there, here) in known]
         return f"{self.python} ({', '.join(changes) or 'the same versions'})"
 
 
 def import_path() -> str:
-    """Return the folders of `sys.path` that belong to no environment, such as those of the ini key.
+    """Return the `PYTHONPATH` for the other interpreter.
 
-    The other interpreter must import its own libraries.
+    It has the folders of `sys.path` outside this environment, such as those of the ini key. The
+    other interpreter must import its own libraries.
     """
     own = tuple(os.path.realpath(p) + os.sep for p in (sys.prefix, sys.base_prefix))
     libraries = {"site-packages", "dist-packages"}
@@ -151,7 +154,7 @@ def find(python: str, machine: Machine) -> OtherEnvironment:
         machine: the machine that the cases are timed on.
 
     Raises:
-        pytest.UsageError: if it cannot be compared with today's environment on this machine.
+        pytest.UsageError: if the environment cannot be compared with today's on this machine.
     """
     found = _probe(python)
     if why := _problem(found, machine):
@@ -179,7 +182,7 @@ def _probe(python: str) -> Found:
 
 
 def _problem(found: Found, machine: Machine) -> str:
-    """Return why the environment cannot be used, with the remedy, or an empty text."""
+    """Return a text that says why the environment cannot be used and what to do, or empty."""
     needed = metadata.version("pytest-aisp")
     install = (
         f"\nInstall the same version there:\n    {{python}} -m pip install pytest-aisp=={needed}"
@@ -208,7 +211,7 @@ def _problem(found: Found, machine: Machine) -> str:
 
 
 def _digest(folder: str) -> str:
-    """Return a hash of the plugin's code. Both processes must measure in the same way."""
+    """Return a hash of the plugin's code, which must be the same in both environments."""
     hashed = hashlib.sha256()
     for file in sorted(p for p in Path(folder).rglob("*") if p.suffix in (".py", ".cu")):
         hashed.update(f"{file.relative_to(folder)}\0".encode() + file.read_bytes() + b"\0")

@@ -1,4 +1,4 @@
-"""The fixture `pair`: the assertions of a page, and the test body that calls them."""
+"""The fixture `pair` with its assertions, and the code that runs a test body."""
 
 from __future__ import annotations
 
@@ -29,22 +29,23 @@ MEMORY: Mapping[str, Name] = {
     "reserved": "reserved",
     "fragmentation": "fragmentation",
 }
-"""For each kind of memory that a page may name, the metric that measures it."""
+"""The metric for each kind of memory that a page can pass to `assert_memory`."""
 
 
 class PairUnderTest:
-    """The object with which a test body judges a case. A body that requests no verdict fails.
+    """The value of the fixture `pair`, whose assertions judge a case.
 
-    If nothing is timed, the first assertion after the check ends the body, and the verdict is
-    `checked`. A red verdict raises an AssertionError with the measured value, the missed limit, and
-    the place where the limit is written.
+    A test body has to call an assertion that requests a verdict. On a machine that does not time
+    the case, the first such assertion ends the body, and the verdict is `checked`. A red verdict
+    raises an AssertionError. Its message has the measured value, the missed limit, and the place
+    where the limit is written.
 
     Attributes:
         variant, size: the case.
         judged: True once the body has requested a verdict.
-        failure: the error of a red verdict. After it, each assertion raises the same error.
-        case_run: the case as it runs.
-        reported: True once the row is written. No assertion may follow.
+        failure: the error of a red verdict. Each later assertion raises it again.
+        case_run: the run of the case.
+        reported: True once the row is written. Later assertions fail.
     """
 
     def __init__(self, case_run: CaseRun, session: pytest.Session) -> None:
@@ -61,12 +62,12 @@ class PairUnderTest:
 
         Args:
             exact: require equality bit for bit.
-            rtol, atol: the page's own tolerance, instead of the derived bound. It is refused if a
-                negative control passes with it.
+            rtol, atol: a tolerance that replaces the derived bound. The check fails if this
+                tolerance accepts a negative control.
 
         Raises:
-            AssertionError: if an output differs. The message has the output, its worst coordinate,
-                both values and the bound.
+            AssertionError: if an output differs. The message names the output, the coordinate with
+                the largest error, both values and the bound.
         """
         __tracebackhide__ = True
         rule = {"exact": exact, "rtol": rtol, "atol": atol}
@@ -84,7 +85,7 @@ class PairUnderTest:
         Args:
             at_most: the most memory that a call of the variant may need, as a share of the
                 baseline's. Outputs and temporaries are included, but inputs are not. With several
-                ranks, the amount of each side is that of the rank that needs most.
+                ranks, each side's amount is the maximum over its ranks.
             of: the kind of memory: ``allocated``; ``reserved``, which the allocator took from the
                 GPU; or ``fragmentation``, the part of the reserved memory that was never used.
 
@@ -101,9 +102,9 @@ class PairUnderTest:
     def assert_energy(self, *, at_most: float) -> None:
         """Compare the variant's energy per call with the baseline's and with the stored result.
 
-        The GPU's own counter needs four windows of at least 5 s per case, so energy is measured
-        only with ``--aisp-energy`` and when recording. With several ranks, it is the sum over all
-        GPUs.
+        The GPU's energy counter needs four windows of at least 5 s per case. So energy is measured
+        only with ``--aisp-energy`` and when recording. With several ranks, the energies of all GPUs
+        are added.
 
         Args:
             at_most: the most energy that a call of the variant may use, as a share of the
@@ -120,8 +121,8 @@ class PairUnderTest:
     def assert_goodput(self, *, at_least: float) -> None:
         """Compare the variant's goodput with `at_least` and with the stored result.
 
-        Goodput is the share of the wall time in which the GPU computes. It excludes copies, fills,
-        collectives and gaps, and includes the time of kernels that run side by side only once. Call
+        Goodput is the share of the wall time in which the GPU computes. Copies, fills, collectives
+        and gaps do not count. Time in which several kernels run at once counts only once. Call
         `assert_speedup` first, because it measures the wall time. The profiler measures the
         kernels' time.
 
@@ -140,7 +141,8 @@ class PairUnderTest:
         """Compare the variant's launches per call with `at_most` and with the stored result.
 
         Args:
-            at_most: the most kernels, copies and fills on the GPU that the profiler may see.
+            at_most: the largest number of kernels, copies and fills per call. The profiler counts
+                them.
 
         Raises:
             ValueError: if the limit is not above 0.
@@ -163,7 +165,7 @@ class PairUnderTest:
                 "the test is over and its verdict is reported: nothing more is judged\n"
                 "Call the assertions of `pair` in the test body"
             )
-        if self.failure is not None:  # the body caught it, but nothing is measured after red
+        if self.failure is not None:  # nothing is measured after a red verdict
             raise self.failure.with_traceback(None)
         try:
             return stage()
@@ -179,7 +181,7 @@ class PairUnderTest:
         raise self.failure
 
     def _print_captured(self) -> None:
-        """Print the output of the sides' processes here, so that pytest captures it."""
+        """Print the output of the worker processes in this process, where pytest captures it."""
         run = self.case_run.run
         captured = self._session.config.getoption("capture", "fd") != "no"
         for name, text in run.shared.take_output(LINES if captured else None).items():
@@ -253,16 +255,16 @@ def pair_under_test(request: pytest.FixtureRequest) -> PairUnderTest:
     if reruns := config.getoption("reruns", None):
         case_run.notes.append(f"--reruns={reruns} does not rerun cases: the first verdict stands")
     item.stash[PAIR] = pair = PairUnderTest(case_run, request.session)
-    run.shared.take_output(0)  # drop what an earlier case's threads printed after its end
+    run.shared.take_output(0)  # drop late output of an earlier case's threads
     return pair
 
 
 @contextlib.contextmanager
 def run_body(item: pytest.Function) -> Iterator[None]:
-    """Run a test body. It must request a verdict, and it ends early if nothing is timed."""
+    """Run a test body, which must request a verdict. It ends early if nothing is timed."""
     __tracebackhide__ = True
     start, pair = time.monotonic(), item.stash.get(PAIR, None)
-    if pair is None:  # a fixture of the user's own
+    if pair is None:  # a user's fixture with the same name
         if item.get_closest_marker(MARK) is not None:
             refuse(
                 item,
@@ -286,7 +288,7 @@ def run_body(item: pytest.Function) -> Iterator[None]:
 
 
 def _require_judgement(item: pytest.Function, pair: PairUnderTest) -> None:
-    """Refuse a body that requested no verdict, or none on the claimed speedup."""
+    """Fail a test body that requested no verdict, or that claims a speedup without judging it."""
     case_run = pair.case_run
     if not pair.judged:
         refuse(item, "this page never judged its pair\nEnd the body with pair.assert_speedup()")

@@ -13,11 +13,15 @@ from ..util.device import Machine
 from .run_context import RunContext
 
 COMPILER = "compiler"
-"""The device name of a worker process that only compiles. Triton's interpreter is off in it."""
+"""The device of a worker process that only compiles, with Triton's interpreter turned off."""
 
 
 class Kernels(NamedTuple):
-    """The kinds of kernels that a case launches. On a CPU, CUDA C++ needs an emulator."""
+    """The kinds of kernels that a case launches.
+
+    Attributes:
+        emulated: whether an emulator runs the CUDA C++ kernels on the CPU.
+    """
 
     cuda: bool = False
     triton: bool = False
@@ -41,7 +45,7 @@ class Placement:
     Attributes:
         kind: ``time``, ``check``, ``compile`` or ``skip``.
         device: ``cuda``, ``cpu`` or `COMPILER`.
-        need: the missing requirement for timing the case, or the reason why it is skipped.
+        need: the reason why the case is not timed, or empty.
         archs: the archs to compile for.
     """
 
@@ -52,7 +56,7 @@ class Placement:
 
 
 def placement_of(run: RunContext, case: Case, kernels: Kernels) -> Placement:
-    """Decide where `case`, which launches `kernels`, runs."""
+    """Decide where and how `case` runs. It launches `kernels`."""
     archs, machine = case.pair.archs(case.variant), run.machine
     if run.settings.compile:
         return _compiled(run.settings.compile, case, archs, kernels)
@@ -86,7 +90,7 @@ def placement_of(run: RunContext, case: Case, kernels: Kernels) -> Placement:
 def _compiled(
     wanted: tuple[str, ...], case: Case, archs: tuple[str, ...], kernels: Kernels
 ) -> Placement:
-    """Return the placement of a case that is compiled for `wanted` archs."""
+    """Return the placement of a case in a run that compiles for the `wanted` archs."""
     both = tuple(arch for arch in wanted if arch in archs)
     if case.kind == "cpu":
         return Placement("skip", COMPILER, "a size for CPUs: no kernel is launched")
@@ -100,7 +104,7 @@ def _compiled(
 
 
 def _need(case: Case, machine: Machine) -> str:
-    """Return the requirement for timing `case` that this machine does not meet."""
+    """Return a text with the requirement of `case` that this machine does not meet."""
     if machine.arch == "cpu":
         here = "there is none here"
     elif len(machine.gpus) < case.gpus:

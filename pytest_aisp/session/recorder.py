@@ -1,4 +1,7 @@
-"""The recorder in the controller writes artifacts, stored results, and the run's manifest."""
+"""The recorder, which writes a run's artifacts, stored results and manifest.
+
+Under xdist, it exists only in the controller.
+"""
 
 from __future__ import annotations
 
@@ -37,16 +40,16 @@ NO_CASES = pytest.ExitCode.NO_TESTS_COLLECTED
 
 
 class Recorder:
-    """Collects rows on the controller. Only the recorder writes rows and stored results.
+    """Collects rows in the controller. Nothing else writes rows and stored results.
 
     Attributes:
-        changes: the changes to stored results that were written.
-        not_stored: the results that were not stored, each with the reason.
-        crashes: reports of xdist workers that died.
-        without_canary: for each xdist worker that ended before its canary, the keys of its cases.
+        changes: a text for each change that was written to stored results.
+        not_stored: a text for each result that was not stored, with the reason.
+        crashes: the reports of xdist workers that crashed.
+        without_canary: the xdist workers that ended before their canary, with their cases' keys.
         unused: the stored results that no collected case uses, each with its file.
-        left_alone: the reason why an earlier run's artifacts were kept, or empty.
-        recorded_invalid: the reasons why a replayed run was invalid when it was recorded.
+        left_alone: the reason why the artifacts of an earlier run were kept, or empty.
+        recorded_invalid: the reasons why the run that is replayed was invalid, if it was.
     """
 
     def __init__(self, settings: Settings, config: pytest.Config) -> None:
@@ -96,7 +99,7 @@ class Recorder:
             self.artifacts.release()
 
     def add(self, row: Row) -> None:
-        """Add a case's row to the artifacts and to the stored results, and call the result hook."""
+        """Write a case's row to the artifacts and to the stored results. Call the result hook."""
         self.rows.append(row)
         samples = None if self.artifacts is None else self.artifacts.add(row)
         if row.recorded and self.settings.update is not None:
@@ -104,9 +107,9 @@ class Recorder:
         self._config.hook.pytest_aisp_result(config=self._config, row=row.to_json())
 
     def add_session(self, row: Row) -> None:
-        """Store the row of a case that is reported already: a session on another board."""
+        """Store another session of a case that was already reported, measured on another board."""
         if row.recorded:
-            row.recorded.replace = False  # with =all, the first session has replaced the old ones
+            row.recorded.replace = False  # the first session has replaced them
             self._store(row, None)
 
     def add_canary(self, canary: Canary) -> None:
@@ -141,17 +144,18 @@ class Recorder:
 
     @property
     def errors(self) -> list[str]:
-        """The write errors, each only once, with the keys of all cases that it concerns."""
+        """The write errors, each with the keys of all affected cases."""
         errors = [f"{', '.join(keys)}: {error}" for error, keys in self._refused.items()]
         if self.artifacts is not None and self.artifacts.error:
             errors.append(self.artifacts.error)
         return errors
 
     def _session(self, board: object) -> tuple[str, dict[str, str | None]]:
-        """Return the key and the facts of the environment of `board`, the same for a whole run.
+        """Return the key and the facts of the environment of `board`.
 
-        Only a fleet has several boards. Two runs that start in the same second have different
-        keys. `merge` uses the time in the key to decide whether two runs are two sessions.
+        They stay the same during a run. Only a fleet has several boards. The key contains the time
+        with microseconds, so that runs have different keys. `merge` uses this time to decide
+        whether two runs are two sessions.
         """
         if board not in self._sessions:
             now = datetime.datetime.now(datetime.timezone.utc)
@@ -161,7 +165,7 @@ class Recorder:
         return self._sessions[board]
 
     def why_invalid(self) -> list[str]:
-        """Return the reasons why all verdicts of this run are invalid; empty for a valid run."""
+        """Return the reasons why this run's verdicts are invalid, or nothing for a valid run."""
         reasons = [f"canary): {canary}" for canary in self.canaries if canary.wrong]
         if environment_moved(self.rows):
             reasons.append(
@@ -173,7 +177,7 @@ class Recorder:
 
 
 def _commit(root: Path) -> str | None:
-    for variable in ("GITHUB_SHA", "CI_COMMIT_SHA"):  # CI may lack the history
+    for variable in ("GITHUB_SHA", "CI_COMMIT_SHA"):  # a CI checkout may lack the history
         if os.environ.get(variable):
             return os.environ[variable][:12]
     return (git.try_git(root, "rev-parse", "--short=12", "HEAD") or "").strip() or None
@@ -213,7 +217,7 @@ LOGIN = re.compile(r"://[^/\s]*@")
 
 
 def build_manifest(config: pytest.Config, run: RunContext) -> Manifest:
-    """Return the manifest as it is at the start of a run."""
+    """Return the manifest for the start of a run."""
     from ..tools.host_findings import version_of
 
     settings = run.settings
@@ -249,7 +253,7 @@ def build_manifest(config: pytest.Config, run: RunContext) -> Manifest:
 
 
 def environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the listed environment variables, without those that may hold secrets."""
+    """Return the variables that match `VARIABLES`, without those that may contain secrets."""
     return {
         name: value
         for name, value in sorted(variables.items())
@@ -258,7 +262,7 @@ def environment(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def stored_peaks(settings: Settings, products: Collection[str]) -> dict[str, StoredPeaks]:
-    """Return the stored peaks by product, leaving out products without stored peaks."""
+    """Return the stored peaks, keyed by product. Products without stored peaks are left out."""
     stored = {}
     for product in sorted(set(products)):
         path = peaks_module.path_of(settings.baselines, product)
@@ -273,7 +277,7 @@ def stored_peaks(settings: Settings, products: Collection[str]) -> dict[str, Sto
 
 
 def git_state(root: Path) -> GitState | None:
-    """Return the commit, the branch and the state of tracked files; None without a repository."""
+    """Return the commit, the branch, and whether tracked files changed; None without git."""
     commit = git.try_git(root, "rev-parse", "HEAD")
     if commit is None:
         return None

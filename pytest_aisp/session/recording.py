@@ -1,4 +1,4 @@
-"""Record a case in more processes, or repeat its A/A trial in them."""
+"""Time a case in more processes, to record its result or to repeat an A/A trial."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def record(case: CaseRun, timing: Timing) -> None:
     """Measure the case in all recording processes, and prepare its result for the recorder.
 
-    The values of votes are stored too. Otherwise only the value that they refuted would be stored.
+    The recorded values include those of votes, not only the first value.
     """
     count = 1 if timing.clock == "process" else case.run.settings.processes
     results = list(case.client.timings)
@@ -30,7 +30,7 @@ def record(case: CaseRun, timing: Timing) -> None:
         results.append(case.client.time(100 + number, case.client.worker(number)))
     case.values = [result.value for result in results]
     judge_recorded_claim(case.claim, case.claim_origin, case.values, case.verdict)
-    # The stored speedup is a geometric mean over the processes, so the times are, too.
+    # The stored speedup is a geometric mean over the processes, so the times must be, too.
     seconds = [geometric_mean(median(getattr(r, role)) for r in results) for role in ROLES]
     case.timing = timing = timing.with_seconds(seconds)
     case.recorded = Recording(
@@ -46,7 +46,7 @@ def record(case: CaseRun, timing: Timing) -> None:
 
 
 def add_sources_and_metrics(case: CaseRun) -> None:
-    """Add the sources, and the metrics measured so far, to the result to store."""
+    """Add the digests of the code and the metrics measured so far to the result to store."""
     recorded = case.recorded
     recorded.sources, recorded.text_sources = case.sources(), case.stored.text_sources
     recorded.files = case.stored.files(case.location.page)
@@ -56,7 +56,7 @@ def add_sources_and_metrics(case: CaseRun) -> None:
 
 
 def repeat_aa(case: CaseRun, timing: Timing) -> None:
-    """Repeat an A/A trial in more processes; each process is a separate trial."""
+    """Repeat an A/A trial in more processes. Each process is a separate trial."""
     spread = case.stored.spread(timing.clock)
     case.trials.append((timing.reading.value, case.verdict))
     for number in range(1, case.run.settings.processes):

@@ -37,21 +37,20 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Variables = Mapping[str, str] | None
 FIRST_PAUSE = 1.0
-"""Seconds that a disturbed case waits before it is measured again. Each next wait is twice as long.
-"""
+"""Seconds of the first wait of a disturbed case. Each following wait is twice as long."""
 RUN_WAITS = 5
-"""The limit on all waits of a run, as a multiple of the limit on a single case's waits."""
+"""The limit on the waits of a whole run, as a multiple of the limit for one case."""
 
 
 CAUSES: Mapping[str, Cause] = {"wrong": "code", DISTURBED: "machine"}
-"""The causes of verdicts that a timing does not decide."""
+"""The causes of verdicts that do not depend on a measured time."""
 
 
 class Failed(Exception):
     """A case is red. The message has the reason and the remedy.
 
     Attributes:
-        finding: the finding to add to the case; None if the case has it already.
+        finding: the finding to add to the case, or None if the case already has it.
     """
 
     def __init__(self, message: str, verdict: str | None = "fail") -> None:
@@ -88,12 +87,13 @@ class RunContext:
         timer: a timer that a hook provides instead of the device's own, or None.
         emulator: a module from a hook that emulates CUDA C++ on the CPU, or None.
         xdist_worker: the number of this xdist worker, which determines its GPU.
-        past: the pages as of the commit of ``--aisp-against``.
+        replay: the worker that replays a recorded run, or None.
+        past: the pages at the commit of ``--aisp-against``.
         other: the environment of ``--aisp-against-python``.
         progress: a function that shows a text about the current work.
-        announce: a function that shows why the run waits, also where `progress` shows nothing.
-        times_cpu: True if a machine with a GPU times sizes for CPUs too.
-        versions: library versions in a worker process; None until one reports them.
+        announce: a function that shows why the run waits, even if `progress` shows nothing.
+        times_cpu: True if a machine with a GPU also times sizes for CPUs.
+        versions: the library versions that a worker process reported, or None so far.
         canary_case: the case that this process's canary will use.
         shared: the worker processes that the cases share.
         cases_done: True after the last case, when the suite's time limit no longer applies.
@@ -127,7 +127,7 @@ class RunContext:
 
     @property
     def seed(self) -> int:
-        """The seed of checked values: secret, unless one is given or the run is reproducible."""
+        """The seed of the checked input values. It is secret by default."""
         if self.settings.seed is not None:
             return self.settings.seed
         return 0 if self.settings.reproducible else self.secret
@@ -135,9 +135,11 @@ class RunContext:
     def worker(
         self, device: str, number: int = 0, ranks: int = 1, variables: Variables = None
     ) -> Worker:
-        """Return worker process `number` for `device`, or `ranks` with environment `variables`.
+        """Return the shared worker process `number` for `device`, and start it if necessary.
 
-        If it does not run yet, start it.
+        Args:
+            ranks: the number of processes that work together as one worker.
+            variables: environment variables to set in the worker.
         """
         if self.replay is not None:
             return self.replay
@@ -147,7 +149,7 @@ class RunContext:
     def start(
         self, device: str, ranks: int = 1, variables: Variables = None, python: Sequence[str] = ()
     ) -> Worker:
-        """Start one more process, of the command `python`, or `ranks` that work together."""
+        """Start a new worker: one process, run by the command `python`, or several ranks."""
         settings = self.settings
         if settings.in_process:
             if ranks > 1:
@@ -169,7 +171,7 @@ class RunContext:
         return worker
 
     def environment(self, device: str, ranks: int = 1) -> dict[str, str | None]:
-        """Return the environment variables to change for `device`. The value None removes one."""
+        """Return the environment variables to set for `device`. The value None removes one."""
         changes: dict[str, str | None] = {"TRITON_INTERPRET": None}
         if device == "cuda" and self.machine.gpus:
             changes["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus(ranks))
@@ -193,8 +195,8 @@ class RunContext:
     def gpus(self, count: int) -> tuple[str, ...]:
         """Return the UUIDs of the GPUs that this process uses for a case on `count` GPUs.
 
-        For one GPU, it is this xdist worker's own. For several GPUs, they are the first ones of the
-        machine, which are the same for all workers.
+        A case on one GPU uses the GPU of this xdist worker. A case on several GPUs uses the
+        machine's first GPUs, which are the same for all xdist workers.
         """
         gpus = self.machine.gpus
         if count == 1:
@@ -202,7 +204,7 @@ class RunContext:
         return tuple(sorted(gpus)[:count])
 
     def links(self, count: int) -> str | None:
-        """Return the links between the GPUs of a case on `count` GPUs, or None on a CPU."""
+        """Return the kinds of links between `count` GPUs, or None if there are too few GPUs."""
         from ..distributed import topology
 
         return topology.route_kinds(self.gpus(count)) if len(self.machine.gpus) >= count else None
@@ -246,11 +248,11 @@ class RunContext:
 
     @contextlib.contextmanager
     def machine_locks(self, case: Case | None) -> Iterator[None]:
-        """Hold the leases that `case` needs. No time limit includes the wait for them.
+        """Hold the leases that `case` needs. Time limits exclude the wait for the leases.
 
-        A case on the host's clock has the machine to itself. All other cases share the host, but
-        each has its GPUs to itself. The locks are taken in a fixed order, so that two runs never
-        wait for each other in a deadlock.
+        A case that is timed on the host's clock has exclusive use of the machine. All other cases
+        share the host, but each has exclusive use of its GPUs. The locks are taken in a fixed
+        order, which prevents deadlocks between runs.
         """
         settings = self.settings
         measures = not (settings.check or settings.compile) and self.replay is None
@@ -269,14 +271,14 @@ class RunContext:
     def when_quiet(self, measure: Callable[[], T], forget: Callable[[], None]) -> T:
         """Return the result of `measure`. If the machine disturbs it, wait and measure again.
 
-        Each wait is twice as long as the one before. Together, the waits of a case take at most
-        `Settings.wait` seconds, and those of the run `RUN_WAITS` times as long.
+        Each wait is twice as long as the previous one. All waits of a case together take at most
+        `Settings.wait` seconds. All waits of a run together take at most `RUN_WAITS` times as long.
 
         Args:
-            forget: drops what a disturbed measurement has left.
+            forget: discards the data of a disturbed measurement.
 
         Raises:
-            MachineDisturbed: if the machine is still disturbed after that time.
+            MachineDisturbed: if the machine is still disturbed when no time to wait is left.
         """
         remaining, pause = self.settings.wait, FIRST_PAUSE
         while True:
@@ -296,7 +298,7 @@ class RunContext:
             remaining, pause = remaining - pause, 2 * pause
 
     def recorded_tree(self, files: Mapping[str, str], page: Path, label: str) -> GitSnapshot:
-        """Return the tree with the recorded `files`, which is unpacked once.
+        """Return a folder tree with the recorded `files`. Each tree is unpacked only once.
 
         Raises:
             GitError: the files cannot be read.

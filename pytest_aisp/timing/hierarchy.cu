@@ -1,11 +1,11 @@
-// chase: one thread follows `steps` links of a list in global memory, from where the last launch
-//   stopped. Each load waits for the one before. `past_l1` skips the L1.
-// chase_shared: the same in shared memory, for a list of `links` links.
-// read_cached: all blocks read the same table of `vectors` 16-byte vectors again and again, through
-//   the L1. Each thread reads `rounds` times four of them.
-// line_latencies: for each of `lines` lines of 128 bytes, the clock cycles of one load from the L2 in
-//   a chain of loads of that line. The table holds zeros.
-// dependent_multiply_adds: one chain of `steps` multiply-adds.
+// chase: pointer chasing. One thread follows `steps` links of a list in global memory, so each load
+//   waits for the previous one. It starts where the last launch stopped. `past_l1` bypasses the L1.
+// chase_shared: pointer chasing in shared memory, in a list of `links` links.
+// read_cached: all blocks repeatedly read the same table of `vectors` 16-byte vectors through the
+//   L1. Each thread reads four vectors in each of `rounds` rounds.
+// line_latencies: for each of `lines` lines of 128 bytes, the clock cycles of one load from the L2,
+//   averaged over a chain of dependent loads of that line. The table must contain zeros.
+// dependent_multiply_adds: one chain of `steps` dependent multiply-adds.
 
 constexpr int BLOCK = 1024;
 constexpr int LINKS = 4096;
@@ -58,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
     for (int k = 0; k < 4; ++k) seen ^= v[k].x ^ v[k].y ^ v[k].z ^ v[k].w;
     at += 4 * BLOCK;
   }
-  if (seen == 1) out[0] = seen;  // never, but the compiler cannot know
+  if (seen == 1) out[0] = seen;  // never true, but keeps the loads from being optimized away
 }
 
 extern "C" __global__ void line_latencies(const unsigned* table, unsigned* cycles, int lines) {

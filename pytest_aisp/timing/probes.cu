@@ -1,11 +1,13 @@
 // stamp: write the GPU's own nanosecond counter to at[index].
-// chase: follow `next` for `steps` loads that miss the L1, each waiting for the one before; write the
-//   cycles of a load to found[0] and where it ended to found[1]. The L2 evicts these lines first.
-// watch: read the nanosecond counter for `length` ns, and write to row `index` of found: the first
-//   and the last reading, the sum and the longest of the steps of at least `least` ns, and the
-//   shortest step above 0.
+// chase: pointer chasing. Follow `next` for `steps` dependent loads that bypass the L1. Write the
+//   cycles per load to found[0], and the last position to found[1]. The L2 evicts these lines
+//   first.
+// watch: read the nanosecond counter repeatedly for `length` ns. A step is the difference between
+//   two successive readings. Write five values to row `index` of `found`: the first reading, the
+//   last reading, the sum of all steps of at least `least` ns, the longest step, and the shortest
+//   step above 0.
 
-// Volatile, so that no reading is moved or left out.
+// Volatile: the compiler must neither move nor remove a reading.
 __device__ long long nanoseconds() {
   unsigned long long now;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)::"memory");
@@ -33,7 +35,7 @@ extern "C" __global__ void watch(long long* found, int index, int length, int le
   row[4] = shortest;
 }
 
-// Volatile, so that neither a load nor a reading of the clock moves past another.
+// Volatile: the compiler must keep the order of the loads and the clock readings.
 __device__ long long cycles() {
   long long now;
   asm volatile("mov.u64 %0, %clock64;" : "=l"(now)::"memory");

@@ -1,11 +1,13 @@
-// l2_read: read a table of `vectors` 16-byte vectors again and again, past the L1. Each thread reads
-//   `rounds` times four of them.
-// shared_read: read 16-byte vectors of shared memory without bank conflicts, `rounds` times four a
-//   thread.
-// atomic_add: add 1 to `rounds` numbers a thread. A warp's 32 numbers lie side by side.
-// exponentials: `rounds` times four independent exponentials a thread, on the special function unit.
-// fused_multiply_adds: `rounds` times eight independent chains of fp32 a thread.
-// nothing: only starts blocks.
+// l2_read: repeatedly read a table of `vectors` 16-byte vectors, bypassing the L1. Each thread
+//   reads four vectors in each of `rounds` rounds.
+// shared_read: read 16-byte vectors from shared memory without bank conflicts. Each thread reads
+//   four vectors in each of `rounds` rounds.
+// atomic_add: each thread atomically adds 1 to `rounds` numbers. The 32 numbers of a warp are
+//   contiguous.
+// exponentials: each thread computes four independent chains of `rounds` exponentials on the
+//   special function unit.
+// fused_multiply_adds: each thread computes eight independent chains of `rounds` fp32 FMAs.
+// nothing: an empty kernel, which only starts its blocks.
 
 constexpr int BLOCK = 1024;
 
@@ -19,7 +21,7 @@ __device__ uint4 load_past_l1(const uint4* at) {
 
 __device__ unsigned mixed(uint4 v) { return v.x ^ v.y ^ v.z ^ v.w; }
 
-// The host passes a power of two as `vectors`.
+// `vectors` must be a power of two.
 extern "C" __global__ void __launch_bounds__(BLOCK)
     l2_read(const uint4* table, unsigned* out, unsigned vectors, int rounds) {
   const unsigned threads = gridDim.x * BLOCK;
@@ -32,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
     for (int k = 0; k < 4; ++k) seen ^= mixed(v[k]);
     at += 4 * threads;
   }
-  if (seen == 1) out[0] = seen;  // never, but the compiler cannot know
+  if (seen == 1) out[0] = seen;  // never true, but keeps the loads from being optimized away
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK) shared_read(unsigned* out, int rounds) {
