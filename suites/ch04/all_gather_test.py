@@ -1,18 +1,20 @@
 """All-gather: receive straight into the tensor that the next kernel reads.
 
-Problem    Every rank holds `rows` rows of a bf16 weight and needs all of them, as a layer of a
-           sharded model does before it runs.
+Problem    Every rank holds `rows` rows of a bf16 weight and needs the whole weight, as for a layer
+           of a sharded model.
 Baseline   listed: `all_gather` into a list of tensors, then `torch.cat` of the list. NCCL gathers
            into one buffer, torch copies the buffer to the list, and `cat` copies the list.
-Optimized  views: listed, but the list's tensors are views of the result. The copy of `cat` is gone.
+Optimized  views: listed, but the list's tensors are views of the result. So `cat` and its copy are
+           gone.
            into_tensor: `all_gather_into_tensor` into the result. No copy is left.
-Bound      NVLink. A copy moves each byte of the result through DRAM twice, which takes about a
-           quarter of the time that NVLink takes. NVLink multicast was off (README). With multicast,
-           a rank sends its rows once for all other ranks. It still receives as many bytes, so no
-           time is saved.
-Seen       All three sides take longer than predicted, by about the same time. The prediction uses
+Bound      NVLink. A copy reads and writes the whole result in DRAM, which takes about a quarter as
+           long as its transfer over NVLink. NVLink multicast was off (README). With multicast, a
+           rank would send its rows only once, but it would receive the same bytes, so this would
+           save no time.
+Seen       All three sides take longer than predicted, by about the same amount. The predictions use
            the rate of NCCL's all-reduce. Its all-gather is slower: the README's plot shows the rate
-           at this size. With that rate, all three predictions are within 5 % of the stored times.
+           at this size. At the plot's rate, all three predictions are within 5 % of the stored
+           times.
 Use when   Always gather into one tensor if the next kernel reads one tensor. A list costs two
            copies of the whole result.
 """

@@ -4,18 +4,19 @@ Problem    Sum `n` fp32 gradients over the ranks. Each rank gets the sum in fp32
 Baseline   fp32: an all-reduce of a copy of the gradients.
 Optimized  bf16: cast to bf16, all-reduce in bf16, cast back. Half the bytes of fp32.
            int8: blocks of 32 elements share a power of two as their scale (MXINT8 of the OCP
-           formats). Every rank receives its part from all others, adds it in fp32 and quantizes the
-           sum, and all ranks gather the sums. A plain all-reduce of int8 would overflow, and its
-           ranks would not share scales.
-Bound      NVLink. int8 sends 33 bytes per 32 elements and phase, but its three kernels and the
-           casts of bf16 add DRAM traffic. bf16 keeps 8 significant bits of each addend and of the
-           sum. int8 keeps 7 bits of the largest element of a block. NVLink multicast was off
-           (README). From four GPUs on, it could shorten fp32 and bf16, but not int8, whose sums the
-           switch cannot form.
-Seen       fp32 takes slightly longer than predicted, bf16 and int8 more. The prediction uses the
-           rate of an all-reduce of the size of fp32. The message of bf16 is smaller, and int8 uses
-           all-to-all and all-gather, which are slower. With the rates of the README's plot at these
-           sizes, the predictions are within 20 % of the stored times.
+           formats). Each rank sums one part: it receives that part from all other ranks, adds in
+           fp32, and quantizes the sum. Then all ranks gather the sums. A plain all-reduce of int8
+           would overflow, and the scales differ between ranks.
+Bound      NVLink. In each of its two phases, int8 sends 33 bytes per 32 elements. Its three kernels
+           add DRAM traffic, as do the casts of bf16. bf16 keeps 8 significant bits of each addend
+           and of the sum. int8 keeps 7 bits of the largest element of a block. NVLink multicast was
+           off (README). With four GPUs or more, multicast could shorten fp32 and bf16, but not
+           int8, because the switch cannot add blocks with scales.
+Seen       fp32 takes slightly longer than predicted, and bf16 and int8 exceed their predictions by
+           more. The predictions use the rate of an all-reduce as large as that of fp32. bf16 has a
+           smaller message, and int8 uses all-to-all and all-gather, so both get a lower rate. With
+           the rates of the README's plot at these sizes, the predictions are within 20 % of the
+           stored times.
 Use when   The links limit the step and the optimizer tolerates the error, as data-parallel training
            with gradients in bf16 does. On NVLink, int8 is rarely worth its error. It pays between
            machines, where links are many times slower.

@@ -1,19 +1,21 @@
-"""Continuous batching: a slot whose request has ended takes the next one.
+"""Continuous batching: when a request ends, its slot takes the next request.
 
 Problem    Serve `requests` requests of 1 to `longest` steps with 16 slots. Most requests are short.
            In a step, one token of each slot attends to the slot's cache and goes through an MLP.
-           All sides return the result of every step of every request. Whether a request has ended
-           is known only after its step.
-Baseline   static: 16 requests at a time, until the longest of them has ended. When a shorter
-           request ends, its slot keeps computing, and the results are discarded.
+           All sides return the result of every step of every request. Only after a step is it known
+           which requests have ended.
+Baseline   static: 16 requests start together, and the next 16 start when the longest has ended.
+           When a shorter request ends, its slot keeps computing, and the results are discarded.
 Optimized  continuous: after each step, the next requests take the slots that have become free.
            Both sides run the same step and read 16 flags from the GPU after it.
-Bound      The host. A step is about twenty launches and a read of flags, whatever its slots hold.
-           So the number of steps decides. The length of a request is the third power of a uniform
-           number. Its mean is a quarter of `longest`, but the longest of 16 is nearly as long as
-           `longest`. With several GPUs, each can serve its own requests this way.
-Seen       A step takes both sides longer than its launches and its read of flags predict, by about
-           the same share. We cannot explain that. The predicted speedup is close to the stored one.
+Bound      The host. A step takes about twenty launches and one read of flags, no matter how many
+           slots are in use. So the time depends on the number of steps. Lengths are `longest` times
+           the cube of a uniform random number. Their mean is a quarter of `longest`, but the
+           longest of 16 requests nearly reaches `longest`. With several GPUs, each can serve its
+           own requests this way.
+Seen       On both sides, a step takes longer than its launches and its read of flags predict, by
+           about the same factor. We cannot explain that. The predicted speedup is close to the
+           stored one.
 Use when   Requests differ much in length, as in serving a language model. vLLM, SGLang and
            TensorRT-LLM do this. If all requests have the same length, static is as good.
 """
@@ -139,7 +141,7 @@ def in_groups(requests, longest, width):
 
 
 def in_slots(requests, longest, width):
-    """Return the cost if slots are full until half of `longest` before the end, as simulated."""
+    """Return the cost if slots are full until `longest` / 2 steps before the end, as simulated."""
     steps = requests * expected(longest, 1) / SLOTS + longest / 2
     return served(requests, longest, width, steps, admissions=requests / 2)
 

@@ -1,4 +1,4 @@
-"""Sums over the ranks whose parts are moved by copy engines. The SMs only add."""
+"""Sums over all ranks in which copy engines move the data. The SMs only add."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ STREAMS = 2
 
 
 class CopiedSums:
-    """`count` tensors of one shape, each of which is summed in place over all ranks.
+    """Sum `count` tensors of one shape over all ranks, in place.
 
     Every rank sums a share of each tensor. It pulls that share from all others, adds, and pushes
     the sum back to them. The first barrier waits until all ranks have written their tensors. The
     last barrier waits until all ranks have received every share. The tensors use several streams in
-    turn. These streams have high priority, so a barrier or an addition waits until one block of a
-    product has ended, not all blocks.
+    turn. These streams have high priority, so a barrier or an addition can start when one block of
+    a running product ends. It need not wait for all blocks.
 
     Attributes:
         mine: the tensors, in symmetric memory. Their owner writes them before `start`. After `wait`

@@ -3,21 +3,22 @@
 Problem    A prefill rank computes `layers` layers for `tokens` tokens. A decode rank needs their KV
            cache, `kv` bf16 numbers per token and layer. A layer is a projection to keys and values,
            a projection to the next layer's input, and a norm.
-Baseline   staged: layer by layer through pinned memory that both ranks share. The prefill rank
-           waits for its copy of a layer. The decode rank fetches a layer while the next one is
-           computed. It shows the cost on GPUs without peer access, in this order of steps. On
+Baseline   staged: each layer's cache goes through pinned memory that both ranks share. The prefill
+           rank waits for its copy of a layer. The decode rank fetches a layer while the next one is
+           computed. staged shows what this order of steps costs on GPUs without peer access. With
            NVLink, an engineer would start with sent.
 Optimized  sent: all layers are computed, then the whole cache is sent in one NCCL message.
            pipelined: each layer's cache is sent on NCCL's stream while the next layer is computed.
 Bound      Tensor cores. pipelined hides every message but the last under a layer's products. staged
-           is limited by PCIe, which every layer's cache crosses before the next layer begins. These
-           layers have no attention and no MLP. A whole layer computes about nine times as much for
-           a cache of this size, so both gains are smaller in a real model. NVLink multicast was off
-           (README). A message to one GPU does not use it.
+           is limited by PCIe: each layer's cache crosses it before the next layer begins. These
+           layers have no attention and no MLP. A whole transformer layer would compute about nine
+           times as much for a cache of this size, so both gains are smaller in a real model. NVLink
+           multicast was off (README). A message to one GPU does not use it.
 Seen       All sides take as long as predicted. Most of the gain of sent comes from the order of
            staged, not from NVLink. A layer's copy to the host takes about as long as a layer. If
-           staged made that copy on a stream of its own, while the next layer is computed, the costs
-           predict that it would take about a fifth longer than sent. We did not measure that side.
+           staged made that copy on a separate stream while the next layer is computed, it would
+           take about a fifth longer than sent, as predicted from the costs. We did not measure
+           that.
 Use when   Prefill and decode run on different GPUs. Overlap each layer's message with the next
            layer, whatever path the message takes. If the GPUs reach each other, send it over
            NVLink.
@@ -75,7 +76,7 @@ def staged(x, to_next, to_cache):
                 dist.all_reduce(flag)  # layer k is on the host
                 if dist.get_rank() == DECODE:
                     cache[k].copy_(host[k], non_blocking=True)
-            dist.all_reduce(flag)  # all of it has been fetched
+            dist.all_reduce(flag)  # the whole cache has been fetched
             return now if dist.get_rank() == PREFILL else cache
 
         yield run
@@ -106,7 +107,7 @@ def pipelined(x, to_next, to_cache):
 
 
 def layers_of(layers, tokens, hidden, kv, sent=0):
-    """Return the cost of `layers` layers, each while `sent` bytes of the one before are sent."""
+    """Return the cost of `layers` layers, each sending `sent` bytes of the layer before it."""
     row = 2 * tokens * hidden
     to_cache = Cost(
         read=row + 2 * hidden * kv,
@@ -125,7 +126,7 @@ def layers_of(layers, tokens, hidden, kv, sent=0):
 
 
 def through_host(layers, tokens, hidden, kv):
-    """Return the prefill rank's cost, and the decode rank's copy of the last layer."""
+    """Return the prefill rank's cost plus the decode rank's copy of the last layer."""
     message = 2 * tokens * kv
     flag = Cost(launches=1, collectives=1)
     copied = Cost(d2h=message, launches=1) + flag

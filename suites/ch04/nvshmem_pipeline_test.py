@@ -1,4 +1,4 @@
-"""NVSHMEM pipeline: a put that carries its signal needs no partner in a handshake.
+"""NVSHMEM pipeline: a put with a signal needs no handshake with the receiver.
 
 Problem    Two stages on two ranks. `batches` micro-batches of `rows` rows go through a matrix of
            the first stage, then through a matrix of the second. Each stage returns its results.
@@ -12,15 +12,16 @@ Optimized  whole: the first stage computes everything and sends it as one messag
 Bound      The host. A product and a message of this size take the GPU a few microseconds, less than
            the host needs to start them. exchanged and signalled make several calls from Python per
            micro-batch. whole makes one call to send everything. All sides are timed as ordinary
-           calls, because the replay of signalled's CUDA graph never finished. NVLink multicast was
+           calls, because a replay of signalled as a CUDA graph never finished. NVLink multicast was
            off (README). A put to one GPU does not use it.
 Seen       Every side takes several times as long as predicted. The prediction counts launches and
-           views. A call of `isend` or of a put takes the host longer than a launch, and no rate for
-           it is stored. whole makes only one such call, so its products also cost the host more
-           than predicted. We cannot explain that. The host's times scatter: exchanged, which is in
-           both pairs, has two rather different stored times. So the gain of signalled is uncertain.
-Use when   Use one message if the second stage can wait for the first. Use puts with signals from a
-           kernel, where no Python call is paid per put. From Python, they gain little over NCCL.
+           views. A call of `isend` or of a put takes the host longer than a launch, and peaks.json
+           has no rate for such a call. whole makes only one of these calls, so its products also
+           take the host longer than predicted. We cannot explain that. The host's times vary:
+           exchanged is the baseline of both pairs, and its two stored times differ a lot. So the
+           gain of signalled is uncertain.
+Use when   Use one message if the second stage can wait for the first. Use puts with signals inside
+           a kernel, where a put needs no Python call. From Python, they gain little over NCCL.
 """
 
 import torch
@@ -106,7 +107,7 @@ def signalled(x, first, second):
 
     def run():
         out = put() if dist.get_rank() == FIRST else take()
-        dist.all_reduce(flag)  # all has been read, and the signals are zero again
+        dist.all_reduce(flag)  # all messages have been read, and the signals are zero
         return out
 
     yield run
@@ -130,7 +131,7 @@ def message_by_message(batches, rows, width):
 
 
 def one_message(batches, rows, width):
-    """Return the cost of both stages. The second rank's host launches its stage meanwhile."""
+    """Return the cost of both stages. The second's launches overlap with the first stage."""
     first = products(batches, rows, width, launches=1, host_steps=2)
     second = products(batches, rows, width, launches=0, host_steps=0)
     return first + collective(2 * batches * rows * width) + second

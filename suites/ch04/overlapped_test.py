@@ -5,25 +5,27 @@ Problem    Gradients of an MLP of `layers` square bf16 layers, averaged over the
 Baseline   after_backward: backward first, then one all-reduce per layer, one after the other.
 Optimized  per_layer: a hook starts a layer's all-reduce as soon as the layer's gradient exists.
            prioritized: per_layer, in a process group whose stream has high priority, so that NCCL's
-           kernels do not wait until a product has started all of its blocks.
+           kernels need not wait until a running product has started all of its blocks.
            bucketed: per_layer, but the gradients of 4 layers are concatenated and reduced as one.
            copied: per_layer, but copy engines move the gradients in symmetric memory
            ([copy_engines](copy_engines.py)). The SMs only add.
-           ddp: torch's DistributedDataParallel, which does the same in buckets of 25 MiB.
+           ddp: torch's DistributedDataParallel, which reduces buckets of 25 MiB during backward.
 Bound      NVLink, hidden behind the tensor cores. A layer's all-reduce and its part of backward
            take about the same time, so at best only forward, backward and the last layer's
-           all-reduce remain. The copies of bucketed pay when layers are small, not here. NVLink
-           multicast was off (README). From four GPUs on, it could shorten NCCL's all-reduces.
+           all-reduce remain. bucketed copies gradients into buckets. That pays off only if layers
+           are smaller than here. NVLink multicast was off (README). With four GPUs or more, it
+           could shorten NCCL's all-reduces.
 Seen       Every side takes longer than predicted. The prediction uses the rate of an all-reduce of
            512 MiB. A layer has 32 MiB and a bucket 128, and NCCL is slower with those (see the
            README's plot). At the plot's rates, after_backward is within about 5 % of its
-           prediction. The sides that overlap with NCCL still take about a tenth longer, and copied,
-           whose bytes NCCL does not send, a quarter. There, products and reduction slow each other
-           down. In the README's table of copied, only part of the sums is hidden, and the products
-           take longer while sums run than alone. Neither a high priority nor fewer NCCL channels
-           helped. The stored times are of CUDA graphs, except those of ddp, which cannot be
-           captured. Without a graph, copied is slower than after_backward, because the host makes
-           several calls per layer for it. Without a graph, bucketed is the fastest.
+           prediction. The sides that overlap NCCL's all-reduces still take about a tenth longer
+           than predicted. copied, which does not use NCCL, takes a quarter longer. In all of these,
+           products and reductions slow each other down. The README's table shows this for copied:
+           only part of the sums is hidden, and products take longer while sums run. Neither a high
+           priority nor fewer NCCL channels helped. The stored times are of CUDA graphs, except
+           those of ddp, which cannot be captured. Without a graph, copied is slower than
+           after_backward, because the host makes several calls per layer for it. Without a graph,
+           bucketed is the fastest.
 Use when   Always overlap the reduction with backward in data-parallel training. DDP does that
            already. Use copy engines only in a CUDA graph.
 """
@@ -59,7 +61,7 @@ def inputs(device, layers, width):
 
 
 def gradients(weights, x, dy, hook=None):
-    """Return the gradients of `weights`; `hook` is called with each weight once it has one."""
+    """Return the gradients of `weights`; `hook` gets each weight when its gradient exists."""
     leaves = [weight.detach().requires_grad_() for weight in weights]
     for leaf in leaves if hook is not None else ():
         leaf.register_post_accumulate_grad_hook(hook)
@@ -100,7 +102,7 @@ def per_layer(state, x, dy, group=None):
 
 @functools.cache
 def urgent():
-    """Return a group of all ranks whose stream has priority. A process makes it once."""
+    """Return a group of all ranks with a high-priority stream. Each process creates it once."""
     return dist.new_group(pg_options=dist.ProcessGroupNCCL.Options(is_high_priority_stream=True))
 
 
@@ -165,7 +167,7 @@ def forward_of(layers, width):
 
 
 def backward_of(width, products=2, beside=None):
-    """Return the cost of a layer's backward; `beside` is what runs at the same time."""
+    """Return the cost of a layer's backward while work of the cost `beside` runs."""
     beside = beside or Cost()
     both = Cost(
         read=2 * width**2 + beside.read,
@@ -184,9 +186,10 @@ def scaled_forward(layers, width):
 
 
 def overlapped(layers, width, beside, last):
-    """Return the cost if `beside` runs under each layer's backward but the first one computed.
+    """Return the cost if `beside` runs during every layer's backward except the last layer's.
 
-    The first layer is last. It needs no gradient of its input, and nothing hides its reduction.
+    Backward ends with the first layer. It needs no gradient of its input, and nothing hides the
+    reduction of its own gradient.
     """
     return (
         scaled_forward(layers, width)

@@ -1,15 +1,16 @@
 """Peer copy: write into the neighbor's memory instead of sending.
 
 Problem    Every rank sends `numel` fp32 elements to the next one, in a ring.
-Baseline   staged: down to pinned memory that all ranks of the machine share, and up again by the
-           next rank. Two all-reduces of one element separate writers and readers, so the host waits
-           for nothing. The memory is made and pinned once. It shows the cost on a machine without
-           peer access. Nobody would write it on NVLink. The speedups are relative to staged. To
-           compare sent with written, divide their two times.
+Baseline   staged: each rank copies its elements to pinned memory that all ranks of the machine
+           share, and the next rank copies them to its GPU. Two all-reduces of one element separate
+           the writes from the reads, so the host never waits. The memory is allocated and pinned
+           once. staged shows the cost on a machine without peer access. With NVLink, nobody would
+           write it. The speedups are relative to staged. To compare sent with written, divide their
+           two times.
 Optimized  sent: NCCL's send and receive, as one batch. This is what an engineer writes first.
-           written: a copy into the next rank's symmetric memory, between two barriers. The first
-           barrier says that the next rank's buffer is free, the second that this rank's buffer is
-           full. The memory is made once.
+           written: a copy into the next rank's symmetric memory, between two barriers. After the
+           first barrier, the next rank's buffer is free. After the second, this rank's buffer is
+           full. The memory is allocated once.
 Bound      NVLink, in both directions at once. staged is limited by PCIe, which it crosses twice,
            one crossing after the other. sent copies with kernels on the SMs, written with a copy
            engine. The barriers of written matter only for small messages. NVLink multicast was off
@@ -79,7 +80,7 @@ def written(x):
     theirs = handle.get_buffer(after, x.shape, x.dtype)
 
     def run():
-        handle.barrier(channel=0)  # the next rank no longer needs what it got before
+        handle.barrier(channel=0)  # the next rank no longer needs the data of the last call
         theirs.copy_(x)
         handle.barrier(channel=0)  # the rank before has written
         return out

@@ -2,25 +2,27 @@
 
 Problem    Gradients of a bf16 MLP whose blocks of 2 layers are spread over the ranks, two per rank.
            Rank 0 has the batch, the last rank has the targets, and there are twice as many
-           microbatches as ranks. Each rank returns the gradients of its own blocks. Interleaving
-           puts other blocks on a rank, so in test_pipeline_interleaved both sides gather all
-           gradients on all ranks.
+           microbatches as ranks. Each rank returns the gradients of its own blocks. With
+           interleaving, a rank has other blocks than without. So in test_pipeline_interleaved both
+           sides gather all gradients on all ranks.
 Baseline   gpipe: all microbatches forward, then all backward. A rank's two blocks are neighbors.
            gpipe_gathered: gpipe, then gathers.
-Optimized  one_forward_one_backward: gpipe in the order 1F1B. A microbatch's backward comes before
-           later forwards.
-           interleaved: gpipe_gathered in the order interleaved 1F1B. Rank r has the blocks r and
+Optimized  one_forward_one_backward: gpipe, but in 1F1B order. A rank runs a microbatch's backward
+           before the forward of later microbatches.
+           interleaved: gpipe_gathered, but in interleaved 1F1B order. Rank r has the blocks r and
            r + world, so each microbatch goes round twice.
 Bound      Tensor cores, and the bubble, in which a rank has nothing to do. m microbatches on p
-           ranks take m + p - 1 times as long as one microbatch on one rank. 1F1B does not change
-           that. It saves memory: rank r keeps activations of p - r microbatches, gpipe those of all
-           m. With v blocks per rank, interleaving takes m + (p - 1) / v times as long. NVLink
-           multicast was off (README). Only the gather could use it, and that saves no time.
+           ranks take m + p - 1 times as long as one microbatch on one rank. 1F1B takes the same
+           time but less memory: rank r keeps the activations of p - r microbatches. In gpipe, it
+           keeps those of all m. With v blocks per rank, interleaving takes m + (p - 1) / v times as
+           long. NVLink multicast was off (README). Only the gather could use it, and it would not
+           become faster.
 Seen       Each time is within 25 % of its prediction, but interleaved should win and loses. It
-           sends each microbatch across NVLink more often, 24 transfers on two ranks where gpipe has
-           8. The prediction counts as waits only the transfers that fill and drain the pipeline. If
-           the ranks waited for all transfers, they would lose more than the smaller bubble saves.
-           We did not measure how long they wait, so we cannot explain the loss.
+           sends each microbatch over NVLink more often: on two ranks, interleaved makes 24
+           transfers and gpipe 8. The prediction counts as waits only the transfers that fill and
+           drain the pipeline. If the ranks waited for all transfers, they would lose more than the
+           smaller bubble saves. We did not measure how long they wait, so we cannot explain the
+           loss.
 Use when   Use 1F1B instead of GPipe whenever activations limit the batch. Interleave when there are
            few microbatches per rank and each computes much longer than its transfer takes.
 """
@@ -67,7 +69,7 @@ def inputs(device, rows, width, world):
 
 
 def all_gradients(states, ranks):
-    """Return the gradients of every block, by block."""
+    """Return the gradients of every block, in the order of the blocks."""
     model = torch.nn.Sequential(*states[0].blocks).double()
     loss = F.mse_loss(model(ranks[0][0].double()), ranks[-1][1].double())
     return torch.autograd.grad(loss, list(model.parameters()))
@@ -180,7 +182,7 @@ def forward(rows, width, layers, message):
 
 
 def backward(rows, width, layers, message):
-    """Return the cost of a microbatch's backward, which adds to the gradients of those before."""
+    """Return the cost of a microbatch's backward, which adds to the gradients."""
     row, weight = 2 * rows * width, 2 * width**2
     tanh = Cost(read=2 * row, write=row, launches=1)
     products = Cost(
@@ -203,8 +205,9 @@ def loss(rows, width):
 def pipelined(rows, width, world, blocks=1, waits=0):
     """Return the cost of the last rank, and of filling and draining the pipeline before it.
 
-    A rank's layers are split into `blocks`, of which only one fills the pipeline. Each microbatch
-    passes `blocks` times, and `waits` transfers are not hidden besides those that fill and drain.
+    A rank's layers are split into `blocks` blocks, so the pipeline fills in the time of one block
+    per rank. Each microbatch passes each rank `blocks` times. The transfers that fill and drain the
+    pipeline are not hidden, nor are `waits` other transfers.
     """
     layers, parts, message = LAYERS * BLOCKS, microbatches(world), 2 * rows * width
     both = forward(rows, width, layers, blocks * message)

@@ -3,17 +3,17 @@
 Problem    Every rank gets every rank's `numel` fp32 elements, in world - 1 steps. In each step, a
            rank sends to the next rank of a ring what it got from the rank before.
 Baseline   numbered: the ring of the ranks in their order.
-Optimized  linked: numbered, but the ring has the most NVLinks under its hops.
-           crossing: numbered, but the ring has the fewest NVLinks, as happens when the order of the
-           ranks alternates between two islands (sockets, or pairs with a bridge).
+Optimized  linked: numbered, but on the ring whose hops have the most NVLinks.
+           crossing: numbered, but on the ring with the fewest NVLinks. This happens when the order
+           of the ranks alternates between two islands (sockets, or pairs with a bridge).
            library: `dist.all_gather_into_tensor`, where NCCL finds rings by itself.
-Bound      NVLink. If four GPUs form two islands that share a slow link, linked crosses it twice and
-           crossing four times, so crossing takes twice as long. If a switch joins all GPUs, as on
-           H200 boards, all rings are equal, which is why linked only claims to be neutral. Two GPUs
-           have only one ring, so the page needs four. CPUs have no links, so there ranks of equal
-           parity count as linked. NVLink multicast is off where this project records (README). With
-           it, library could send each rank's elements once instead of three times, but every rank
-           would still receive three ranks' elements.
+Bound      NVLink. If four GPUs form two islands that share a slow link, the ring of linked crosses
+           that link twice and the ring of crossing four times, so crossing takes twice as long. If
+           a switch joins all GPUs, as on H200 boards, all rings are equally fast, so linked is
+           declared neutral. Two GPUs have only one ring, so the page needs four. CPUs have no
+           NVLinks, so on CPUs the page treats ranks of equal parity as linked. NVLink multicast is
+           off where this project records (README). With it, library could send each rank's elements
+           once instead of three times, but every rank would still receive three ranks' elements.
 Use when   You write your own ring and the machine's GPUs are not all joined by a switch (see
            `aisp links topology`). In all other cases let NCCL choose. This page has not been
            measured on GPUs yet.
@@ -42,7 +42,8 @@ def reference(ranks):
 def rings(device_type, world):
     """Return the rings of `world` ranks of one machine, those with the fewest NVLinks first.
 
-    A ring and its reverse count once. Of equal rings, the one in the ranks' order comes first.
+    A ring and its reverse count once. Among rings with as many NVLinks, the one in rank order comes
+    first.
     """
     if device_type == "cuda":
         kind = torch._C._autograd.DeviceType.CUDA

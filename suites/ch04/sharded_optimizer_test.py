@@ -3,15 +3,16 @@
 Problem    One AdamW step on `n` fp32 parameters, which every rank holds whole, with the mean of the
            ranks' gradients.
 Baseline   replicated: all-reduce the gradients, then every rank updates every parameter.
-Optimized  sharded: reduce-scatter the gradients, update the own shard, all-gather the parameters.
-           These are the two halves of an all-reduce with the update between them (ZeRO stage 1,
-           Rajbhandari et al., arXiv:1910.02054).
-Bound      NVLink, with as many bytes on both sides. Memory is the point. AdamW keeps 8 bytes of
-           moments per parameter, which are sharded, besides 4 of gradient and 4 of the parameter.
-           So sharded takes 8 + 8 / world bytes instead of 16. Mixed precision gains more, since its
+Optimized  sharded: reduce-scatter the gradients, update the rank's own shard, all-gather the
+           parameters. These are the two halves of an all-reduce with the update between them (ZeRO
+           stage 1, Rajbhandari et al., arXiv:1910.02054).
+Bound      NVLink. Both sides send the same number of bytes, so the gain is memory. Each parameter
+           has 8 bytes of moments, 4 of gradient, and 4 of its own. sharded splits only the moments,
+           so it needs 8 + 8 / world bytes instead of 16. Mixed precision gains more, because the
            fp32 copies of the weights are sharded too. The update takes 1 / world of the time.
-           NVLink multicast was off (README). From four GPUs on, it could shorten the all-reduce of
-           replicated, but not the two halves. Then sharded could be the slower one.
+           NVLink multicast was off (README). With four GPUs or more, it could shorten the
+           all-reduce of replicated, but not the reduce-scatter and the all-gather. Then sharded
+           could be slower than replicated.
 Seen       sharded takes longer than predicted. The prediction uses the rate of NCCL's all-reduce.
            Its reduce-scatter and all-gather are slower, and with their rates in the README's plot
            the prediction is within 5 % of the stored time.

@@ -2,9 +2,9 @@
 //
 // A rank has a slot for each rank, in three generations. Every float of a free slot is -0.0.
 // A call replaces -0.0 in x by 0.0 and pushes x into its slot on every other rank. It waits until
-// none of the floats that it needs is -0.0, and sums them in the order of the ranks. The call
-// before has read the slots of its own generation. This call frees them, and they are written
-// again two calls from now. By then, each rank has received from every other rank something that
+// none of the floats that it needs is -0.0, and sums them in the order of the ranks. The previous
+// call has read the slots of its own generation. This call sets them to -0.0 again, and the call
+// after the next writes them. By then, each rank has received from every other rank something that
 // was sent after those slots were freed.
 // A block has its own part of x and of all slots, and counts its own turns. So no block waits for
 // another block of the same GPU.
@@ -37,7 +37,8 @@ __device__ float4 taken(const float4* at) {
   return value;
 }
 
-// Four floats of x, those beyond its end zero; x + 0.0 turns -0.0 into 0.0 and changes no other.
+// Return four floats of x, and zeros beyond its end. Adding 0.0 turns -0.0 into 0.0 and changes no
+// other float.
 __device__ float4 sendable(const float4* x, unsigned i, unsigned n) {
   if (4 * i + 4 <= n) {
     const float4 value = x[i];

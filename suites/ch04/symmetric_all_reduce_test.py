@@ -1,11 +1,11 @@
-"""Symmetric all-reduce: a small sum needs no ring, every rank reads the others' memory itself.
+"""Symmetric all-reduce: for a small sum, every rank reads the others' memory, without a ring.
 
 Problem    Sum `numel` fp32 elements over the ranks. The input is kept.
 Baseline   ring: `dist.all_reduce` on a copy. NCCL chooses its algorithm and protocol.
 Optimized  gathered: one shot by the library. All parts are gathered, then a second kernel sums.
            one_shot: a kernel reads every rank's symmetric buffer and sums as it reads, with a
            handshake at its start and its end.
-           fused_copy: one_shot, but one kernel copies the input in and sums.
+           fused_copy: one_shot, but one kernel both copies the input into the buffer and sums.
            pushed: no handshake and no copy. Each rank writes its input into its own slot in all
            other ranks' memory. A slot holds -0.0 where a float has not arrived (Lamport's
            protocol).
@@ -13,28 +13,29 @@ Optimized  gathered: one shot by the library. All parts are gathered, then a sec
            into all of them.
            windowed: ring, but the buffer is registered as a symmetric window, for which NCCL has
            its own kernels.
-           Symmetric buffers are made once. Each call copies its input in, but gathered and pushed
-           need no copy.
+           Symmetric buffers are made once. Each call copies its input into the buffer. Only
+           gathered and pushed need no copy.
 Bound      Latency up to 1 MiB: launches, handshakes, and one crossing of NVLink. pushed crosses it
            once and waits for nothing else. gathered, one_shot, fused_copy and pushed send the whole
            input to every other rank. ring, two_shot and windowed send 2 (world - 1) / world of it.
-           On two ranks, both amounts are equal. On more ranks, the second is smaller, so the first
-           four then pay off only for smaller messages. At 16 MiB, NVLink is the limit. The messages
-           stay in the L2, as they do right after a layer has computed them. NVLink multicast was
-           off (README), so torch's `multimem_all_reduce_` is not a side here, and ring and windowed
-           have fewer kernels to choose from.
+           With two ranks, both amounts are equal. With more ranks, the second amount is smaller, so
+           the first four sides pay off only for smaller messages than here. At 16 MiB, NVLink is
+           the limit. The messages stay in the L2, as they do right after a layer has computed them.
+           NVLink multicast was off (README), so torch's `multimem_all_reduce_` is not a side here,
+           and ring and windowed have fewer kernels to choose from.
 Seen       Up to 64 KiB, all sides but pushed take a third to two thirds of the predicted time. So
            does two_shot at 1 MiB. The prediction uses the time of NCCL's smallest all-reduce in
-           peaks.json. That time was measured in a graph of all-reduces only. Here a copy comes
-           before each all-reduce, and even NCCL's takes less. We cannot explain why. pushed takes
-           longer than predicted by less than 2 us at every size. No rate for the latency of a
-           crossing is stored. At 16 MiB, ring and gathered take longer than predicted. The
-           prediction uses NCCL's rate at 512 MiB, and NCCL is slower with less (see the README's
-           plot). windowed has other kernels, for which no rate is stored.
+           peaks.json. That time was measured in a graph of all-reduces only. Here a copy precedes
+           each all-reduce, and even NCCL's all-reduce takes less than that time. We cannot explain
+           why. pushed takes longer than predicted by less than 2 us at every size. peaks.json has
+           no rate for the latency of a crossing of NVLink. At 16 MiB, ring and gathered take longer
+           than predicted. The prediction uses NCCL's rate at 512 MiB, and NCCL is slower with
+           smaller messages (see the README's plot). windowed uses other kernels of NCCL, and
+           peaks.json has no rate for them.
 Use when   Small all-reduces follow each other on the critical path, as in decoding with tensor
            parallelism, and run in a CUDA graph. In a graph, torch's one-shot is about as fast as
-           NCCL. Without a graph, it took half of NCCL's time, in a run that is not stored. Leave
-           messages of many MB to NCCL.
+           NCCL. Without a graph, torch's one-shot took half of NCCL's time, in a run that is not
+           stored. Leave messages of many MB to NCCL.
 """
 
 import torch

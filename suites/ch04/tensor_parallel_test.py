@@ -11,17 +11,18 @@ Optimized  halves: whole, but in two halves of the rows. The all-reduce of the f
            copied: eighths, but the products are written into symmetric memory and moved by copy
            engines ([copy_engines](copy_engines.py)). The SMs only add.
 Bound      Tensor cores. NVLink is hidden behind them, except for the last part's all-reduce. With
-           more parts, the last all-reduce is shorter, but the products fill the last wave of SMs
-           less well, and NCCL's kernels occupy some SMs. NVLink multicast was off (README). From
-           four GPUs on, it could shorten NCCL's all-reduces.
+           more parts, the last all-reduce is shorter, but each product is smaller and leaves more
+           SMs idle in its last wave. NCCL's kernels also occupy some SMs. NVLink multicast was off
+           (README). With four GPUs or more, it could shorten NCCL's all-reduces.
 Seen       halves, quarters and eighths take longer than predicted, by over 25 % at an inner
            dimension of 3584 and by less at 8192. The prediction uses the rate of an all-reduce of
-           512 MiB, and NCCL is slower with the parts (see the README's plot). But even at the
-           plot's rates, the products would hide every part but the last. copied is within an eighth
-           of its prediction. It sends the same bytes at the same time without NCCL's kernels. So
-           most of the loss seems to come from those kernels and the products slowing each other
-           down. Neither a high priority nor fewer NCCL channels helped. The stored times are of
-           CUDA graphs. They leave out the host, which makes several calls per part for copied.
+           512 MiB, and NCCL is slower with the smaller parts (see the README's plot). But even at
+           the plot's rates, the products would hide every part but the last. copied is within an
+           eighth of its prediction. It sends the same bytes at the same time, but without NCCL's
+           kernels. So most of the loss probably comes from NCCL's kernels and the products, which
+           slow each other down. Neither a high priority nor fewer NCCL channels helped. The stored
+           times are of CUDA graphs, without the work of the host. For copied, the host makes
+           several calls per part.
 Use when   The product takes longer than its all-reduce, and both are long enough to be cut into
            parts. Use quarters with NCCL. Use copied in CUDA graphs, where it gains most.
 """
@@ -90,7 +91,7 @@ def copied(x, w, parts=8):
 
 
 def product(rows, inner, columns, sent=0, nccl=0, launches=1):
-    """Return the cost of a product while bytes of the part before are sent."""
+    """Return the cost of a product while bytes of the previous part are sent."""
     return Cost(
         read=2 * (rows + columns) * inner,
         write=2 * rows * columns,

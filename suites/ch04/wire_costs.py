@@ -1,4 +1,4 @@
-"""Costs of what ranks send each other. Their DRAM traffic is left out: NVLink is far slower."""
+"""Costs of messages between ranks, without their DRAM traffic, because NVLink is far slower."""
 
 from __future__ import annotations
 
