@@ -1,7 +1,7 @@
-"""Run the sides of a case again, in processes whose times the speedup does not use.
+"""Run the sides of a case again, in processes that do not contribute to the measured speedup.
 
-`--aisp-untrusted` runs the sides in a sandbox that can reach neither the clock nor the expected
-results. `--aisp-profile` runs them under a profiler after the verdict.
+`--aisp-untrusted` runs the sides in a sandbox without access to the clock or the expected results.
+`--aisp-profile` runs the sides under a profiler after the verdict.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ if TYPE_CHECKING:
     from .measurement import Timing
 
 LIMIT = {"graph": 1.25, "host": 1.5, "cpu": 1.5}
-"""The largest allowed ratio, on each clock, of the sandbox's time and the time for the verdict.
+"""The largest allowed ratio between a side's time in the sandbox and its judged time, by clock.
 
-The clock ``queue`` has no limit, because calls behind a blocking kernel cannot be timed from
-outside.
+The clock ``queue`` has no limit: it queues calls behind a blocking kernel, and another process
+cannot time these calls.
 """
 LEAST, TIMES = 0.25, 5
 ATTEMPTS = 3
-"""The number of attempts to confirm a time. The machine may be busy during one of them."""
+"""Number of attempts to confirm a time, because the machine may be busy during an attempt."""
 SEED = 0
-"""The seed of profiled values is not secret, because the task is written next to the report."""
+"""The seed of profiled inputs. It is not secret, because a file next to the report has it."""
 LONGEST = 120
-"""The maximum length of a folder's name. File systems allow 255 bytes."""
+"""The maximum length of a case's part of a folder name. File systems allow 255 bytes."""
 
 
 def run_sandboxed(client: CaseClient, timing: Timing | None) -> None:
     """Run both sides of a case in a sandbox, and compare their outputs and times.
 
     Args:
-        timing: the timing of the worker process, or None if nothing was timed.
+        timing: the judged timing, or None if nothing was timed.
 
     Raises:
         Failed: with the verdict `wrong` for a wrong output, or `invalid` for a wrong time.
@@ -78,7 +78,7 @@ def run_sandboxed(client: CaseClient, timing: Timing | None) -> None:
 
 
 def contradicts(sandboxed: float, judged: float, clock: str) -> bool:
-    """Return whether the sandbox's seconds per call contradict those that the verdict uses."""
+    """Return whether the seconds per call in the sandbox contradict the judged ones."""
     return not 1 / LIMIT[clock] <= sandboxed / judged <= LIMIT[clock]
 
 
@@ -90,11 +90,11 @@ class _Sandbox:
         self.clock = timing.clock if timing is not None else ""
         self.slots = int(details.get("slots", 2))
         self.counted = [int(n) for n in details.get("counted", (1, 1))]
-        # A secret seed that the sides' processes never get.
+        # This secret seed is never sent to the processes that run the sides.
         self.seed = client.run.settings.seed or random.SystemRandom().randint(1, MAX_SEED)
 
     def run(self) -> None:
-        """Draw inputs and compare outputs in one process; run each side in a separate process."""
+        """Draw inputs and compare outputs in one process. Run each side in a separate process."""
         checker = self.client.fresh_worker()
         try:
             values = str(self.folder / "values.pt")
@@ -111,7 +111,7 @@ class _Sandbox:
             checker.close()
 
     def _run_side(self, role: str, counted: int, values: str) -> str:
-        """Time a side, run it on `values`, and return the file of its outputs."""
+        """Time a side, run it on the inputs in the file `values`, and return the outputs' file."""
         worker = self.client.fresh_worker()
         try:
             fields = {"side": role, "clock": self.clock, "counted": counted, "slots": self.slots}
@@ -134,7 +134,7 @@ class _Sandbox:
         self.client.ask(self._task(kind, **fields), dict[str, Json], worker)
 
     def _compare_times(self, worker: Worker, role: str, judged: float, unit: int) -> None:
-        """Refuse a side if its time on this process's clock contradicts the `judged` time."""
+        """Fail the case if a side's time on this process's clock contradicts the `judged` time."""
 
         def work(units: int) -> float:
             start = now()
@@ -156,14 +156,14 @@ class _Sandbox:
 def profile(case: CaseRun) -> None:
     """Profile both sides of `case`, and add the written files to its row.
 
-    Cases that failed their check are skipped, because they would fail here too.
+    A case that failed its check is skipped, because it would also fail in the profiler.
     """
     tool = case.run.settings.profile
     if case.timing is None and case.verdict not in ("checked", "compiled") and not case.metrics:
         return
     try:
         _profile(case, tool)
-    except Exception as error:  # the verdict remains, and the run continues
+    except Exception as error:  # keep the verdict, and continue the run
         case.remarks.append(f"not profiled ({tool}): {error}")
     finally:
         case.run.progress("")
@@ -197,7 +197,7 @@ def _profile(case: CaseRun, tool: str) -> None:
 
 
 def _why_not(client: CaseClient, tool: str) -> str | None:
-    """Return why this case cannot be profiled by `tool`, or None."""
+    """Return the reason why `tool` cannot profile this case, or None."""
     if client.placement.kind not in ("time", "check"):
         return "its kernels are only compiled here, so nothing runs"
     if hasattr(client.case.pair.baseline, "environment"):
@@ -241,7 +241,7 @@ def _profile_with_nsight(client: CaseClient, tool: str, folder: Path) -> dict[st
 
 
 def profile_notes(profile: Profile) -> list[str]:
-    """Return notes on the sides' differences, and on their memory before and after a call."""
+    """Return notes on the sides' differences, and on their memory before and after the calls."""
     notes = [f"profile: {profile.words}"] if profile.words else []
     for role, memory in profile.memory.items():
         sizes = [
@@ -253,7 +253,7 @@ def profile_notes(profile: Profile) -> list[str]:
 
 
 def counter_notes(folder: Path) -> list[str]:
-    """Return a note per side on the counters that ncu left in `folder`."""
+    """Return a note for each side on the counters in ncu's reports in `folder`."""
     found = {role: Counters.read(folder, role) for role in ROLES}
     return [
         f"profile: counters of {role}: {one.words() if one else 'none in the report of ncu'}"

@@ -1,4 +1,4 @@
-"""The worker processes that the cases of a run share, and which cases ran in each of them."""
+"""The worker processes that cases share, with a list of the cases that ran in each process."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ Place = tuple[str, int, int, tuple[tuple[str, str], ...]]
 
 
 class SharedWorkers:
-    """The shared workers by place. A process that has ended has no place any more.
+    """The shared workers, keyed by place. Workers that have ended are removed.
 
     Attributes:
-        printing: the processes whose output is shown, shared or not.
+        printing: all processes whose output is shown, even if cases do not share them.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class SharedWorkers:
         self._cases: dict[Place, list[str]] = {}
 
     def at(self, place: Place) -> Worker | None:
-        """Return the worker at `place`, or None if none is alive there."""
+        """Return the worker at `place`, or None if there is none or it has ended."""
         current = self._workers.get(place)
         if isinstance(current, (WorkerProcess, RankSet)) and not current.alive:
             current.close()
@@ -32,27 +32,27 @@ class SharedWorkers:
         return current
 
     def put(self, place: Place, worker: Worker) -> Worker:
-        """Put a new worker at `place`, and return it."""
+        """Register a new worker at `place`, and return the worker."""
         self._workers[place], self._cases[place] = worker, []
         return worker
 
     def place_of(self, worker: Worker) -> Place | None:
-        """Return the place of `worker`, or None if the cases do not share it."""
+        """Return the place of `worker`, or None if it is not a shared worker."""
         return next((place for place, w in self._workers.items() if w is worker), None)
 
     def earlier_cases(self, place: Place, nodeid: str) -> list[str]:
-        """Note that the case `nodeid` runs at `place`. Return the cases that ran there before."""
+        """Register the case `nodeid` at `place`. Return the other cases that ran in that worker."""
         cases = self._cases[place]
         if nodeid not in cases:
             cases.append(nodeid)
         return [case for case in cases if case != nodeid]
 
     def take_output(self, most: int | None = None) -> dict[StreamName, str]:
-        """Return the output of this run's processes since the last call.
+        """Return the output of all processes since the last call, keyed by stream.
 
         Args:
-            most: the most lines per process, or None for all lines. All votes together are
-                treated as one process.
+            most: the maximum number of lines per process, or None for all lines. The processes of
+                votes count as one process.
         """
         outputs = [(o, o.label) for worker in self.printing for o in worker.outputs]
         self.printing = [worker for worker in self.printing if not worker.closed]

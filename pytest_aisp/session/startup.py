@@ -90,7 +90,11 @@ def configure(config: pytest.Config) -> None:
 
 
 def _foreign_timer(config: pytest.Config, settings: Settings) -> Mapping[str, Json] | None:
-    """Return the timer of the hook, or None. Its product must not look like a measured one."""
+    """Return the timer of the hook `pytest_aisp_timer`, or None.
+
+    Raises:
+        pytest.UsageError: if its product could be mistaken for a real one, or a key is missing.
+    """
     timer: Mapping[str, Json] | None = config.hook.pytest_aisp_timer(config=config)
     if timer is None:
         return None
@@ -114,7 +118,7 @@ def _foreign_timer(config: pytest.Config, settings: Settings) -> Mapping[str, Js
 
 
 class XdistNode(Protocol):
-    """An xdist worker, as its controller sees it."""
+    """The controller's object for an xdist worker."""
 
     gateway: XdistGateway
     workerinput: dict[str, Json]
@@ -130,7 +134,7 @@ def _of_controller(config: pytest.Config, workerinput: Mapping[str, Json]) -> Se
     """Return the settings. An xdist worker gets its folders from its controller."""
     settings = config.stash[SETTINGS]
     folders = {name: Path(path) for name, path in workerinput.get("aisp_folders", {}).items()}
-    if settings.replay is not None:  # resolve it before `latest` points to this run
+    if settings.replay is not None:  # resolve the link `latest` before this run replaces it
         folders = {"replay": folder_of(settings.replay), **folders}
     artifacts = folders.get("artifacts", settings.artifacts)
     replay = folders.get("replay", settings.replay)
@@ -139,7 +143,7 @@ def _of_controller(config: pytest.Config, workerinput: Mapping[str, Json]) -> Se
 
 
 def _recorder(config: pytest.Config, run: RunContext) -> Recorder:
-    """Return the recorder. Make the folder of artifacts if one is requested."""
+    """Return the recorder. If artifacts are requested, create their folder."""
     settings = run.settings
     try:
         if settings.timestamped is not None:
@@ -161,7 +165,7 @@ def _recorder(config: pytest.Config, run: RunContext) -> Recorder:
 
 
 class _Gather:
-    """Gives each case's row to the recorder when its report arrives at the controller."""
+    """A pytest plugin of the controller, which passes the rows in reports to the recorder."""
 
     def __init__(self, recorder: Recorder, run: RunContext) -> None:
         self._recorder, self._run = recorder, run
@@ -169,7 +173,7 @@ class _Gather:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: XdistNode) -> None:
-        """Give the run's folders and its remaining time to an xdist worker, new or replaced."""
+        """Send the run's folders and elapsed time to an xdist worker that starts."""
         node.workerinput["aisp_elapsed"] = time.monotonic() - self._run.started
         settings = self._run.settings
         folders = {"artifacts": settings.artifacts, "replay": settings.replay}
@@ -185,7 +189,7 @@ class _Gather:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: XdistNode, error: object) -> None:
-        """Record an xdist worker's canary. If it is missing, note the worker's cases."""
+        """Record the canary of an xdist worker. If there is none, record the worker's cases."""
         output = getattr(node, "workeroutput", {})
         self._recorder.unused.update(output.get("aisp_unused", ()))
         found = output.get("aisp_canary")
@@ -197,12 +201,12 @@ class _Gather:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_handlecrashitem(self, report: pytest.TestReport) -> None:
-        """Record the crash of an xdist worker, because the case that it was running has no row."""
+        """Record the crash of an xdist worker. The case that it was running has no row."""
         self._recorder.crashes.append(str(report.longrepr))
 
 
 def _interrupt_on_sigterm() -> None:
-    """Turn SIGTERM, which Slurm sends before it kills, into an interrupt for pytest."""
+    """Interrupt pytest on SIGTERM. Slurm sends it some time before it kills the process."""
 
     def interrupt(signum: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt("SIGTERM")
@@ -221,6 +225,6 @@ def lock_machine(item: pytest.Item) -> Iterator[None]:
     with contextlib.ExitStack() as locks:
         try:
             locks.enter_context(item.config.stash[RUN].machine_locks(case_of(item)))
-        except OSError as error:  # if raised here, it would end the whole run
+        except OSError as error:  # raising it here would end the whole run
             item.stash[LOCK_ERROR] = f"the machine cannot be leased: {error}\n{REMEDY}"
         yield

@@ -1,4 +1,4 @@
-"""The stored result of a case, and the version of the code that gave this result."""
+"""The stored result of a case, and the version of the code that was measured for it."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ from .run_context import RunContext
 
 @dataclass(frozen=True)
 class Differences:
-    """Differences, apart from the optimized side's code, that may explain a loss.
+    """Differences from a stored result that may explain a slowdown.
+
+    The optimized side's code is compared elsewhere.
 
     Attributes:
         environment: a text for each fact of the environment that differs.
-        other_baseline: whether the baseline is not the one that was stored.
-        tuned: a text for each kernel that is tuned differently.
+        other_baseline: whether the baseline's code differs.
+        tuned: a text for each kernel whose tuner made other choices.
     """
 
     environment: Sequence[str] = ()
@@ -35,7 +37,7 @@ class Differences:
 
     @property
     def same_environment(self) -> bool:
-        """Whether environment and baseline are those of the stored result."""
+        """Whether the environment and the baseline match the stored result."""
         return not self.environment and not self.other_baseline
 
     def lines(self) -> list[str]:
@@ -65,7 +67,7 @@ class StoredResult:
 
     @cached_property
     def text_sources(self) -> dict[str, str]:
-        """Today's digests of text of both sides, if the stored result has such digests."""
+        """The current text digest of each side by role. Empty if the stored result has none."""
         mine, root = self.result, str(self.run.settings.root)
         if mine is None or not mine.has_text_digests:
             return {}
@@ -73,23 +75,23 @@ class StoredResult:
         return {r: text_digest(side, root) for r, side in zip(models.ROLES, sides, strict=True)}
 
     def files(self, page: Path) -> dict[str, str]:
-        """Return the git blobs of the page and of the files that both sides use."""
+        """Return the git blob hashes of the page and of the files that it uses, keyed by path."""
         sides, root = (self.case.pair.baseline, self.case.variant.side), str(self.run.settings.root)
         used = used_files(page, root, import_folders(root))
         return source_files(sides, page, root) | {n: git_blob(path) for n, path in used.items()}
 
     @cached_property
     def has_recorded_code(self) -> bool:
-        """Whether every file that the stored result names is unchanged."""
+        """Whether all files that the stored result lists are unchanged."""
         mine, root = self.result, self.run.settings.root
         files = mine.files.items() if mine is not None else ()
         return bool(files) and all(is_blob(root / name, blob) for name, blob in files)
 
     def recorded_tree(self, page: Path, sources: Mapping[str, str]) -> GitSnapshot | None:
-        """Return the source tree with the recorded code, or None if its files are unchanged.
+        """Return a source tree with the recorded code, or None if the code has not changed.
 
         Args:
-            sources: today's digests of both sides.
+            sources: the current digest of each side's code, keyed by role.
 
         Raises:
             GitError: the recorded code cannot be found.
@@ -104,7 +106,10 @@ class StoredResult:
         return self.run.recorded_tree(mine.files, page, f"in {self.relative()}")
 
     def spread(self, clock: str) -> float:
-        """Return the spread of one process's value: recorded, pooled, or a default."""
+        """Return the spread of one process's value.
+
+        It is estimated from this result and others of the chapter, or is a default.
+        """
         others = models.pooled(list(self.run.stored(self.path).results.values()), clock)
         mine = self.result
         own = mine.own_spread if mine is not None and mine.clock == clock else None
@@ -113,7 +118,7 @@ class StoredResult:
         return stats.rms(others) if len(others) >= 3 else verdict.DEFAULT_SPREAD[clock]
 
     def session_spread(self, clock: str) -> float:
-        """Return the spread of this case from session to session on this product and clock."""
+        """Return this case's spread between sessions on this product and clock."""
         return models.session_sd(self.run.stored(self.path).results.values(), clock, self.result)
 
     def differences(
@@ -124,10 +129,11 @@ class StoredResult:
         clock: str,
         choices: Choices | None = None,
     ) -> Differences:
-        """Return the differences from `mine` that may explain a loss, apart from changed code.
+        """Return the differences from the stored result `mine` that may explain a slowdown.
 
         Args:
-            choices: today's choices of tuned kernels, if they are known.
+            sources: the current digest of each side's code, keyed by role.
+            choices: the tuner's current choice for each kernel, if known.
         """
         then = self.run.stored(self.path).environments.get(mine.environments[-1], {})
         names = models.differences(then, environment, clock, several=self.case.gpus > 1)
@@ -137,7 +143,7 @@ class StoredResult:
         return Differences(facts, known["baseline"] != sources["baseline"], tuned)
 
     def cause(self, found: Differences) -> Cause:
-        """Return the cause of a loss against this result, as far as the differences show it."""
+        """Return the likely cause of a slowdown, or an empty text if `found` does not show it."""
         if found.tuned:
             return "tuner"
         if found.environment:
@@ -147,5 +153,5 @@ class StoredResult:
         return "machine" if self.has_recorded_code else ""
 
     def relative(self, path: Path | None = None) -> str:
-        """Return `path` relative to the root. By default, it is the file of stored results."""
+        """Return `path` relative to the root. It defaults to the file of stored results."""
         return path_below(str(path or self.path), str(self.run.settings.root))

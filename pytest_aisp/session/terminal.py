@@ -1,4 +1,4 @@
-"""Write to the terminal: a word for each case, a header, progress, and the closing table."""
+"""Write the terminal output: a header, progress, a word for each case, the closing table."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from .run_context import RunContext
 
 NAMED = 5
-"""The maximum number of cases or sizes that a line lists."""
+"""The maximum number of cases or sizes in one line."""
 CHECK_ONLY = "--aisp-check"
-"""The reason why no case of a check run is timed."""
+"""The text shown in a check run as the reason why no case is timed."""
 COLUMNS: tuple[str, ...] = (
     "page",
     "variant",
@@ -51,14 +51,14 @@ COLUMNS: tuple[str, ...] = (
 )
 COLUMNS += ("claim", "stored", "detects", "verdict")
 CHECK_COLUMNS: tuple[str, ...] = ("page", "variant", "size", "checked at", "verdict")
-"""The columns of a run that timed nothing."""
+"""The columns of the closing table if nothing was timed."""
 
 Status = tuple[str, str, "tuple[str, Mapping[str, bool]]"]
 """The return type of `pytest_report_teststatus`: category, letter, and word with markup."""
 
 
 def status(plain: Mapping[str, Json], outcome: str) -> Status | None:
-    """Return pytest's category, letter and word of a case."""
+    """Return the category, letter and word of a case's outcome, or None for pytest's defaults."""
     row = Row.of(plain)
     verdict = row.verdict
     if verdict not in LETTERS or (outcome == "skipped" and verdict != DISTURBED):
@@ -78,7 +78,7 @@ def status(plain: Mapping[str, Json], outcome: str) -> Status | None:
 
 
 def header(run: RunContext) -> list[str]:
-    """Return the header lines, with the machine, the mode and the limits."""
+    """Return the header lines: the mode, the machine, and notes about peaks and replays."""
     settings, machine = run.settings, run.machine
     versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
     gpus = f" x {len(machine.gpus)}" if len(machine.gpus) > 1 else ""
@@ -95,12 +95,12 @@ def header(run: RunContext) -> list[str]:
 
 
 def _simulated(timer: str) -> str:
-    """Return a line about the times of a timer that a conftest provides."""
+    """Return a line about a timer that a conftest provides."""
     return f"simulated: the times come from {timer} (pytest_aisp_timer), not from a device"
 
 
 def show_captured(terminal: TerminalReporter) -> None:
-    """With -rP, write the output of green cases. pytest itself does so only for `pass`."""
+    """With -rP, write the output of green cases. pytest does this only for the verdict `pass`."""
     if terminal.no_summary:
         return
     for verdict, (_, word) in LETTERS.items():
@@ -109,7 +109,7 @@ def show_captured(terminal: TerminalReporter) -> None:
 
 
 def show_summary(terminal: TerminalReporter, recorder: Recorder) -> None:
-    """Write the closing table, and the changes that the run made."""
+    """Write the closing table, and the lines below it."""
     rows = recorder.rows
     closing = _closing(recorder, rows)
     if not rows and not closing:
@@ -142,7 +142,7 @@ def _closing(recorder: Recorder, rows: Sequence[Row]) -> list[str]:
     lines += [f"NO VERDICT: {crash}" for crash in recorder.crashes]
     needs = {row.need for row in rows if row.need and row.verdict in ("checked", "compiled")}
     if needs and settings.check:
-        needs = {CHECK_ONLY}  # no machine would time these cases
+        needs = {CHECK_ONLY}  # in a check run, no machine times the cases
     lines += [f"not timed: {need}" for need in sorted(needs)]
     if settings.check and (compiled := sum(row.verdict == "compiled" for row in rows)):
         lines.append(
@@ -197,7 +197,7 @@ def _cases(count: int) -> str:
 
 
 def _unchecked_promises(rows: Sequence[Row]) -> list[str]:
-    """Return a line per reason, with the promises about machine code that it left unchecked."""
+    """Return the promises about machine code that were not checked, one line per reason."""
     promises: dict[str, set[str]] = {}
     for note in (note for row in rows for note in row.notes if note.startswith(NOT_CHECKED)):
         _, promise, why = note.split(": ", 2)
@@ -213,9 +213,9 @@ def _no_canary(worker: str, keys: Sequence[str]) -> str:
 
 
 def _table(rows: Sequence[Row], verbosity: int) -> list[str]:
-    """Return the closing table. A run that timed nothing gets fewer columns, and with -q none."""
+    """Return the closing table. If nothing was timed, it has fewer columns; -q omits it."""
     labels = page_labels((row.page, row.function) for row in rows)
-    several = len({row.product for row in rows}) > 1  # a fleet ran it
+    several = len({row.product for row in rows}) > 1  # only in a fleet run
     pages = [
         labels[row.page, row.function] + (f"@{row.product}" if several else "") for row in rows
     ]
@@ -248,7 +248,7 @@ def _checked_at(row: Row, most: int | None) -> str:
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    """Return a row of the closing table of timed cases, without its first column."""
+    """Return the cells of a timed case in the closing table, without the first column."""
     seconds = [duration(s) for s in row.pair_seconds()] or ["-", "-"]
     speed = "-"
     if row.value is not None and row.low is not None and row.high is not None:
@@ -281,20 +281,20 @@ def rerun_commands(settings: Settings, case: str, seed: int = 0) -> list[str]:
 
 
 def accept_commands(case: str, *, stored: bool) -> list[str]:
-    """Return the command that stores today's result of `case`. If `stored`, it replaces one."""
+    """Return the command that stores the result of `case`. If `stored`, it replaces an old one."""
     how = "=all" if stored else ""
     return ["accept:", f"    pytest --aisp-update-expectations{how} {shlex.quote(case)}"]
 
 
 class LiveProgress:
-    """With -v on a terminal, shows the current measurement on the case's own line."""
+    """A pytest plugin. With -v, it shows the current measurement on the case's line."""
 
     def __init__(self, config: pytest.Config, run: RunContext) -> None:
         self._config, self._run, self._nodeid = config, run, ""
         self._terminal: TerminalReporter | None = None
 
     def pytest_sessionstart(self) -> None:
-        # Only now, because pytest registers its reporter after it has configured the plugins.
+        # Not earlier: pytest registers its reporter after it has configured the plugins.
         self._terminal = self._config.pluginmanager.get_plugin("terminalreporter")
         if self._terminal:
             self._run.announce = self._announce
@@ -305,7 +305,7 @@ class LiveProgress:
         self._nodeid = nodeid
 
     def _announce(self, text: str) -> None:
-        """Show why the run waits: on the case's line, or else on a line of its own."""
+        """Show why the run waits, on the case's line or on a separate line."""
         if self._run.progress == self._show:
             return self._show(text)
         terminal = self._terminal
@@ -323,8 +323,8 @@ class LiveProgress:
         width = terminal._tw.fullwidth - 1
         with capture.global_and_fixture_disabled() if capture else contextlib.nullcontext():
             terminal.rewrite(f"{self._nodeid} {text}"[:width], erase=True)
-            if not text:  # next, pytest writes the verdict directly after the name
+            if not text:  # pytest will write the verdict directly after the name
                 terminal.rewrite(f"{self._nodeid} ")
-                # pytest uses this width to place its percentage; the progress text was erased.
+                # pytest uses this line to place its percentage; the progress text was erased.
                 terminal._tw._current_line = f"{self._nodeid} "
             terminal.flush()

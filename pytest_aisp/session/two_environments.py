@@ -1,8 +1,8 @@
-"""Time each side in two environments at once, and judge the ratio of its times.
+"""Time a side in two environments alternately, and judge the ratio of the two times.
 
-One process of each environment holds two copies of the side ready. `schedule.measure` runs in the
-pytest process, as if the two processes were the two sides of a pair. It asks them for windows in
-the order ABBA or BAAB, so at any moment only one of them works.
+One process of each environment keeps two copies of the side ready. `schedule.measure` runs in the
+pytest process and treats the two processes like the two sides of a pair. It requests timing windows
+in the order ABBA or BAAB, so only one process works at a time.
 """
 
 from __future__ import annotations
@@ -46,17 +46,18 @@ from .run_context import Failed, MachineDisturbed
 from .stored_result import StoredResult
 
 IDLE_SECONDS = 0.03
-"""Seconds to wait before a window on a host clock. After a window of the other process, the OpenMP
-threads of that process spin for some milliseconds and occupy the cores.
+"""Seconds to wait before a window on a host clock.
+
+The OpenMP threads of the other process spin for some milliseconds after its window.
 """
 Processes = tuple[Worker, Worker]
-"""A process of the other environment, and one of today's."""
+"""A process of the other environment, and a process of today's environment."""
 
 
 def judge_environments(client: CaseClient, stored: StoredResult) -> list[Finding]:
-    """Compare the times of both sides in the other environment and in today's, if both run them.
+    """Compare each side's times in the other environment and in today's environment.
 
-    A side that only one environment can run is not timed, and a remark names the side.
+    A side that only one of the environments can run is not timed. A remark names this side.
     """
     other, findings = client.run.other, list[Finding]()
     sides: dict[str, Callable[..., Reading]] = {}
@@ -85,10 +86,10 @@ def judge_environments(client: CaseClient, stored: StoredResult) -> list[Finding
 
 
 def _spread(stored: StoredResult, clock: str) -> float:
-    """Return the assumed spread of a ratio of times in two processes.
+    """Return the assumed spread of the ratio of a side's times in two processes.
 
-    The recorded spread does not apply here. It is smaller, because it is the spread of a ratio of
-    two times in the same process, in which noise partly cancels.
+    It is at least the clock's default. The recorded spread is that of two times in one process,
+    where noise partly cancels, so it can be too small here.
     """
     return max(stored.spread(clock), verdict.DEFAULT_SPREAD[clock])
 
@@ -101,10 +102,10 @@ class _CaseInBoth:
     other: OtherEnvironment
 
     def comparable_roles(self) -> list[str]:
-        """Return the sides that both environments can run with the right results. Name the others.
+        """Return the roles of the sides that give right results in both environments.
 
-        The outputs of the other environment are compared with today's reference, on the same
-        values.
+        Remarks name the other sides. The outputs of the other environment are compared with the
+        reference in today's environment, for the same inputs.
         """
         client, roles = self.client, []
         if why := self._refused():
@@ -145,7 +146,7 @@ class _CaseInBoth:
         }
 
     def _check(self, role: str, processes: Processes) -> None:
-        """Compare the outputs of a side in the other environment with today's reference."""
+        """Compare a side's outputs in the other environment with the reference in today's one."""
         ask, task = self.client.ask, self.client.task
         there, here = processes
         with tempfile.TemporaryDirectory(prefix="aisp-environments-") as folder:
@@ -159,9 +160,9 @@ class _CaseInBoth:
             ask(compare, dict[str, Json], here)
 
     def time(self, role: str, number: int, today: Worker | None = None) -> Reading:
-        """Time the side `role` in both environments, and return ln of the ratio of its times.
+        """Time the side `role` in both environments. Return ln of the ratio of the two times.
 
-        The value is negative if the side is slower in today's environment.
+        The logarithm is negative if the side is slower in today's environment.
         """
         with self._processes(today) as processes:
             try:
@@ -176,7 +177,7 @@ class _CaseInBoth:
         return reading(result)
 
     def _samples(self, role: str, number: int, processes: Processes) -> Samples:
-        """Time all laps. The process that builds the side first changes from lap to lap."""
+        """Time all laps. The two processes take turns in building the side first."""
         client = self.client
         rng = random.Random(f"{client.location.nodeid}{role}{number}")
         options: dict[str, Json] = {"side": role, "replicate": number, "timer": client.run.timer}
@@ -203,7 +204,7 @@ class _CaseInBoth:
 
 
 class _RemoteWindow:
-    """Windows of a side in one process. They alternate between its two copies."""
+    """Times a side in one process, alternating between its two copies there."""
 
     def __init__(self, client: CaseClient, worker: Worker, held: HoldResult) -> None:
         self._client, self._worker, self._turn = client, worker, 0
@@ -226,7 +227,7 @@ class _RemoteWindow:
 
 @dataclass
 class _BothTimer:
-    """A `schedule.PairTimer` whose two sides are one side in two processes."""
+    """A `schedule.PairTimer` that compares one side in two processes."""
 
     clock: str
     windows: tuple[_RemoteWindow, _RemoteWindow]

@@ -1,8 +1,8 @@
 """Find stored results that no case uses any more, such as those of a renamed page.
 
-A page is compared with its stored results only if this run collected the whole page, whichever of
-its cases were then selected. A page that is gone from the disk is noticed if the run was given the
-folder that it was in.
+A page is compared with its stored results only if this run collected the whole page. Cases that
+were deselected afterwards count as collected. A deleted page is reported if its folder was an
+argument of this run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Page = tuple[str, str]
 
 
 class CollectedCases:
-    """The keys of all cases of the collected pages, also of those that were then deselected."""
+    """The keys of all cases of the collected pages, including deselected cases."""
 
     def __init__(self) -> None:
         self._keys: dict[Page, set[str]] = {}
@@ -35,16 +35,16 @@ class CollectedCases:
         self._keys.setdefault((chapter, page), set()).update(keys)
 
     def fail(self, page: str) -> None:
-        """Note that a page with this file name was collected only in part."""
+        """Register that the page with this file name was not collected completely."""
         self._failed.add(page)
 
     def of(self, chapter: str, page: str) -> set[str] | None:
-        """Return the keys of a page, or None if it was not collected or only in part."""
+        """Return the keys of a page's cases, or None if it was not collected completely."""
         return None if page in self._failed else self._keys.get((chapter, page))
 
 
 def report_unused(config: pytest.Config) -> None:
-    """Give the unused results to the recorder. An xdist worker sends them to its controller."""
+    """Pass the unused results to the recorder, or from an xdist worker to its controller."""
     recorder, unused = config.stash.get(RECORDER, None), _unused_results(config)
     if recorder is not None:
         recorder.unused.update(unused)
@@ -55,7 +55,8 @@ def report_unused(config: pytest.Config) -> None:
 def _unused_results(config: pytest.Config) -> list[str]:
     """Return the stored results of this machine's product that no collected case uses.
 
-    Each is a text such as ``baselines/nvidia-h200/ch07.json: gemm_test.py::test_gemm[tiled-n64]``.
+    An example of such a text is
+    ``baselines/nvidia-h200/ch07.json: gemm_test.py::test_gemm[tiled-n64]``.
     """
     run, collected = config.stash.get(RUN, None), config.stash.get(COLLECTED, None)
     if run is None or collected is None or config.option.collectonly:
@@ -95,7 +96,7 @@ def _is_unused(
 
 
 def _places(chapter: str, settings: Settings) -> Iterator[Path]:
-    """Yield the folders that can be the chapter's. The folder's own name may have a dot, too."""
+    """Yield the possible folders of a chapter. A dot separates folders or is part of a name."""
     for base in settings.pages or (settings.root,):
         yield (base / chapter).resolve()
         yield base.joinpath(*chapter.split(".")).resolve()
@@ -104,6 +105,6 @@ def _places(chapter: str, settings: Settings) -> Iterator[Path]:
 
 
 def missing_files(rows: Iterable[Row], root: Path) -> list[str]:
-    """Return the files of stored results that new cases look for, and that git has but not here."""
+    """Return the files of stored results that new cases need and git tracks, but are missing."""
     files = {row.file for row in rows if row.verdict == "new" and not Path(row.file).exists()}
     return [file for file in sorted(files) if git.try_git(root, "ls-files", "--", file)]

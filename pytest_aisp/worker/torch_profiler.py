@@ -1,8 +1,8 @@
 """Profile a few calls of each side with torch's profiler: traces, tables, and allocated memory.
 
-The code that Inductor generated for a side that uses `torch.compile` is kept beside them. Profiling
-starts after the verdict, in a separate worker process. That process is not used for timing, because
-the profiler's hooks stay active in it.
+If a side uses `torch.compile`, the code that Inductor generated is also written. Profiling starts
+after the verdict, in a separate worker process. This process is never used for timing, because the
+profiler's hooks remain active in it.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
     from torch.profiler import profile
 
 WARMUP, CALLS = 2, 3
-"""Numbers of warm-up calls, in which kernels are compiled and tuned, and of recorded calls."""
+"""Numbers of warm-up calls, which compile and tune kernels, and of recorded calls."""
 MAX_SNAPSHOT_EVENTS = 100_000
-"""The largest number of the allocator's events in a snapshot."""
+"""Maximum number of allocator events in a memory snapshot."""
 TABLE_ROWS = 100
-"""Number of rows in torch's own table."""
+"""Maximum number of rows in the table that torch formats."""
 
 
 def range_name(role: str) -> str:
-    """Return the name of a side's range in every profiler. Filters accept it without escaping."""
+    """Return the name of a side's range in all profilers. It needs no escaping in filters."""
     return f"aisp-{role}"
 
 
@@ -46,10 +46,10 @@ def profile_sides(
 ) -> ProfileResult:
     """Profile `sides` one after the other, and write the results to `folder`.
 
-    On several ranks, every rank calls its sides, but only rank 0 writes its recording.
+    If there are several ranks, all of them call the sides, but only rank 0 writes files.
 
-    Returns: the `files` keyed by role or ``both``, the `differences` between the sides, a summary
-        of them in `words`, and on a GPU the `memory` in bytes, keyed by role.
+    Returns: the `files` keyed by role or ``both``, the `differences` between the sides, their
+        summary in `words`, and on a GPU the `memory` in bytes, keyed by role.
     """
     what = "kernels" if _on_gpu(pool) else "operators"
     writes = current_group().rank == 0
@@ -94,12 +94,12 @@ def profile_sides(
 def replay_side(pool: InputPool, side: Side, role: str) -> None:
     """Call `side` a few times in a range of its role, for a profiler that wraps this process.
 
-    CUDA's profiler is started after the warm-up and stopped after the range.
+    The CUDA profiler API starts the recording after the warm-up and stops it after the range.
     """
     import torch
 
-    # An NVTX range covers only its own thread's launches, and a backward pass normally launches
-    # from other threads.
+    # An NVTX range covers only launches from its own thread. A backward pass normally launches
+    # kernels from other threads, so autograd is limited to this thread.
     one_thread = torch.autograd.set_multithreading_enabled(False)
     with one_thread, _warm(pool, side) as bound:
         if _on_gpu(pool):
@@ -115,15 +115,15 @@ def replay_side(pool: InputPool, side: Side, role: str) -> None:
 def _inductor_graphs() -> list[ModuleType]:
     """Return the modules that Inductor has generated and loaded, one for each compiled graph."""
     cache = getattr(sys.modules.get("torch._inductor.codecache"), "PyCodeCache", None)
-    # A module of a single kernel has no function `call`. The module of its graph contains its code.
+    # Modules of single kernels have no `call`. A graph's module contains the code of its kernels.
     return [module for module in getattr(cache, "modules", ()) if hasattr(module, "call")]
 
 
 def inductor_code(before: Sequence[ModuleType]) -> str:
     """Return the code of the graphs that Inductor has loaded since `before`, or an empty text.
 
-    A graph is loaded even if Inductor finds it in its cache. Its file is gone if the side emptied
-    the caches.
+    Graphs from Inductor's cache are included. A graph is left out if its file no longer exists,
+    because the side emptied the caches.
     """
     known = {id(module) for module in before}
     new = [module for module in _inductor_graphs() if id(module) not in known]
@@ -142,7 +142,7 @@ def _on_gpu(pool: InputPool) -> bool:
 
 @contextmanager
 def _warm(pool: InputPool, side: Side) -> Iterator[BoundSide]:
-    """Bind `side` to one slot, run the warm-up calls, and yield it."""
+    """Bind `side` to one slot of inputs, run the warm-up calls, and yield the bound side."""
     with alone(pool, side) as bound:
         _run(pool, bound, WARMUP)
         bound.restore()
@@ -167,7 +167,7 @@ def _range(pool: InputPool, role: str) -> Iterator[None]:
 
 
 def _profile(pool: InputPool, side: Side, role: str) -> profile:
-    """Return torch's profiler after it has recorded `CALLS` calls of `side`."""
+    """Record `CALLS` calls of `side` with torch's profiler, and return the profiler."""
     from torch.profiler import ProfilerActivity, profile
 
     activities = [ProfilerActivity.CPU]
@@ -179,9 +179,9 @@ def _profile(pool: InputPool, side: Side, role: str) -> profile:
 
 
 def _events(profiler: profile, pool: InputPool) -> Iterable[tuple[str, float]]:
-    """Return the name and seconds of each kernel, copy and fill; on a CPU, those of each operator.
+    """Yield the name and the seconds of each kernel, copy and fill, or on a CPU of each operator.
 
-    An operator's seconds do not include the operators that it calls.
+    The seconds of an operator exclude those of the operators that it calls.
     """
     on_gpu = _on_gpu(pool)
     for event in _on_device(profiler, "CUDA" if on_gpu else "CPU"):
@@ -190,7 +190,7 @@ def _events(profiler: profile, pool: InputPool) -> Iterable[tuple[str, float]]:
 
 
 def _on_device(profiler: profile, device: str) -> Iterator[FunctionEvent]:
-    """Yield the events of a type of device, ``CUDA`` or ``CPU``, without named ranges."""
+    """Yield the events on the device type ``CUDA`` or ``CPU``, without named ranges."""
     for event in profiler.events() or []:
         if event.device_type.name == device and not event.is_user_annotation:
             yield event
@@ -199,8 +199,8 @@ def _on_device(profiler: profile, device: str) -> Iterator[FunctionEvent]:
 def _memory(pool: InputPool, side: Side, snapshot: Path) -> dict[str, Amounts]:
     """Return the allocator's bytes before `side` is built and after its calls.
 
-    The allocator's history from before to after is written to `snapshot`. This is a separate pass,
-    because the allocator then records a stack trace at each allocation, which takes time.
+    The history of the allocator between these two points is written to `snapshot`. Recording it
+    takes time, because each allocation stores a stack trace. So it is a separate pass.
     """
     import torch
 
@@ -236,7 +236,7 @@ class Usage:
 
 
 def usage_per_call(events: Iterable[tuple[str, float]], calls: int) -> dict[str, Usage]:
-    """Return the usage per call, keyed by name, with the longest first.
+    """Return the usage per call, keyed by name, with the largest total time first.
 
     Args:
         events: ``(name, seconds)`` of each event in `calls` calls.
@@ -249,7 +249,7 @@ def usage_per_call(events: Iterable[tuple[str, float]], calls: int) -> dict[str,
 
 
 def table_lines(what: str, usage: Mapping[str, Usage]) -> list[str]:
-    """Return a side's table. Its columns are count, time per call, share of all time, full name."""
+    """Return a side's table: count and time per call, share of the total time, and full name."""
     total = sum(one.seconds for one in usage.values())
     lines = [f"{'a call':>8}  {'time a call':>12}  {'share':>6}  {what}"]
     for name, one in usage.items():
@@ -259,7 +259,7 @@ def table_lines(what: str, usage: Mapping[str, Usage]) -> list[str]:
 
 
 SUMMARY_NAMES, SUMMARY_WIDTH = 4, 60
-"""Limits on the names in one line of the summary and on their length. The files have no limits."""
+"""The summary's maximum number of names of each kind, and their maximum length."""
 
 
 @dataclass(frozen=True)
@@ -268,10 +268,10 @@ class Differences:
 
     Attributes:
         what: ``kernels`` or ``operators``.
-        new: the counts of those that only the optimized side runs.
-        gone: the counts of those that only the baseline runs.
-        counts: both counts of those that the sides run a different number of times, the baseline's
-            first.
+        new: the counts of kernels or operators that only the optimized side runs.
+        gone: the counts of kernels or operators that only the baseline runs.
+        counts: for the ones that both sides run, but not equally often, the baseline's count and
+            the optimized side's count.
     """
 
     what: str
@@ -283,7 +283,7 @@ class Differences:
     def between(
         cls, what: str, baseline: Mapping[str, Usage], optimized: Mapping[str, Usage]
     ) -> Differences:
-        """Return the differences between two sides. Counts within 1e-6 are equal."""
+        """Return the differences between two sides. Counts that differ by up to 1e-6 are equal."""
         both = {n: (baseline[n].count, optimized[n].count) for n in baseline if n in optimized}
         return cls(
             what,
@@ -293,7 +293,7 @@ class Differences:
         )
 
     def summary(self) -> str:
-        """Return one line with the first names of each kind, shortened."""
+        """Return one line with the first names of each kind of difference, shortened."""
         changes = {
             "new": {name: f"{count:g}" for name, count in self.new.items()},
             "gone": {name: f"{count:g}" for name, count in self.gone.items()},
