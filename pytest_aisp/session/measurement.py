@@ -52,7 +52,8 @@ class Timing:
             the time with one.
         share: the share of the machine's limit that the optimized side reaches.
         limit, limit_origin: the limit's name, and the file in which the limit is stored.
-        shortest: the shortest seconds per call that the limit allows; None unless a side is faster.
+        shortest: the shortest time per call that the limit allows, in seconds. It is set only if a
+            side is faster.
         predicted: the predicted seconds per call, keyed like `seconds`.
     """
 

@@ -141,8 +141,8 @@ class Settings:
     """The settings of a session. `add_options` describes each option and ini key.
 
     Attributes:
-        ours: whether this session may collect pages: it has an ``--aisp-*`` option or a path below
-            one of `pages`.
+        ours: whether this session may collect pages. It needs an ``--aisp-*`` option, or a path
+            below one of `pages`.
         compile: the archs to compile for.
         artifacts: the folder for the run's results and samples, or None.
         timestamped: the folder in which to make a timestamped folder for `artifacts`, or None.

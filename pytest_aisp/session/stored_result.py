@@ -108,7 +108,8 @@ class StoredResult:
     def spread(self, clock: str) -> float:
         """Return the spread of one process's value.
 
-        It is estimated from this result and others of the chapter, or is a default.
+        The spread is estimated from this result and the others of its chapter. With too few
+        results, it is the clock's default.
         """
         others = models.pooled(list(self.run.stored(self.path).results.values()), clock)
         mine = self.result
@@ -118,7 +119,7 @@ class StoredResult:
         return stats.rms(others) if len(others) >= 3 else verdict.DEFAULT_SPREAD[clock]
 
     def session_spread(self, clock: str) -> float:
-        """Return this case's spread between sessions on this product and clock."""
+        """Return the spread of this case's value from session to session on a clock."""
         return models.session_sd(self.run.stored(self.path).results.values(), clock, self.result)
 
     def differences(

@@ -48,7 +48,7 @@ class Kept(Struct):
 
     Attributes:
         case: the case's id.
-        product, arch: the machine.
+        product, arch: the product name and the arch of the machine.
         measured: the measurements. Each key consists of the code hashes of two versions.
     """
 
@@ -80,7 +80,7 @@ class Bisection:
     def compared(self, index: int, before: int = 0, *, again: bool = False) -> Measurement:
         """Return the comparison of version `index` with version `before`.
 
-        It is measured now unless it was kept.
+        A kept measurement is returned. Without one, the versions are measured now.
 
         Args:
             again: True to measure once more and combine the kept and the new measurement.

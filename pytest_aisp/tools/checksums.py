@@ -47,7 +47,7 @@ class Recording(NamedTuple):
 
 
 Recorded: TypeAlias = Mapping[tuple[str, str], Sequence[Recording]]
-"""The results that runs recorded, keyed by product and key."""
+"""The results that runs recorded, keyed by the product and the case's key."""
 
 
 def checksums_result(
@@ -155,7 +155,7 @@ def _sources(before: Stored, key: str, run: Recording) -> list[Result]:
 def _other_than_recorded(
     result: Result, sources: Sequence[Result], runs: Sequence[Recording]
 ) -> list[str]:
-    """Return the fields of `result` whose values are in none of the results in `sources`."""
+    """Return the names of the fields of `result` whose values do not come from `sources`."""
     wrong = [
         name
         for name in (*FIELDS, "sources", "choices")

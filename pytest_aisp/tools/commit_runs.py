@@ -72,7 +72,7 @@ class Measurement(Struct, omit_defaults=True):
     """The result of timing the changed sides at a commit against another commit.
 
     Attributes:
-        product, arch: the machine.
+        product, arch: the product name and the arch of the machine.
         sides: the changed sides, by role. A side that has not changed is left out.
         broken: why the case cannot be measured at this commit, or empty.
         unclear: why this measurement does not count, or empty.

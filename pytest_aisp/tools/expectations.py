@@ -114,7 +114,7 @@ def expectations(catalog: Catalog, product: str, arch: str) -> Iterator[Expectat
 
 
 def _predicted(case: CatalogCase | None, result: Result, peaks: Peaks) -> dict[str, Prediction]:
-    """Return the predicted times keyed by role, or nothing if a side has no prediction."""
+    """Return the predicted times keyed by role. If a side has no prediction, return none."""
     if case is None or result.value is None:
         return {}
     times = predicted_times(case, result, peaks)

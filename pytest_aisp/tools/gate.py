@@ -82,7 +82,7 @@ FORMS: dict[str, Callable[[Gate], list[str]]] = {
 
 
 class Annotation(NamedTuple):
-    """A problem to report. `file` is the page, or empty if the problem concerns a whole run."""
+    """A problem to report. `file` is its page, or empty if the problem belongs to no page."""
 
     file: str
     line: int

@@ -2,7 +2,7 @@
 
 Each run is a folder of artifacts. The verdicts of an invalid run are ignored. The combined verdict
 is red if a case is red, a run is unfinished, or an expected product is missing. The exit code is
-pytest's for the same verdict, 0, 1 or 17, or 2 if a run cannot be read.
+0, 1 or 17, as pytest uses them for the same verdict. If a run cannot be read, it is 2.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class PredictedSide:
 
     Attributes:
         predicted: None if a rate is missing.
-        limit: the name of the rate that accounts for most of the predicted time.
+        limit: the name of the rate with the largest part of the predicted time.
         missing: the first rate that the prediction lacks, because it was not measured.
     """
 
@@ -238,7 +238,7 @@ class SideFromDataSheet:
 
     Attributes:
         predicted_from_data_sheet: None if a rate is missing.
-        limit: the name of the rate that accounts for most of the predicted time.
+        limit: the name of the rate with the largest part of the predicted time.
         missing: the name of the rate that the data sheet lacks.
     """
 

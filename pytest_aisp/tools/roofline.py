@@ -189,7 +189,7 @@ def hierarchy_result(
 ) -> CliResult:
     """Return a table of the levels of the memory hierarchy, and of the links in `stored`.
 
-    If the product's data sheet gives the bandwidth of a row, the table shows the share reached.
+    For bandwidths that the product's data sheet lists, the table shows the share reached.
     """
     if as_json:
         return CliResult([msgspec.json.format(msgspec.json.encode(measured), indent=1).decode()], 0)

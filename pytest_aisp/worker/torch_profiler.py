@@ -92,7 +92,7 @@ def profile_sides(
 
 
 def replay_side(pool: InputPool, side: Side, role: str) -> None:
-    """Call `side` a few times in a range of its role, for a profiler that wraps this process.
+    """Call `side` a few times inside a named range, for a profiler that wraps this process.
 
     The CUDA profiler API starts the recording after the warm-up and stops it after the range.
     """
