@@ -1,21 +1,21 @@
-"""Sliding-window attention: fuse the passes over the scores, and skip the tiles that are masked.
+"""Sliding-window attention: fuse the passes over the scores, and skip masked tiles.
 
-Problem    Forward pass of attention in bf16, heads of 128. A token sees itself and the `window` - 1
-           tokens before it. Every side builds its mask before the timed part.
+Problem    Forward pass of attention in bf16 with a head dimension of 128. A token attends to itself
+           and the `window` - 1 tokens before it. Every side builds its mask before the timed part.
 Baseline   dense: all scores by `matmul`, then mask, softmax in fp32, rounding to bf16, `matmul`.
-Optimized  fused: the mask of dense as a bias for `scaled_dot_product_attention`. PyTorch chooses
+Optimized  fused: `scaled_dot_product_attention` with the mask of dense as a bias. PyTorch chooses
            the kernel.
-           banded: dense in blocks of `window` queries. Each block sees two blocks of keys, so
-           there are 2 * `window` scores per token instead of `tokens`.
-           flex: fused and banded at once. Compiled FlexAttention gets a block mask and never
-           visits tiles of 128 x 128 outside the band.
-Bound      dense and banded: DRAM. Every step of theirs reads and writes all scores. fused: tensor
-           cores, because it computes the masked scores as well. flex: DRAM and tensor cores about
+           banded: dense in blocks of `window` queries. Each block attends to two blocks of keys, so
+           there are 2 * `window` scores per token, not `tokens`.
+           flex: combines fused and banded. Compiled FlexAttention gets a block mask and skips all
+           tiles of 128 x 128 outside the band.
+Bound      dense and banded: DRAM, because every step reads and writes all scores. fused: tensor
+           cores, because it also computes the masked scores. flex: DRAM and tensor cores about
            equally. It moves q, k, v and the output once, and computes 3 tiles of keys per tile of
            queries.
-Seen       In an earlier form, in which dense, fused and banded built their masks in every call,
-           these three took longer than predicted. The masks explain only part of that. We measured
-           no step on its own.
+Seen       In an earlier form of this page, dense, fused and banded built their masks in every call.
+           These three took longer than predicted. Building the masks explains only part of that. We
+           did not measure the steps one by one.
 Use when   A model attends within a window that is much shorter than the sequence. Without
            FlexAttention, blocks of `window` queries give most of the gain. When the window is about
            as long as the sequence, no tile can be skipped, so use the fused kernel.
@@ -32,7 +32,7 @@ from pytest_aisp import Cost, Variant, Work, compare
 from . import attention_cost
 from .attention_cost import attended
 
-WIDTH = 128  # of a head
+WIDTH = 128  # elements per head
 
 
 def inputs(device, heads, tokens, window):
@@ -42,7 +42,7 @@ def inputs(device, heads, tokens, window):
 
 
 def reference(q, k, v, window):
-    """Compute the scores of one distance between query and key after the other."""
+    """Loop over the distance between query and key, from 0 to `window` - 1."""
     heads, tokens = q.shape[1:3]
     scores = q.new_full((heads, tokens, window), -torch.inf, dtype=torch.float64)
     queries, keys, values = (x[0].double() for x in (q, k, v))
@@ -57,14 +57,14 @@ def reference(q, k, v, window):
 
 
 def seen(tokens, window, device):
-    """Return which keys (columns) the queries (rows) see."""
+    """Return a (tokens, tokens) bool mask: True where a query (row) attends to a key (column)."""
     row = torch.arange(tokens, device=device)
     back = row[:, None] - row
     return (back >= 0) & (back < window)
 
 
 def attend(q, k, v, hidden):
-    scores = (q * WIDTH**-0.5) @ k.mT  # q is smaller than the scores
+    scores = (q * WIDTH**-0.5) @ k.mT  # scale q, which is smaller than the scores
     weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1, dtype=torch.float32)
     return weights.to(v.dtype) @ v
 
@@ -77,7 +77,7 @@ def dense(q, k, v, window):
 def fused(q, k, v, window):
     tokens = q.shape[2]
     hidden = ~seen(tokens, window, q.device)
-    # With a Boolean mask, PyTorch would make this bias in every call.
+    # If PyTorch got a Boolean mask, it would convert it to this bias in every call.
     bias = q.new_zeros(tokens, tokens).masked_fill_(hidden, -torch.inf)
     yield lambda: F.scaled_dot_product_attention(q, k, v, bias)
 
@@ -90,7 +90,7 @@ def banded(q, k, v, window):
 
     def call():
         blocks = F.pad(q, (0, 0, 0, more)).unflatten(2, (-1, window))
-        # Block i of keys has two windows, and begins one window before block i of queries.
+        # Block i of keys is two windows long. It begins one window before block i of queries.
         keys, values = (
             F.pad(x, (0, 0, window, more)).unfold(2, 2 * window, window).mT for x in (k, v)
         )
@@ -104,7 +104,7 @@ def compiled_attention():
     return torch.compile(flex_attention, dynamic=False)
 
 
-@functools.cache  # one function per window, because each one is compiled
+@functools.cache  # one function per window, so that FlexAttention compiles once per window
 def band(window):
     def sees(batch, head, query, key):
         return (query >= key) & (query - key < window)
@@ -120,7 +120,7 @@ def flex(q, k, v, window):
 
 def dense_cost(heads, tokens, window):
     scores = heads * tokens**2
-    # The mask is larger than the L2, so each head reads it from DRAM.
+    # The mask does not fit in the L2, so it is read from DRAM for each head.
     return attended(heads * tokens * WIDTH, scores, WIDTH, mask=scores)
 
 
@@ -132,16 +132,16 @@ def fused_cost(heads, tokens, window):
 def banded_cost(heads, tokens, window):
     elements = heads * tokens * WIDTH
     return (
-        Cost(read=2 * elements, write=2 * elements, launches=1)  # pad the queries, also by nothing
-        + 2 * Cost(write=2 * elements, launches=1)  # pad keys and values: fill,
-        + 2 * Cost(read=2 * elements, write=2 * elements, launches=1)  # copy
-        # The blocks of keys and of values overlap, so matmul copies each to twice its size.
+        Cost(read=2 * elements, write=2 * elements, launches=1)  # pad copies q, even by 0 rows
+        + 2 * Cost(write=2 * elements, launches=1)  # pad keys and values: fill with zeros,
+        + 2 * Cost(read=2 * elements, write=2 * elements, launches=1)  # and copy
+        # Blocks of keys overlap, and so do blocks of values. matmul copies both, to twice the size.
         + 2 * Cost(read=2 * elements, write=4 * elements, launches=1)
         + attended(elements, 2 * window * heads * tokens, WIDTH, mask=2 * window * tokens)
     )
 
 
-TILE = 128  # queries and keys of a tile in FlexAttention
+TILE = 128  # queries and keys per tile in FlexAttention
 
 
 def flex_cost(heads, tokens, window):
@@ -174,9 +174,9 @@ def scores(tokens, window):
         write=2 * heads * tokens * WIDTH,
         flops={"bf16": 4 * heads * scores(tokens, window) * WIDTH},
         terms=window,
-        # As in long_attention_test.py. The largest scores are about 9, and the reference's rounded
-        # operands move them by 2 * 2**0.5 roundings. So rounding a score counts as (9 / 2.8)**2,
-        # about 10.
+        # Counted as in long_attention_test.py. The largest scores are about 9, and rounding the
+        # operands moves them by 2 * 2**0.5 roundings, about 2.8. So rounding a score counts as
+        # (9 / 2.8)**2, about 10.
         roundings=13,
     ),
     bound="dram",

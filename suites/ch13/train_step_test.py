@@ -1,32 +1,32 @@
-"""A training step: compile it when its bytes take the time, capture it when its launches do.
+"""A training step: compile it when memory traffic takes the time, capture it when launches do.
 
 Problem    One AdamW step of a decoder of 2 or 4 blocks (RMS norm, rotary attention, SwiGLU) on
            `rows` sequences of `length` tokens. Weights, gradients and moments are bf16. Every side
-           updates with the fused kernel of torch.
+           uses torch's fused AdamW kernel.
 Baseline   eager: one operation after the other. Attention and RMS norm are one kernel each.
-           Rotation, SwiGLU and the sums are chains of kernels.
+           Rotation, SwiGLU and the residual sums are several kernels each.
 Optimized  compiled: eager with `torch.compile` of the whole model, loss included.
-           regional: eager with `torch.compile` of one block, which all blocks share. It is compiled
-           once for any number of blocks. Embedding and loss stay eager.
-           captured: eager as one CUDA graph.
-Bound      Large model: tensor cores for the products, then DRAM for the passes over activations.
-           Compiling saves about half of those passes. Embedding and loss are small, so regional
-           saves nearly as much as compiled. Small model: launches, which the host makes. As a graph
-           it has one, and the GPU limits it.
-Seen       Large model: all sides take longer than predicted. Attention is part of it:
+           regional: eager with `torch.compile` of one block. The compiled code is used for all
+           blocks. Embedding and loss stay eager.
+           captured: eager, captured as one CUDA graph.
+Bound      Large model: tensor cores for the matrix products, then DRAM for the passes over
+           activations. Compiling saves about half of those passes. Embedding and loss are small, so
+           regional saves nearly as much as compiled. Small model: kernel launches by the host.
+           captured makes one launch, so the GPU limits it.
+Seen       Large model: all sides take longer than predicted. Attention is one reason:
            long_attention_test.py shows that PyTorch's flash attention is far below the rate of
-           products. We cannot explain the rest. Small model: eager takes longer than its launches
-           predict. `launch` is the rate of an addition in place. We did not measure the host time
-           of autograd and of the optimizer for each operation, so we cannot explain this. captured
-           takes longer than predicted. Its cost counts the starts of about 300 kernels, which are
-           nearly all of it, and bytes and operations at the rates of a full GPU. But `graph_node`
-           was measured with an addition to one number. Products of 256 rows have tiles for a few of
-           the SMs, and norms and attention make a kernel of few blocks. We did not time the kernels
-           one by one.
+           matrix products. We cannot explain the rest. Small model: eager takes longer than its
+           launches predict. The rate `launch` was measured with an in-place addition. We did not
+           measure the host time that autograd and the optimizer add to each operation, so we cannot
+           explain this. captured also takes longer than predicted. Nearly all of its predicted time
+           is the starts of about 300 kernels. Their rate, `graph_node`, was measured with an
+           addition to one number. The prediction also assumes that every kernel fills the GPU. But
+           matrix products of 256 rows have tiles for only a few of the SMs, and the kernels of
+           norms and attention have few blocks. We did not time the kernels one by one.
 Use when   Compile when passes over activations take a visible part of the step. Capture when the
-           GPU waits for the host, and shapes repeat. With larger widths, products grow with the
-           square of the width and passes only with the width, so compiling gains less. Capturing
-           gains nothing once the kernels take longer than their launches.
+           GPU waits for the host and shapes repeat. The time of matrix products grows with the
+           square of the width, and that of the passes only with the width. So compiling gains less
+           in wide models. Capturing gains nothing if the kernels take longer than their launches.
 """
 
 import functools
@@ -106,12 +106,12 @@ def work(layers, width, rows, length):
 
 
 def costs_of(layers, width, rows, length, launches, host_steps=0):
-    """Return the cost of products, attention and update, and of all launches of a step."""
+    """Return the cost of matrix products, attention, update and all launches of a step."""
     tokens, weights = rows * length, weights_of(layers, width)
-    # Flash attention computes the scores again in its backward pass: 7 products instead of 6.
+    # Flash attention recomputes the scores in its backward pass: 7 products instead of 6.
     again = tokens * layers * width * length
     products = Cost(
-        read=4 * weights,  # in both passes
+        read=4 * weights,  # read in both passes
         write=2 * weights,  # gradients
         ops={"bf16": flops_of(layers, width, length, tokens) + again},
         launches=launches,
@@ -125,22 +125,22 @@ def passes(layers, width, rows, length, block, loss):
 
     Args:
         layers, width, rows, length: the size.
-        block: passes of a block, each of which reads or writes (tokens, width) numbers of bf16.
-        loss: bytes that the loss reads and writes per logit.
+        block: passes per block. A pass reads or writes one (tokens, width) tensor in bf16.
+        loss: bytes read and written per logit to compute the loss.
     """
     tokens = rows * length
-    # Embedding and the last norm, in both directions, are about 10 passes.
+    # Embedding and the last norm are about 10 passes, forward and backward together.
     moved = 2 * tokens * width * (block * layers + 10) + loss * tokens * VOCABULARY
     return Cost(read=moved / 2, write=moved / 2)
 
 
-# Counted with a TorchDispatchMode, in which views are host steps. RMS norm and attention are one
-# kernel each on a GPU, and four in their backward passes.
+# Counted with a TorchDispatchMode. Views count as host steps. On a GPU, RMS norm and attention are
+# one kernel each in the forward pass, and four each in the backward pass.
 def eager_launches(layers):
     return {"launches": 72 * layers + 27, "host_steps": 75 * layers + 22}
 
 
-# Passes of a block: rotation 38, SwiGLU 37, sums and norms 26. If each were one kernel: 8, 21, 18.
+# Passes per block: rotation 38, SwiGLU 37, sums and norms 26. If each is one kernel: 8, 21, 18.
 CHAINS, FUSED = 38 + 37 + 26, 8 + 21 + 18
 
 
@@ -167,7 +167,7 @@ def small_eager_cost(**size):
     return costs_of(**size, **eager_launches(size["layers"]))
 
 
-# One replay, in which as many kernels start one after another.
+# One replay starts as many kernels as eager launches, one after another.
 def captured_cost(**size):
     kernels = eager_launches(size["layers"])["launches"]
     return costs_of(**size, launches=1) + Cost(graph_nodes=kernels)
@@ -183,7 +183,7 @@ def captured_cost(**size):
     inputs=inputs,
     reference=reference,
     sizes=[{"layers": 2, "width": 512, "rows": 32, "length": 1024}],
-    # One block: on a CPU each block takes 5 s to compile.
+    # Only one block, because a CPU takes 5 s to compile each block.
     check_sizes=[{"layers": 1, "width": 64, "rows": 5, "length": 33}],
     work=work,
     bound="dram",

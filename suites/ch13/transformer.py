@@ -1,8 +1,8 @@
 """The decoder that the training pages of this chapter share, and a training step in float64.
 
 It has RMS norm, rotary positions, causal attention and SwiGLU. Weights, gradients and moments are
-bf16, unless a page says otherwise. AdamW has moments from the start, as in the middle of training.
-So an update is smooth in the gradient, and every moment exists and is compared.
+bf16, unless a page says otherwise. AdamW starts with nonzero moments, as in the middle of training.
+So an update is a smooth function of the gradient, and all moments exist and can be compared.
 """
 
 from types import SimpleNamespace
@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import torch
 from torch.nn import functional as F
 
-HEAD, VOCABULARY = 64, 256  # tokens are bytes, so most of them occur even in a small batch
+HEAD, VOCABULARY = 64, 256  # few tokens, so most occur even in a small batch
 # 1 - beta is exact in bf16, and large enough that bf16 moments move.
 LR, BETAS, EPS, DECAY = 2**-10, (1 - 2**-3, 1 - 2**-4), 1e-8, 0.0
-BEGUN = 64  # steps before the first step of the page
+BEGUN = 64  # AdamW steps that count as already made
 
 
 class Block(torch.nn.Module):
@@ -57,14 +57,14 @@ class Transformer(torch.nn.Module):
         for each in self.blocks:
             x = block(each, x, self.cos, self.sin)
         logits = self.head(normalized(x, self.norm))
-        # With bf16 logits, the mean over the batch would also be summed in bf16.
+        # With bf16 logits, the mean over the batch would be computed in bf16 too.
         exact = torch.promote_types(logits.dtype, torch.float32)
         loss = F.cross_entropy(logits.flatten(0, 1).to(exact), labels.flatten())
         return loss.to(self.norm.dtype)
 
 
 def hidden_of(width):
-    return 8 * width // 3 // 32 * 32  # 8/3 as in Llama, in multiples that suit tensor cores
+    return 8 * width // 3 // 32 * 32  # 8/3 as in Llama, as a multiple of 32
 
 
 def normalized(x, weight):
@@ -77,28 +77,28 @@ def rotated(x, cos, sin):
 
 
 def weights_of(layers, width):
-    """Return the number of weights in matrices, which is what each token is multiplied with."""
+    """Return the number of weights in the matrices that each token is multiplied with."""
     return layers * (4 * width + 3 * hidden_of(width)) * width + VOCABULARY * width
 
 
 def flops_of(layers, width, length, tokens):
-    """Return the operations of both passes. Causal attention computes half of the products."""
+    """Return the FLOPs of forward and backward pass. The causal mask halves those of attention."""
     return 6 * tokens * (weights_of(layers, width) + layers * width * length)
 
 
 def model_of(device, layers, width, length, dtype=torch.bfloat16):
-    with torch.device(device):  # a CPU draws a hundred million weights in a second
+    with torch.device(device):  # draw the weights there: a CPU takes 1 s for 1e8 weights
         return Transformer(layers, width, length).to(dtype)
 
 
 def training(device, layers, width, length, dtype=torch.bfloat16):
-    """Return a model and its AdamW, in the middle of training."""
+    """Return a namespace of a model and its AdamW, whose moments look like mid-training."""
     model = model_of(device, layers, width, length, dtype)
     optimizer = torch.optim.AdamW(
         model.parameters(), LR, BETAS, EPS, DECAY, fused=True, capturable=device == "cuda"
     )
     for p in model.parameters():
-        # All updates are then about LR, which is more than a weight's rounding error.
+        # This makes all updates about LR, which is more than a weight's rounding error.
         scale = p.numel() ** -0.5
         optimizer.state[p] = {
             "step": torch.tensor(float(BEGUN), device=device),
@@ -109,7 +109,7 @@ def training(device, layers, width, length, dtype=torch.bfloat16):
 
 
 def batch(device, rows, length):
-    """Return tokens, and labels that nobody can guess."""
+    """Return random tokens and random labels, each of shape (rows, length)."""
     shape = 2, rows, length
     return tuple(torch.randint(VOCABULARY, shape, device=device).unbind())
 
@@ -124,7 +124,7 @@ def reference_gradients(model, tokens, labels):
 
 
 def reference_step(state, tokens, labels):
-    """Make one step in float64, with AdamW's formula. Return the loss."""
+    """Make one AdamW step in float64, written out as a formula. Return the loss."""
     loss = reference_gradients(state.model, tokens, labels)
     with torch.no_grad():
         for p in state.model.parameters():

@@ -1,27 +1,31 @@
 """Transformer Engine: compare its FP8 recipes for the scales of a linear layer.
 
-Problem    Forward and backward pass of a linear layer, x (m, k) and W (n, k) in bf16. The outputs
-           y, dx and dW are bf16. The weights are the page's state. Every call quantizes x, W and dy
-           again.
+Problem    Forward and backward pass of a linear layer. x (m, k), W (n, k) and the outputs y, dx and
+           dW are bf16. W is the page's state. In the FP8 and FP4 variants, every call quantizes x,
+           W and dy.
 Baseline   bf16: `torch.nn.functional.linear` and autograd.
-Optimized  All are layers of Transformer Engine, which is optional. A variant without it is skipped,
+Optimized  All variants are layers of Transformer Engine. If it is not installed, they are skipped,
            and the reason says how to install it.
-           te_bf16: bf16 by its linear layer. It separates the layer's own cost from FP8's gain.
-           delayed: te_bf16 in FP8. One scale per tensor, from the maxima of earlier calls.
-           current: delayed, but the scale is from the tensor's own maximum, which needs one more
-           pass.
+           te_bf16: the linear layer of Transformer Engine in bf16. It shows the overhead of the
+           layer without FP8.
+           delayed: te_bf16 in FP8, with one scale per tensor from its maxima in earlier calls.
+           current: delayed, but the scale is from the tensor's current maximum, which needs one
+           more pass.
            blocks: current, but one scale per 128 elements of x and dy, and per 128 x 128 elements
            of W (Hopper).
-           mxfp8: blocks, but one scale per 32 elements, which the tensor cores apply (Blackwell).
-           nvfp4: mxfp8, but four bits, one scale per 16 elements and one per tensor (Blackwell).
-Bound      Tensor cores: three products. Hopper multiplies FP8 only along the rows of both operands.
-           So each tensor is quantized into two copies, one of them transposed, which costs DRAM
-           traffic. On Hopper, exact accumulation adds partial sums on the CUDA cores every 128
-           terms. delayed and current do that in the backward pass, and blocks in all products.
+           mxfp8: blocks, but one scale per 32 elements. The tensor cores apply the scales
+           (Blackwell).
+           nvfp4: mxfp8, but with 4-bit elements, one scale per 16 elements, and one per tensor
+           (Blackwell).
+Bound      Tensor cores: three matrix products. Hopper multiplies FP8 only if the summed dimension
+           is contiguous in both operands. So each tensor is quantized into two copies, one of them
+           transposed. This costs DRAM traffic. On Hopper, exact accumulation adds partial sums on
+           the CUDA cores every 128 terms. delayed and current use it in the backward pass, and
+           blocks in all three products.
 Use when   Layers are large enough for products to take most of the time. Start with current: it
-           needs no history and little more time than delayed. Use blocks when one outlier spoils
-           the scale of a whole tensor. Small layers do not pay for the quantization, nor for the
-           time that Python takes per call.
+           needs no history, and it takes little more time than delayed. Use blocks when one outlier
+           would ruin the scale of a whole tensor. In small layers, quantization and Python time per
+           call cost more than FP8 saves.
 """
 
 import ctypes
@@ -44,11 +48,11 @@ INSTALLED = pytest.mark.skipif(
 
 
 def load_cudnn():
-    """Load all of PyTorch's cuDNN, so that Transformer Engine shares it.
+    """Load all libraries of PyTorch's cuDNN, so that Transformer Engine uses the same ones.
 
-    Transformer Engine links each library of cuDNN by name. PyTorch loads the first one at once, and
-    the others only when they are needed. Without this function, the system's libraries, which may
-    have another version, would be loaded instead of those.
+    Transformer Engine links each library of cuDNN by name. At first, PyTorch loads only one
+    of them. Without this function, Transformer Engine would load the others from the system,
+    possibly in another version.
     """
     mapped = Path("/proc/self/maps").read_text()
     if first := re.search(r"(/\S+)/libcudnn\.so", mapped):
@@ -81,7 +85,7 @@ def bf16(w, x, dy):
 
 
 def stepped(w, x, dy, recipe=None):
-    """Return the step of a layer with the weights `w`, in bf16 or by the recipe of that name."""
+    """Return a function: one step of a layer with weights `w`, by `recipe` or in bf16."""
     import transformer_engine.pytorch as te
     from transformer_engine.common import recipe as recipes
 
@@ -89,8 +93,8 @@ def stepped(w, x, dy, recipe=None):
     layer = te.Linear(k, n, bias=False, params_dtype=w.dtype, device=w.device)
     with torch.no_grad():
         layer.weight.copy_(w)
-    # By default, two of the recipes give dy one bit of mantissa less than x and W. Here all of them
-    # use e4m3 for dy too.
+    # By default, two of the recipes use a type with one mantissa bit less for dy than for x and W.
+    # Here all of them use e4m3 for dy too.
     scaling = getattr(recipes, recipe)(fp8_format=recipes.Format.E4M3) if recipe else None
 
     def step():
@@ -107,7 +111,7 @@ def te_bf16(w, x, dy):
 
 
 def delayed(w, x, dy):
-    # The first call knows no maxima and scales by 1, which fits values of about 1.
+    # The first call has no history and uses a scale of 1, which suits values of about 1.
     yield stepped(w, x, dy, "DelayedScaling")
 
 
@@ -132,7 +136,7 @@ def engine(side, **properties):
 
 
 def step_cost(m, n, k, arithmetic, element=1, exact=0, maxima=False):
-    """Return the cost of a step whose operands have `element` bytes.
+    """Return the cost of a step: three matrix products, and quantization if there is any.
 
     Args:
         m, n, k: the size.
@@ -140,12 +144,12 @@ def step_cost(m, n, k, arithmetic, element=1, exact=0, maxima=False):
         element: bytes of an operand's element. Operands below 2 bytes are quantized first.
         exact: how many of the three products add partial sums on the CUDA cores. An addition takes
             the slot of a multiply-add, which counts as 2 operations.
-        maxima: whether another pass finds the maxima.
+        maxima: whether an extra pass computes the maxima.
     """
     operands, results = m * k + n * k + m * n, m * n + m * k + n * k
     added = 2 * exact * m * n * k / 128
     products = Cost(
-        read=2 * element * operands,  # each is in two products
+        read=2 * element * operands,  # each is an operand of two products
         write=2 * results,
         ops={arithmetic: 6 * m * n * k, "fp32": added},
         launches=3,
@@ -176,9 +180,9 @@ def in_bf16(m, n, k):
     inputs=inputs,
     reference=reference,
     sizes=[{"m": 8192, "n": 8192, "k": 4096}],
-    # blocks needs multiples of 128.
+    # The variant `blocks` needs multiples of 128.
     check_sizes=[{"m": 128, "n": 256, "k": 384}],
-    # The narrowest type and no bytes: no variant can be faster than that.
+    # FLOPs in the narrowest type and no bytes: a limit that no variant can beat.
     work=lambda m, n, k: Work(flops={"nvfp4": 6 * m * n * k}, terms=max(m, n, k)),
     bound="tensor",
     costs={

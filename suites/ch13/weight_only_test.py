@@ -1,25 +1,25 @@
-"""Weight-only quantization: a decode step reads weights, so make the weights smaller.
+"""Weight-only quantization: a decode step mostly reads weights, so make them smaller.
 
-Problem    y = x W^T for the few rows of a decode step. x (rows, k), W (n, k) and y are bf16. The
-           weights are the page's state.
+Problem    y = x W^T, with few rows in x, as in a decode step. x (rows, k), W (n, k) and y are bf16.
+           W is the page's state.
 Baseline   bf16: `torch.nn.functional.linear`, which calls cuBLAS.
-Optimized  All but library are one Triton kernel, which converts the weights to bf16 in registers.
-           The weights are quantized once, before the timed part. x stays bf16.
-           streamed: bf16 with this kernel. It shows the effect of the kernel without the effect of
-           smaller weights.
+Optimized  All variants but library use one Triton kernel, which converts the weights to bf16 in
+           registers. The weights are quantized once, before the timed part. x stays bf16.
+           streamed: the bf16 weights with this kernel. It shows the effect of the kernel without
+           the effect of smaller weights.
            int8: streamed with one byte per weight, and one scale per row of W.
            int4: int8 with half a byte per weight, and one fp32 scale per 128 weights of a row.
            library: the weights of int4 with PyTorch's own kernel, `_weight_int4pack_mm`.
-Bound      bf16 and streamed: DRAM, which reads 2 bytes per weight. No L2 holds these weights.
+Bound      bf16 and streamed: DRAM, at 2 bytes per weight. The weights do not fit in any L2.
            int8: DRAM and instructions about equally. int4: instructions. Both need 5 instructions
-           per weight to convert it and to pass it to the tensor cores, as nvdisasm counts them for
-           sm90. So int4 gains little over int8, although it reads about half of the bytes. The
-           products always have 16 rows, so 1 row and 16 rows take the same time.
+           per weight to convert it and pass it to the tensor cores (counted with nvdisasm for
+           sm90). So int4 gains little over int8, although it reads about half of the bytes. The
+           kernel always multiplies 16 rows, so 1 row and 16 rows take the same time.
 Seen       On an H200, int8 takes about a quarter longer than its bytes predict. Loads and
-           conversions take about equally long, and they probably overlap only in part.
-Use when   A few rows meet large weights, as in a decode step. With many rows the products take most
-           of the time. Then the conversion is extra work, and 8-bit products are the better choice
-           (fp8_linear_test.py).
+           conversions take about the same time, and they probably overlap only in part.
+Use when   A few rows are multiplied with large weights, as in a decode step. With many rows, the
+           matrix products take most of the time, and converting the weights is extra work. Then use
+           8-bit matrix products (fp8_linear_test.py).
 """
 
 import functools
@@ -33,9 +33,9 @@ from pytest_aisp import Cost, Variant, Work, compare
 
 from .rounding import to_even
 
-ROWS = 16  # of the smallest product of tensor cores
+ROWS = 16  # rows of the smallest tensor core product
 GROUP = 128  # weights per scale of int4
-INNER_TILES = 8  # of the library's packed format: 8 x 16 weights of a row, for loads of 16 bytes
+INNER_TILES = 8  # parameter of the library's packed format. 8 allows loads of 16 bytes
 
 CONFIGS = [
     triton.Config({"N": n}, num_warps=warps, num_stages=stages)
@@ -43,9 +43,9 @@ CONFIGS = [
 ]
 tuned = triton.autotune(CONFIGS, key=["rows", "n", "k", "BITS"])
 
-# Four bytes become two pairs of lower halves and two pairs of upper halves. 0x43 in front of a byte
-# u below 16 gives the bf16 number 128 + u. Then 136 is subtracted, because halves are stored as
-# u = weight + 8.
+# PTX that converts four bytes, each holding two 4-bit weights, to eight bf16 weights. It puts 0x43
+# before a byte u below 16, which gives the bf16 number 128 + u. Then it subtracts 136, because a
+# weight is stored as u = weight + 8. Outputs: two pairs of lower halves, two pairs of upper halves.
 HALVES = tl.constexpr("""{
 .reg .b32 upper, excess;
 mov.b32 excess, 0x43084308;
@@ -67,7 +67,7 @@ sub.rn.bf16x2 $3, $3, excess;
 
 @triton.jit
 def halves(packed, PRODUCT: tl.constexpr):
-    """Return the lower and the upper four bits of each byte, less 8, as PRODUCT."""
+    """Return the lower and the upper 4 bits of each byte, minus 8, as two tensors of PRODUCT."""
     if tl.bfloat16 == PRODUCT:
         return tl.inline_asm_elementwise(
             HALVES, "=r,=r,=r,=r,r", [packed], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
@@ -99,7 +99,7 @@ def linear_kernel(
     total = tl.zeros((ROWS, N), tl.float32)
     if BITS == 4:
         # A byte holds one weight from the first half of a row and one from the second half. Triton
-        # does not prefetch the scales, because no tl.dot takes them. So load them one step ahead.
+        # does not prefetch scales, because they are not used in tl.dot. So load them a step ahead.
         half = k // 2
         steps = half // GROUP
         right = w + column[None, :].to(tl.int64) * half + inside[:, None]
@@ -148,7 +148,7 @@ def bf16(w, x):
 def linear(x, w, scales, bits):
     (rows, k), n = x.shape, len(w)
     out = torch.empty(rows, n, device=x.device, dtype=x.dtype)
-    # Triton 3.9's interpreter multiplies the bits of bf16. With fp32 the products are the same.
+    # Triton 3.9's interpreter multiplies bf16 as if its bits were integers, so use fp32 there.
     product = tl.bfloat16 if x.is_cuda else tl.float32
 
     def grid(meta):
@@ -175,7 +175,7 @@ def streamed(w, x):
 
 
 def rounded(w, most):
-    """Return each last dimension of `w` as integers up to `most`, and its scale in bf16."""
+    """Quantize along the last dimension of `w`. Return integers up to `most`, and bf16 scales."""
     scales = (w.abs().amax(dim=-1, keepdim=True) / most).clamp(min=1e-12)
     return (w / scales.float()).round().clamp(-most, most).to(torch.int8), scales
 
@@ -209,13 +209,13 @@ def library(w, x):
 
 
 def multiplied(rows, n, k, weights, instructions=0):
-    """Return the cost of one product.
+    """Return the cost of one matrix product.
 
     Args:
         rows, n, k: the size.
         weights: bytes of the weights and of their scales.
-        instructions: how many the kernel issues to convert a weight. Each takes the slot of a
-            multiply-add of fp32, which counts as 2 operations.
+        instructions: how many the kernel issues to convert a weight. Each takes the slot of an
+            fp32 multiply-add, which counts as 2 operations.
     """
     return Cost(
         read=weights + 2 * rows * k,
@@ -230,12 +230,12 @@ def full_weights(rows, n, k):
 
 
 def four_bits(n, k):
-    """Return the bytes of the weights of int4 and of 4 bytes per group."""
+    """Return the bytes of the int4 weights and of their scales, 4 bytes per group."""
     return n * k / 2 + 4 * n * k / GROUP
 
 
 def work(rows, n, k):
-    # With the weights of int4: the other sides read more.
+    # Bytes with int4 weights. The other sides read more.
     return Work(read=four_bits(n, k) + 2 * rows * k, write=2 * rows * n, terms=k)
 
 
@@ -257,7 +257,7 @@ against_bf16 = functools.partial(
         Variant(int8, precision="int8", at_least={"sm90": 1.5}),
         Variant(int4, precision="w4a16", at_least={"sm90": 1.6}),
     ],
-    # The bound of four bits is wide, so it takes many elements to tell a stale answer.
+    # The 4-bit tolerance is wide, so a stale result is only detected among many elements.
     check_sizes=[{"rows": 5, "n": 289, "k": 768}, {"rows": 3, "n": 520, "k": 512}],
     costs={
         bf16: full_weights,
@@ -273,7 +273,7 @@ def test_weight_only(pair):
 
 @against_bf16(
     optimized=[Variant(library, precision="w4a16", at_least="yardstick")],
-    check_sizes=[{"rows": 3, "n": 528, "k": 512}],  # on a CPU it takes multiples of 16 columns
+    check_sizes=[{"rows": 3, "n": 528, "k": 512}],  # on a CPU, n must be a multiple of 16
     costs={
         bf16: full_weights,
         library: lambda rows, n, k: multiplied(rows, n, k, four_bits(n, k)),

@@ -1,27 +1,28 @@
-"""Dynamic shapes: compile once for all lengths, and not once per length.
+"""Dynamic shapes: compile once for all lengths, not once per length.
 
-Problem    GELU and RMS norm, with a weight and a residual, of sequences of several lengths, fp32.
-           test_dynamic_shapes times the first pass of a process over all lengths, compilation
-           included. test_dynamic_shapes_later times a pass when everything is compiled.
-Baseline   each_first: `dynamic=False`, so each new length is compiled.
-           each: the same, compiled before it is timed. Each kernel knows its length.
+Problem    GELU, RMS norm with a weight, and a residual, in fp32, for sequences of several lengths.
+           test_dynamic_shapes times the first pass over all lengths in a new process, including
+           compilation. test_dynamic_shapes_later times a pass after everything is compiled.
+Baseline   each_first: `dynamic=False`, so every new length is compiled.
+           each: the same, but compiled before the timed part. In each kernel the length is a
+           constant.
 Optimized  automatic_first: like each_first, with the default `dynamic=None`. The first length is
-           compiled. At the second one, the compiler makes the dimension that changed symbolic.
-           Later lengths use that kernel. So two compilations replace six.
+           compiled. At the second length, the compiler makes the changed dimension symbolic. Later
+           lengths use the same kernel. So there are two compilations instead of six.
            marked_first: changes each_first. `torch._dynamo.mark_dynamic` makes the dimension
-           symbolic from the first length on. So one compilation replaces six.
-           marked: changes each. The kernel of marked_first, compiled before it is timed.
-           eager: each without the compiler.
-Bound      First pass: the compiler, on the host. Its time has no rate, so the costs count only the
-           kernels, and all compiled sides take far longer than predicted. each_first compiles six
-           times, automatic_first twice, marked_first once. All three begin with empty caches of
-           Inductor and Triton, and also import the compiler. Later passes: DRAM. The kernels do the
-           same work and move the same bytes.
-Use when   Lengths vary. Mark the dimension if you know it, because that saves one compilation.
-           Dynamo stops compiling a function after `torch._dynamo.config.recompile_limit`
-           recompilations, and then runs it eagerly. `TORCH_LOGS=recompiles` shows why it
-           recompiled. Compile each length, or a few buckets of lengths, if kernels gain from known
-           sizes, as products and CUDA graphs do.
+           symbolic from the first length on. So there is one compilation instead of six.
+           marked: changes each. It uses the kernel of marked_first, compiled before the timed part.
+           eager: each, but not compiled.
+Bound      First pass: the compiler, on the host. There is no measured rate for compilation, so the
+           costs count only the kernels. All compiled sides take far longer than predicted.
+           each_first compiles six times, automatic_first twice, marked_first once. All three start
+           with empty Inductor and Triton caches, and their times include importing the compiler.
+           Later passes: DRAM. All compiled sides do the same work and move the same bytes.
+Use when   Lengths vary. If you know the dimension that varies, mark it, which saves one
+           compilation. Dynamo stops compiling a function after
+           `torch._dynamo.config.recompile_limit` recompilations, and then runs it eagerly.
+           `TORCH_LOGS=recompiles` shows why it recompiled. Compile each length, or a few padded
+           lengths, if constant sizes make the code faster, as for matrix products and CUDA graphs.
 """
 
 import contextlib
@@ -34,7 +35,7 @@ from pytest_aisp import Cost, Variant, Work, compare, fresh_process
 
 
 def lengths_of(lengths, tokens):
-    """Return different lengths around `tokens`."""
+    """Return `lengths` different sequence lengths, from `tokens` to less than 1.25 * `tokens`."""
     return [tokens + tokens * step // (4 * lengths) for step in range(lengths)]
 
 
@@ -52,7 +53,7 @@ def reference(sequences, weight):
     return [layer(x.double(), weight.double()) for x in sequences]
 
 
-# Each way to compile has its own function, because Dynamo keeps one cache per function's code.
+# Each variant has its own function, because Dynamo keeps one cache per code object.
 def each_first_layer(x, weight):
     return layer(x, weight)
 
@@ -74,14 +75,14 @@ def marked_layer(x, weight):
 
 
 def with_mark(x):
-    """Return an alias of x whose first dimension is symbolic. x itself stays unmarked."""
+    """Return an alias of x whose first dimension is marked as dynamic. x is not marked."""
     alias = x.detach()
     torch._dynamo.mark_dynamic(alias, 0)
     return alias
 
 
 def cold_caches(weight):
-    """Return a context without compiled kernels. On a CPU there is nothing to time."""
+    """Return a context with empty compiler caches. On a CPU, which is not timed, do nothing."""
     if not weight.is_cuda:
         return contextlib.nullcontext()
     return import_module("torch._inductor.utils").fresh_cache()
@@ -127,7 +128,7 @@ def eager(sequences, weight):
 
 
 def total(lengths, tokens, width):
-    """Return the elements of all sequences."""
+    """Return the total number of elements in all sequences."""
     return width * sum(lengths_of(lengths, tokens))
 
 
@@ -142,7 +143,7 @@ def fused(lengths, tokens, width):
 
 
 def unfused(lengths, tokens, width):
-    """Return the cost of GELU, the norm, and the sum."""
+    """Return the cost of three kernels per sequence: GELU, norm and sum."""
     moved = 4 * total(lengths, tokens, width)
     one = Cost(read=moved, write=moved, launches=lengths)
     return one + one + Cost(read=2 * moved, write=moved, launches=lengths)

@@ -1,36 +1,37 @@
-"""Graph breaks: decide with a tensor, because a Python `if` on data splits the graph.
+"""Graph breaks: replace a Python `if` on data, which splits the graph, with a tensor operation.
 
-Problem    Blocks x = clipped(x + silu(x w)), fp32, on a few rows. If the RMS of the result is above
-           a limit, the result is scaled down to that limit. About 10 of the 16 blocks clip.
-Baseline   broken: `torch.compile` of a block that says `if rms > limit`. Dynamo compiles the code
-           before the branch and the scaling after it as two graphs. Between them the host waits for
-           the RMS.
+Problem    Blocks x = clip(x + silu(x w)), fp32, on a few rows. Clipping scales x + silu(x w) down
+           to a limit if its RMS is above that limit. About 10 of the 16 blocks clip.
+Baseline   broken: `torch.compile` of a block with `if rms > limit`. Dynamo compiles two graphs: the
+           code before the branch, and the scaling after it. Between them the host waits for the
+           RMS.
 Optimized  cond: changes broken. `torch.cond` keeps the branch in the graph, so the block is one
-           graph. But Inductor's code for it still reads the flag on the host and then branches in
-           Python. A branch must not return its input, so a block that does not clip copies x.
-           where: changes broken. `torch.where` selects the factor, so the block is one graph and
-           the host waits for nothing. `fullgraph=True` makes any graph break an error.
-           whole: changes where. The loop over the blocks is compiled too, so the host enters
-           compiled code once and not once per block.
-           eager: broken without the compiler.
-Bound      The host. broken, cond and eager wait for the GPU once per block, and nothing is launched
-           during a wait. where and whole never wait, and launch two kernels per block. The costs
-           leave out the host's time to check guards and enter compiled code, which has no rate. So
-           where and whole have the same cost. The costs of broken and eager assume that every block
-           clips.
-           Each limit is a tensor of its own. As elements of one tensor, most of them would not be
-           aligned to 16 bytes, and compiled code copies such an input before it runs. Only whole
-           would avoid these copies, because its input would be the whole tensor.
+           graph. But Inductor's code for `torch.cond` still reads the condition on the host and
+           branches in Python. A branch of `torch.cond` must not return its input, so a block that
+           does not clip copies x.
+           where: changes broken. `torch.where` selects the factor, so the block is one graph, and
+           the host does not wait. `fullgraph=True` makes any graph break an error.
+           whole: changes where. The loop over the blocks is compiled too, so the host calls
+           compiled code once, not once per block.
+           eager: broken, but not compiled.
+Bound      The host. broken, cond and eager wait for the GPU once per block, and launch nothing
+           while they wait. where and whole never wait, and launch two kernels per block. The host
+           also takes time to check guards and to call compiled code. There is no measured rate for
+           this, so the costs leave it out. So where and whole have the same cost. The costs of
+           broken and eager assume that every block clips. Each limit is a separate tensor. If the
+           limits were elements of one tensor, most would not be aligned to 16 bytes, and compiled
+           code copies unaligned inputs before it runs. Only whole would avoid these copies, because
+           its input would be the whole tensor.
 Seen       On an H100, eager is no slower than broken, although it launches three times as many
            kernels. All compiled sides take longer than predicted. where and whole launch the same
-           kernels, so they differ by the time of entering compiled code, which where does once per
-           block: it takes more than half of the time of where. broken enters twice per block,
-           before the break and after it, which explains its time. cond enters once per block and
-           takes as long as broken. We did not measure what Inductor's code for a branch does on the
-           host.
-Use when   A branch on data chooses between cheap results: compute both and select. Keep the branch
-           if one path is so expensive that a wait is cheaper. `torch._dynamo.explain` and
-           `TORCH_LOGS=graph_breaks` list the breaks of a model.
+           kernels, but where calls compiled code once per block. These calls explain the difference
+           between the two, which is more than half of the time of where. broken calls compiled code
+           twice per block, before and after the break. This explains its time. cond calls compiled
+           code once per block, but takes as long as broken. We did not measure what Inductor's code
+           for a branch does on the host.
+Use when   A branch on data chooses between two results that are cheap to compute. Compute both and
+           select one. Keep the branch if one path takes longer than the wait.
+           `torch._dynamo.explain` and `TORCH_LOGS=graph_breaks` list the breaks of a model.
 """
 
 import torch
@@ -41,13 +42,13 @@ from pytest_aisp import Cost, Variant, Work, compare
 
 def inputs(device, layers, rows, width):
     weights = torch.randn(layers, width, width, device=device) / width**0.5
-    # Between half of what the RMS would be in the first block, and three halves of it.
+    # Limits are 0.5 to 1.5 times the RMS of the first block, which is about 1.2.
     limits = [1.2 * (0.5 + torch.rand((), device=device)) for _ in range(layers)]
     return torch.randn(rows, width, device=device), weights, limits
 
 
 def grown(x, w):
-    """Return the new x and its RMS."""
+    """Return x + silu(x w) and its RMS."""
     x = x + F.silu(x @ w)
     return x, x.square().mean().sqrt()
 
@@ -96,7 +97,7 @@ def eager(x, weights, limits):
 
 def broken(x, weights, limits):
     block = torch.compile(block_if, dynamic=False)
-    for scale in (0, 1e9):  # compiles the clipping branch, then the other
+    for scale in (0, 1e9):  # compiles the branch that clips, then the other
         loop(block, x, weights, [scale * limit for limit in limits])
     yield lambda: loop(block, x, weights, limits)
 
@@ -120,7 +121,7 @@ def whole(x, weights, limits):
 
 
 def blocks(layers, rows, width, **starts):
-    """Return the cost of all blocks. The weights stay in the L2."""
+    """Return the cost of all blocks. The weights are read from the L2."""
     ops = {"fp32": 2 * rows * width**2}
     return layers * Cost(l2=4 * width**2, ops=ops, **starts)
 
@@ -142,12 +143,12 @@ def blocks(layers, rows, width, **starts):
     ),
     bound="host",
     costs={
-        # The product, one kernel up to the comparison, and the scaling. cond may copy instead.
+        # The matrix product, one kernel up to the comparison, and scaling (in cond, or a copy).
         broken: lambda **size: blocks(**size, launches=3, syncs=1),
         cond: lambda **size: blocks(**size, launches=3, syncs=1),
         where: lambda **size: blocks(**size, launches=2),
         whole: lambda **size: blocks(**size, launches=2),
-        # The product, silu, sum, square, mean, root, comparison, quotient, scaling
+        # Matrix product, silu, sum, square, mean, root, comparison, quotient, scaling.
         eager: lambda **size: blocks(**size, launches=9, syncs=1),
     },
 )

@@ -1,30 +1,31 @@
-"""Max-autotune: let the compiler time several products, and fuse the following operations.
+"""Max-autotune: let the compiler time several matmul kernels, and fuse the following operations.
 
-Problem    x + silu(h w), bf16 with fp32 sums: a product, an activation and a residual.
+Problem    x + silu(h w): a matrix product, an activation and a residual, in bf16 with fp32 sums.
            test_max_autotune has a short inner dimension k, test_max_autotune_deeper a long one.
-           test_max_autotune_alone has only the product h w.
-Baseline   compiled: `torch.compile` with its default mode. The product is cuBLAS's. One kernel then
-           reads it and x, and writes the result.
+           test_max_autotune_alone has only the matrix product h w.
+Baseline   compiled: `torch.compile` with its default mode. cuBLAS computes the matrix product. Then
+           one kernel reads the product and x, and writes the result.
            library: `torch.matmul`, in test_max_autotune_alone.
-Optimized  autotuned: changes compiled. `mode="max-autotune-no-cudagraphs"` times Triton products
-           beside cuBLAS's. A Triton product can take activation and residual into its epilogue.
-           Then the product is neither written nor rounded. Inductor measures that kernel too, and
-           keeps cuBLAS with a pointwise kernel if these are faster. The mode also tunes pointwise
-           kernels.
-           eager: compiled without the compiler.
-           autotuned_alone: changes library. The same mode for a product alone.
-Bound      With a short k, DRAM: the epilogue saves a write and a read of the product. With a long k
-           and for the product alone, tensor cores. The chosen product is not known before a run: if
-           it is cuBLAS's, autotuned gains at most what a tuned pointwise kernel saves. The costs of
-           autotuned assume a Triton product with an epilogue, and those of autotuned_alone any
-           product.
+Optimized  autotuned: changes compiled. `mode="max-autotune-no-cudagraphs"` times Triton matmul
+           kernels and cuBLAS. A Triton kernel can apply activation and residual in its epilogue, so
+           it neither writes nor rounds the product. Inductor also times that fused kernel. If
+           cuBLAS with a pointwise kernel is faster, it keeps those two. The mode also tunes
+           pointwise kernels.
+           eager: compiled, but without `torch.compile`.
+           autotuned_alone: changes library. The same mode for a matrix product alone.
+Bound      With a short k, DRAM: the epilogue saves writing and reading the product. With a long k
+           and for the product alone, tensor cores. It is not known before a run which kernel
+           Inductor chooses. If it is cuBLAS, autotuned gains at most what a tuned pointwise kernel
+           saves. The costs of autotuned assume a Triton kernel with an epilogue. Those of
+           autotuned_alone hold for any kernel.
 Seen       Only test_max_autotune is recorded, on an H100. autotuned takes as long as compiled, and
-           much longer than a product with an epilogue would. So Inductor has probably kept cuBLAS
-           and the pointwise kernel. We did not record its choice.
-Use when   Products are followed by pointwise operations, or have shapes for which the library is
-           slow. Where cuBLAS is good, there is little to gain, so compare the times before you keep
-           the mode. The tuning takes long and is repeated for each shape, so keep its cache, or
-           deploy compiled code. With less than 68 SMs, Inductor tries no Triton products.
+           much longer than predicted for a fused epilogue. So Inductor probably kept cuBLAS and the
+           pointwise kernel. We did not record its choice.
+Use when   Matrix products are followed by pointwise operations, or cuBLAS is slow for their shapes.
+           If cuBLAS is fast, there is little to gain, so compare the times before you keep this
+           mode. Tuning takes a long time and is repeated for each shape, so keep its cache, or
+           deploy compiled code. On a GPU with fewer than 68 SMs, Inductor does not try Triton
+           matmul kernels.
 """
 
 import torch
@@ -32,7 +33,7 @@ from torch.nn import functional as F
 
 from pytest_aisp import Cost, Variant, Work, compare
 
-MODE = "max-autotune-no-cudagraphs"  # CUDA graphs are another page
+MODE = "max-autotune-no-cudagraphs"  # CUDA graphs are in reduce_overhead_test.py
 
 
 def inputs(device, m, n, k):

@@ -1,32 +1,34 @@
-"""Reduce overhead: fusing removes some launches, a CUDA graph nearly all of them.
+"""Reduce overhead: fusion removes some launches, and a CUDA graph removes nearly all of them.
 
 Problem    A small pre-norm MLP of `layers` layers with a residual, fp32, for a few rows. The
            weights are the parameters of a module.
 Baseline   eager: the module, four kernels per layer: norm, product, SiLU and sum.
-Optimized  compiled: changes eager. `torch.compile` with its default mode. All but the product of a
-           layer becomes one kernel.
+Optimized  compiled: changes eager. `torch.compile` with its default mode. In each layer, everything
+           except the matrix product becomes one kernel.
            reduce_overhead: changes compiled. `mode="reduce-overhead"` captures the compiled code as
-           a CUDA graph and replays it. It copies x to where the graph reads. The result is cloned,
-           because the next call overwrites it. Parameters are read where they are.
-           captured: changes compiled. The same graph by hand, from `torch.cuda.graph`. It reads x
-           at its own address and does not clone the result, so it makes no copies. It does not
-           check guards.
-           eager_captured: like captured, without the compiler.
+           a CUDA graph and replays it. Each call copies x to the graph's input. The result is
+           cloned, because the next call overwrites it. Parameters are not copied.
+           captured: changes compiled. The compiled code is captured by hand with
+           `torch.cuda.graph`. The graph reads x at its original address, and the result is not
+           cloned, so nothing is copied. No guards are checked.
+           eager_captured: like captured, but not compiled.
 Bound      The host limits eager, compiled and reduce_overhead. The GPU limits the captured sides:
            small kernels run one after another. The costs count the weights as reads from the L2.
-           They leave out the host's time to check guards and to compare addresses, which has no
-           rate, so they take the GPU for the limit of reduce_overhead too.
-Seen       On an H100, captured takes three times as long as the starts of its kernels. A product of
-           8 rows has only a few tiles, and each of them walks the whole inner dimension, so it
-           probably takes longer than its start. reduce_overhead replays the same kernels and takes
-           several times as long as captured, so its guards, its copies and its checks of addresses
-           cost more than the kernels. The time of eager differs by half from one result to the
-           next, so these ratios are rough. The gain of compiled is within that, so it claims only
-           that it is not slower.
-Use when   The GPU waits for the host. Start with `mode="reduce-overhead"`: it captures again when
-           a shape or a parameter's address changes, and leaves out what cannot be captured.
-           Capture by hand if the shapes are fixed and every microsecond counts. Neither helps if
-           the kernels take longer than their launches.
+           There is no measured rate for checking guards and comparing addresses on the host, so the
+           costs leave this time out. As a result, they predict that the GPU limits reduce_overhead
+           too.
+Seen       On an H100, captured takes three times as long as predicted from the starts of its
+           kernels. A matrix product of 8 rows has only a few tiles, and each tile loops over the
+           whole inner dimension. So the product probably takes longer than its start.
+           reduce_overhead replays the same kernels and takes several times as long as captured, so
+           its guards, its copies and its checks of addresses cost more than the kernels. The time
+           of eager varies by half from one result to the next, so these ratios are rough. The
+           speedup of compiled is within this variation, so the test only requires that compiled is
+           not slower.
+Use when   The GPU waits for the host. Start with `mode="reduce-overhead"`. If a shape or a
+           parameter's address changes, it captures again. Code that cannot be captured runs outside
+           the graph. Capture by hand if the shapes are fixed and every microsecond counts. Neither
+           mode helps if the kernels take longer than their launches.
 """
 
 import torch
@@ -77,7 +79,7 @@ def compiled(weights, x):
 
 def reduce_overhead(weights, x):
     model = torch.compile(Mlp(weights), dynamic=False, mode="reduce-overhead")
-    for _ in range(3):  # compiles and runs uncaptured, then captures, then replays
+    for _ in range(3):  # the second call captures the graph, the third replays it
         torch.compiler.cudagraph_mark_step_begin()
         model(x)
 
@@ -100,7 +102,7 @@ def eager_captured(weights, x):
 
 
 def network(layers, rows, width, **starts):
-    """Return the cost of the network. The weights stay in the L2."""
+    """Return the cost of the network. The weights are read from the L2."""
     ops = {"fp32": 2 * layers * rows * width**2}
     return Cost(l2=4 * layers * width**2, ops=ops, **starts)
 
@@ -108,7 +110,7 @@ def network(layers, rows, width, **starts):
 @compare(
     baseline=eager,
     optimized=[
-        Variant(compiled, at_least="neutral"),  # its gain is within the noise of the host
+        Variant(compiled, at_least="neutral"),  # its speedup is within the noise of the host
         Variant(reduce_overhead, at_least={"sm90": 2.4}),
         Variant(captured, at_least={"sm90": 5.3}),
         Variant(eager_captured, at_least="yardstick"),
@@ -123,9 +125,9 @@ def network(layers, rows, width, **starts):
     ),
     bound="launch",
     costs={
-        # Norm, product, silu, sum
+        # Norm, matrix product, silu and sum, in each layer
         eager: lambda layers, **size: network(layers, **size, launches=4 * layers),
-        # The first norm, then a product and a kernel up to the next norm
+        # The first norm. In each layer, the matrix product and one kernel up to the next norm
         compiled: lambda layers, **size: network(layers, **size, launches=2 * layers + 1),
         reduce_overhead: lambda layers, **size: network(
             layers, **size, launches=3, graph_nodes=2 * layers + 1

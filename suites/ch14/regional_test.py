@@ -1,20 +1,21 @@
 """Regional compilation: compile one block of a model once, instead of the whole model.
 
-Problem    The first pass of a process through `blocks` equal pre-norm SwiGLU blocks, fp32,
-           including its compilation.
-Baseline   whole: `torch.compile` of the model. Dynamo unrolls the loop over the blocks, so the
-           compiler gets all of them in one graph.
+Problem    The first pass of a new process through `blocks` equal pre-norm SwiGLU blocks, fp32,
+           including compilation.
+Baseline   whole: `torch.compile` of the model. Dynamo unrolls the loop over the blocks, so all
+           blocks are in one graph.
 Optimized  regional: changes whole. `torch.compile` of one block. The blocks have the same code and
-           shapes, so the second block uses what the first one compiled.
-           eager: whole without the compiler.
-Bound      The compiler, on the host. Its time has no rate, so the costs count only the kernels, and
-           both compiled sides take far longer than predicted. whole traces all blocks and generates
-           code for them. regional does so for one block. On both sides, equal kernels are compiled
-           once. Both import the compiler and begin with empty caches of Inductor and Triton.
-Use when   A model repeats a block and its start matters: a server that scales out, a debugging
-           session, a test. `train_step_test.py` of chapter 13 shows what it costs later: nothing is
-           fused across blocks, and the host checks guards once per block. A cache of compiled code
-           on disk helps the second start of either side, but not the first.
+           shapes, so all of them use the code that is compiled for the first.
+           eager: whole, but not compiled.
+Bound      The compiler, on the host. There is no measured rate for compilation, so the costs count
+           only the kernels. Both compiled sides take far longer than predicted. whole traces all
+           blocks and generates code for them, regional does so for one block. On both sides,
+           identical kernels are compiled only once. Both times include importing the compiler, and
+           both sides start with empty Inductor and Triton caches.
+Use when   A model repeats a block and start-up time matters, as in a server that scales out, a
+           debugging session or a test. `train_step_test.py` of chapter 13 shows the later cost:
+           nothing is fused across blocks, and the host checks guards once per block. A disk cache
+           of compiled code makes the second start of both sides faster, but not the first.
 """
 
 import contextlib
@@ -51,7 +52,7 @@ def reference(*tensors):
 
 
 def cold_caches(x):
-    """Return a context without compiled kernels. On a CPU there is nothing to time."""
+    """Return a context with empty compiler caches. On a CPU, which is not timed, do nothing."""
     if not x.is_cuda:
         return contextlib.nullcontext()
     return import_module("torch._inductor.utils").fresh_cache()
@@ -76,12 +77,12 @@ def eager(x, norms, ups, downs):
 
 
 def moved(blocks, rows, width):
-    """Return the bytes of the weights, which the products read."""
+    """Return the bytes of all weights."""
     return 4 * blocks * (6 * width**2 + width)
 
 
 def first_pass(blocks, rows, width, launches):
-    """Return the cost of all blocks. Activations stay in the L2."""
+    """Return the cost of running all blocks. Activations between blocks stay in the L2."""
     ops = {"fp32": 12 * blocks * rows * width**2}
     activations = 4 * rows * width
     read = moved(blocks, rows, width) + activations
@@ -103,10 +104,11 @@ def first_pass(blocks, rows, width, launches):
     ),
     bound="host",
     costs={
-        # Norm, product, SwiGLU, a copy of x, and a product that adds to it. Inductor turns the sum
-        # into such an addmm on both sides, so whole fuses nothing across blocks either.
+        # Norm, matrix product, SwiGLU, a copy of x, and an addmm, which adds to the copy. On both
+        # sides, Inductor turns the residual sum into this addmm. So whole does not fuse across
+        # blocks either.
         **dict.fromkeys([whole, regional], lambda **size: first_pass(**size, launches=5)),
-        # Norm, product, silu, product of gate and value, product, sum
+        # Norm, matrix product, silu, gate times value, matrix product, sum
         eager: lambda **size: first_pass(**size, launches=6),
     },
 )
