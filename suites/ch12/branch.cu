@@ -2,8 +2,8 @@
 //
 // copy_in: copies y to `now`, and sets *fast to 1 if a position is beyond the limit.
 // step: one step of size dt, in place.
-// step_if: step, if *fast is `wanted`.
-// choose: tells a graph's conditional node whether *fast is set.
+// step_if: step, but only if *fast == wanted.
+// choose: sets the condition of a graph's conditional node to *fast.
 
 #ifdef __CUDACC__
 // The driver provides this function. No header is needed, and nothing is linked.

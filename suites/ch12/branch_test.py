@@ -3,33 +3,33 @@
 Problem    n oscillators are advanced in time, with a step size that depends on the data: 32 small
            steps if any position is beyond a limit, and otherwise one large step. With fast=1 one
            position is beyond the limit, and with fast=0 none is.
-Baseline   ask: a kernel sets a flag, the host waits for it, and launches one branch.
+Baseline   ask: a kernel sets a flag. The host waits for the flag and launches one branch.
 Optimized  predicated: changes ask. The host does not wait and launches both branches. Each kernel
            reads the flag, and returns at once if the flag selects the other branch.
            captured: changes predicated. The same kernels as a CUDA graph, which has no wait in it.
            conditional: changes captured. The branches are the two bodies of a conditional node,
            which starts the kernels of only one of them.
-Bound      The host for ask and predicated. With fast=0, ask waits and launches one step, and
-           predicated launches 33. The GPU for captured, and for conditional with fast=1: each start
+Bound      The host limits ask and predicated. With fast=0, ask waits and launches one step, and
+           predicated launches 33. The GPU limits captured, and conditional with fast=1: the start
            of a small kernel takes longer than its work. With fast=0, captured still starts 33
            steps, which may take longer than the wait that it saves. conditional then starts only
-           one, so the host's launch of the graph is its limit. No rate was measured for the
+           one step, so the host's launch of the graph is the limit. No rate was measured for the
            decision of a conditional node, so the predicted time leaves it out.
-Seen       ask and predicated: a launch through `cuda_module` takes the host about twice as long as
-           the rate `launch`, which is that of an operator of torch. So captured is faster than ask
-           even with fast=0. With fast=1, captured takes longer than predicted. A step reads the
+Seen       A launch through `cuda_module` takes the host about twice as long as predicted: the rate
+           `launch` was measured with a torch operator. So captured is faster than ask even
+           with fast=0. With fast=1, captured takes longer than predicted. A step reads the
            flag and then the arrays, so it waits for the L2 twice, but `graph_node` was measured
-           with an addition to one number. conditional takes about as long there, although its steps
-           read no flag, so the decision may take as long as those reads. We did not measure it
-           alone. With fast=0, conditional starts 31 kernels fewer than with fast=1, but its time
-           falls by only about half of what those starts take. So the host is the limit: the launch
-           of a graph with a conditional node, by `cuda.core`, takes it several times as long as
-           `launch`. We did not measure which part of that launch takes the time. Because of it,
-           conditional is only a little faster than captured there.
-Use when   The next kernels depend on a value on the GPU. Predicate if the branches are short: it
-           needs no graph, and a graph can contain it. Use a conditional node if a branch that is
-           often skipped has many kernels. An else needs a driver for CUDA 12.8 or newer, because
-           older ones have only if. If the value is on the host anyway, branch there.
+           with an addition to one number. conditional takes about as long as captured there,
+           although its steps read no flag. So the node's decision may take as long as those reads.
+           We did not measure the decision alone. With fast=0, conditional starts 31 kernels fewer
+           than with fast=1, but saves only about half of the time of 31 starts. So the host is the
+           limit: it takes several times the rate `launch` to launch a graph with a conditional node
+           by `cuda.core`. We did not measure which part of the launch takes the time. Because of
+           this launch, conditional is only a little faster than captured with fast=0.
+Use when   The next kernels depend on a value on the GPU. Predicate if the branches are short:
+           predicated kernels need no graph, and also work in one. Use a conditional node if a
+           branch that is often skipped has many kernels. A conditional node with an else needs a
+           driver for CUDA 12.8 or newer. If the value is on the host anyway, branch there.
 """
 
 from types import SimpleNamespace
@@ -142,7 +142,7 @@ def captured(y):
 
 def branched(all_of):
     """Return a graph in which the GPU chooses between the branches."""
-    load_inputs(all_of)  # this and a step load the kernels before the capture
+    load_inputs(all_of)  # this call and the next one load the kernels before the capture
     large_step(all_of)
     builder = begun_graph()
     condition = builder.create_condition()
@@ -175,7 +175,7 @@ def conditional(y):
 
 
 def around(n, between, **starts):
-    """Return the cost of `between`, after the flag and the copy, and before the result's copy."""
+    """Return the cost of a call: clear the flag, copy y in, do `between`, copy the result."""
     return (
         Cost(**starts)
         + Cost(read=8 * n, write=8 * n, **starts)
@@ -195,7 +195,7 @@ def asked(n, fast):
 
 
 def both(n, fast, **starts):
-    """Return the cost of both branches. The kernels of one of them only read the flag."""
+    """Return the cost of both branches. The kernels of the skipped branch only read the flag."""
     small, large = STEPS * stepped(n, **starts), stepped(n, **starts)
     steps = small + Cost(**starts) if fast else STEPS * Cost(**starts) + large
     return around(n, steps, **starts)

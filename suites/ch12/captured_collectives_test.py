@@ -5,15 +5,15 @@ Problem    16 tensor-parallel layers on 8 rows, fp32, as in decoding: each rank 
 Baseline   eager: a product, an all-reduce and a tanh per layer, each called by the host.
 Optimized  captured: changes eager. All layers as one CUDA graph on each rank, with NCCL's kernels
            in it.
-           around_collectives: changes eager. A graph for each stretch between two all-reduces, and
-           the host calls the all-reduces. This is what remains if a collective cannot be captured.
+           around_collectives: changes eager. The work between two all-reduces is a graph, and the
+           host calls the all-reduces. Use this form if a collective cannot be captured.
 Bound      The host limits eager and around_collectives: it calls torch.distributed for each layer.
-           captured is limited by the latency of the all-reduces, one after another. A message of
-           8 rows is so short that its bytes hardly matter.
+           The latency of the all-reduces, which run one after another, limits captured. A message
+           of 8 rows is so short that its size hardly matters.
 Use when   A tensor-parallel model decodes with small batches. All ranks must capture and replay the
            same collectives in the same order, or they wait forever. Use one communicator for a
-           graph, and no eager collective on it during a replay. To make the all-reduce itself
-           faster, see `../ch04/symmetric_all_reduce_test.py`.
+           graph, and call no eager collective on this communicator during a replay. To make the
+           all-reduce itself faster, see `../ch04/symmetric_all_reduce_test.py`.
 """
 
 import torch

@@ -13,7 +13,7 @@ NEEDED = "conditional nodes need a driver for CUDA 12.4 or newer"
 
 
 def old_driver(needed: int = 12040) -> bool:
-    """Return whether there is a driver for a CUDA version below `needed`."""
+    """Return whether a driver is installed that does not support CUDA `needed` (12040: 12.4)."""
     try:
         driver, version = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
     except OSError:
@@ -22,7 +22,7 @@ def old_driver(needed: int = 12040) -> bool:
 
 
 def begun_graph() -> Any:
-    """Return a `cuda.core.GraphBuilder` that captures what its stream is given."""
+    """Return a `cuda.core.GraphBuilder` that captures the work launched on its stream."""
     torch.cuda.synchronize()
     device = import_module("cuda.core").Device(torch.cuda.current_device())
     device.set_current()
@@ -30,7 +30,7 @@ def begun_graph() -> Any:
 
 
 def stream_of(builder: Any) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which kernels are launched on the stream that `builder` captures."""
+    """Return a context whose current torch stream is the one that `builder` captures."""
     stream = torch.cuda.ExternalStream(int(builder.stream.handle))
     return torch.cuda.stream(stream)
 

@@ -4,25 +4,26 @@ Problem    A recurrent network of 4 layers predicts the next `steps` vectors of 
            Each prediction is the input of the next step, so the steps run one after another.
 Baseline   eager: 13 launches per step.
 Optimized  captured_step: changes eager. One step is a CUDA graph that reads and overwrites its own
-           input and hidden state, with five copies inside the graph. The host copies the first
-           input and state in, and each prediction out. So it makes two launches per step.
-           captured_loop: changes eager. All steps are one graph, which the host launches once. It
-           has no copies, but it always makes the same number of steps.
-Bound      The host limits eager. The GPU limits the other sides: its small kernels run one after
+           input and hidden state. The graph contains five copies. Before the first step, the host
+           copies the input and the state in. After each step, it copies the prediction out. So the
+           host makes two launches per step.
+           captured_loop: changes eager. All steps are one graph, which the host launches once. The
+           graph has no copies, but it always makes the same number of steps.
+Bound      The host limits eager. The GPU limits the other sides: their small kernels run one after
            another, and a product of 8 rows leaves most SMs idle. The costs count the start of each
-           kernel, and weights that all SMs together read from the L2.
-Seen       captured_loop takes several times as long as predicted, so its kernels take longer than
-           their starts. A product with 8 rows and 256 columns has only a few tiles. So a few SMs
-           read all weights of a layer, and each goes through the whole inner dimension. We did not
-           measure how long a product takes, or whether cuBLAS splits it and adds the parts in a
-           second kernel. captured_step takes longer than captured_loop. The difference is about the
-           time of its six copies per step and of the start of a graph, as in `launch_cost_test.py`.
+           kernel, and assume that all SMs together read the weights from the L2.
+Seen       captured_loop takes several times as long as predicted, so a kernel takes longer than its
+           start. A product with 8 rows and 256 columns has only a few tiles. So a few SMs read all
+           weights of a layer, and each SM loops over the whole inner dimension. We did not measure
+           how long a product takes, or whether cuBLAS splits it and adds the parts in a second
+           kernel. captured_step takes longer than captured_loop. The difference is about the time
+           of six copies per step and of starting a graph per step, as in `launch_cost_test.py`.
            eager takes almost twice as long as predicted: the rate of a launch was measured with an
            addition, not with products.
 Use when   A model's output is its next input, as in decoding and forecasting. Capture one step if
            the number of steps varies, or if the host must look at a result between steps. Capture
-           the whole loop if the number of steps is fixed: it saves the copies, and its graph has
-           `steps` times as many nodes to instantiate.
+           the whole loop if the number of steps is fixed: this saves the copies, but the graph has
+           about `steps` times as many nodes to instantiate.
 """
 
 import torch
@@ -35,7 +36,7 @@ KERNELS = 3 * LAYERS + 1
 
 
 def inputs(device, steps, width):
-    def weights():  # scaled such that the states neither vanish nor become chaotic
+    def weights():  # scaled so that the states neither vanish nor become chaotic
         return 0.7 * torch.randn(LAYERS, width, width, device=device) / width**0.5
 
     first, head = torch.randn(ROWS, width, device=device), torch.randn(width, width, device=device)

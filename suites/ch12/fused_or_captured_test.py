@@ -7,27 +7,27 @@ Optimized  captured: changes eager. The same four kernels as a CUDA graph.
            fused: changes eager. One kernel that keeps all intermediate values in registers.
            fused_captured: changes fused. The fused kernel as a CUDA graph. Both sides make one
            launch.
-Bound      At the small n, the host: eager launches four times, the others once. The data stay in
+Bound      At the small n, the host: eager makes four launches, the others one. The data stay in
            the L2. At the large n, DRAM: eager and captured read six arrays and write four, and
-           fused reads two and writes one. The host launches the next kernel while the GPU works on
-           the last one, so a graph saves nothing there.
-Seen       At the small n, a launch through `cuda_module` takes the host longer than the rate
-           `launch`, which is that of an operator of torch, on an H200 more than twice as long. So
-           eager and fused take longer than predicted, and graphs gain more. A replay calls no
-           operator, so fused_captured takes less than predicted, and on an H100 captured too. The
-           host's times also differ from one comparison to the next.
+           fused reads two and writes one. The host launches the next kernel while the GPU is still
+           running the last one, so a graph saves nothing there.
+Seen       At the small n, a launch through `cuda_module` takes the host longer than predicted: the
+           rate `launch` was measured with a torch operator. On an H200, such a launch takes more
+           than twice as long. So eager and fused take longer than predicted, and graphs gain more.
+           A graph replay calls no torch operator, so fused_captured takes less time than predicted.
+           On an H100, captured does too. The host's times also vary between comparisons.
            At the large n, two kernels of eager move as many bytes as `single` of
-           `../ch06/ilp_test.py`, and two as many as `usual` of `../ch06/block_size_test.py`. Those
-           four times add up to the time of eager, and those pages say why one element per thread
-           misses the copy rate. fused moves as many bytes as `usual`, but it takes longer. Its
-           machine code for sm_90 loads the gate only after the division: an exact division has a
-           branch to a slow path, and the compiler moves no load across it. So a thread waits for
-           DRAM twice in a row, with one load in flight each time. We did not try a kernel that
-           loads both numbers first.
-Use when   Decide by what limits you. If the GPU is idle between kernels, capture a graph. This
-           works for any kernels, and you write no new one. If memory is the limit, fuse. A graph of
-           one kernel gains only if its replay takes the host less time than the launch that it
-           replaces. The pages of chapter 9 fuse kernels, and compare them with torch.compile.
+           `../ch06/ilp_test.py`, and two as many as `usual` of `../ch06/block_size_test.py`. The
+           times of these pages for four such kernels add up to the time of eager. The pages also
+           explain why a kernel with one element per thread does not reach the copy rate. fused
+           moves as many bytes as `usual`, but it takes longer. Its machine code for sm_90 loads the
+           gate only after the division: an exact division has a branch to a slow path, and the
+           compiler moves no load across this branch. So a thread waits for DRAM twice in a row,
+           with one load in flight each time. We did not try a kernel that loads both numbers first.
+Use when   First find out what limits your code. If the GPU is idle between kernels, capture a
+           graph, which needs no new kernels. If memory is the limit, fuse. A graph of one kernel
+           gains only if its replay takes the host less time than the launch that it replaces. The
+           pages of chapter 9 fuse kernels, and compare them with torch.compile.
 """
 
 import torch
@@ -83,7 +83,7 @@ def fused_captured(x, gate):
 
 
 def four_passes(n, **starts):
-    """Return the cost of the four kernels. Each of them is started as `starts` says."""
+    """Return the cost of the four kernels. `starts` is the cost to start each of them."""
     starts["blocks"] = -(-n // BLOCK)
 
     def kernel(reads, sfu=0):

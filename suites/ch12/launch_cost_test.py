@@ -4,21 +4,21 @@ Problem    n oscillators, advanced in time. Each kernel updates all velocities o
            the result of the kernel before it. The size `nodes` is the number of kernels.
 Baseline   eager: one torch call per kernel. Only the first two calls allocate a tensor.
 Optimized  captured: changes eager. The same kernels as one CUDA graph, which the host launches
-           once. The capture is not timed. The run prints after how many calls it has paid off. The
-           cases are points of a curve over the number of kernels.
+           once. The capture is not timed. The run prints the number of calls after which the
+           capture has paid off. The cases are points of a curve over the number of kernels.
 Bound      The host limits eager, with one launch per kernel. The kernels do next to nothing, so the
            GPU waits for the host. The GPU limits captured: a kernel of a chain starts when the one
            before it has ended, and each start takes time. So both times grow in proportion to the
            number of kernels, and only the launch of the graph is paid once.
 Seen       With two kernels, captured takes less than half of the predicted time, which is the rate
-           `launch`. That is the rate of an operator of torch, with its dispatcher and its checks,
-           and a replay calls no operator. With 32 kernels, captured takes a little longer than
-           their starts, because the GPU also takes some time to start a graph. eager takes about as
-           long as predicted.
+           `launch`. This rate was measured with a torch operator and includes torch's dispatcher
+           and checks. A graph replay calls no torch operator. With 32 kernels, captured takes a
+           little longer than 32 kernel starts, because the GPU also takes some time to start a
+           graph. eager takes about as long as predicted.
 Use when   You want to know whether a graph makes your loop faster. Count its launches and compare
            their time with the GPU's. If the kernels run longer than a launch takes, the GPU is
-           never idle, and a graph saves nothing but the host's time. With few kernels, the launch
-           of the graph itself is most of what is left.
+           never idle, and a graph saves only the host's time. With few kernels, the launch of the
+           graph itself takes most of the remaining time.
 """
 
 import torch
@@ -34,7 +34,7 @@ def inputs(device, nodes, n):
 
 
 def advance(x, v, nodes):
-    """Return positions and velocities after nodes / 2 steps. Every step turns them a bit."""
+    """Return positions and velocities after nodes / 2 steps. A step rotates (x, v) a bit."""
     v = torch.sub(v, x, alpha=DT)
     x = torch.add(x, v, alpha=DT)
     for _ in range(nodes // 2 - 1):

@@ -1,32 +1,32 @@
 """Inputs at new addresses: copy them to where one graph reads, or capture a graph per address.
 
-Problem    Four requests lie at different addresses. Each passes through a small MLP of 24 kernels,
+Problem    Four requests are at different addresses. Each passes through a small MLP of 24 kernels,
            fp32. A CUDA graph reads and writes only the addresses of its capture.
 Baseline   eager: 24 launches per request.
-Optimized  copied_in: changes eager. One graph for all requests. A request is copied to where the
-           graph reads, and its result is copied out, because the next replay overwrites it.
-           graph_each: changes copied_in. A graph for each request, without copies. The graphs share
-           their weights but not their results, and there is a capture for each address.
+Optimized  copied_in: changes eager. One graph for all requests. A request is copied to the address
+           that the graph reads. Its result is copied out, because the next replay overwrites it.
+           graph_each: changes copied_in. A graph for each request, without copies. All graphs read
+           the same weights, each has its own results, and each address needs a capture.
            recaptured: changes eager. Each request is captured and instantiated anew, then replayed
            once.
            updated: changes recaptured. Each request is captured anew, but instead of a new instance
            the existing one takes over the addresses by `cuGraphExecUpdate`.
 Bound      The host limits eager. copied_in makes three launches per request, and the GPU runs 26
-           kernels for it. recaptured and updated make the same calls as eager, which now record a
-           kernel instead of launching it. Then recaptured instantiates a graph of 24 nodes, and
-           updated compares two such graphs. No rate was measured for beginning and ending a
-           capture, for an instance or for an update. So the predicted times count the recording as
-           launches and leave out the rest.
+           kernels for it. recaptured and updated make the same torch calls as eager, but each call
+           records its kernel in a graph instead of launching it. Then recaptured instantiates this
+           graph of 24 nodes, and updated compares it with the first graph. No rate was measured to
+           begin and end a capture, to instantiate, or to update. So the predicted times count each
+           recorded kernel as a launch, and leave out the rest.
 Seen       On an H100, all sides take longer than predicted. eager: the rate of a launch was
            measured with an addition, not with products. copied_in and graph_each: a kernel of a few
            rows takes longer than its start, because it waits for the kernel before it and for its
-           weights. We did not measure how long it takes alone. updated takes as long as eager
-           within the interval, and recaptured probably longer. So a capture saves nothing if it is
-           used only once.
+           weights. We did not measure how long such a kernel takes alone. The difference between
+           updated and eager is within the confidence interval. recaptured probably takes longer
+           than eager. So a capture saves nothing if it is used only once.
 Use when   Inputs arrive in new tensors. Copy them if they are small, which is what
            `torch.compile(mode="reduce-overhead")` does. Capture a graph for each address if there
-           are few addresses and the inputs are large. Update a graph if something changes that a
-           copy cannot replace, such as a grid or a scalar argument, and if that happens rarely.
+           are few addresses and the inputs are large. Update a graph if a grid or a scalar
+           argument changes, which no copy can do, and if such changes are rare.
 """
 
 from importlib import import_module
@@ -82,7 +82,7 @@ def graph_each(requests, weights):
 
 
 class Recorder:
-    """Captures again and again, into the memory of one pool. Without a GPU, it only calls."""
+    """Captures each call anew, with memory of one pool. Without a GPU, it calls the step."""
 
     def __init__(self, step):
         self.first, self.output = None, None
@@ -91,7 +91,7 @@ class Recorder:
         self.stream = torch.cuda.Stream()
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
-            for _ in range(3):  # creates what torch and cuBLAS create at the first use
+            for _ in range(3):  # the first call makes torch and cuBLAS create their state
                 step()
         torch.cuda.current_stream().wait_stream(self.stream)
         self.pool = torch.cuda.graph_pool_handle()
@@ -99,7 +99,7 @@ class Recorder:
         self.first.instantiate()
 
     def record(self, step):
-        """Return a graph of `step` without an instance, and its output."""
+        """Return a graph of `step` that is not instantiated, and the output tensor of `step`."""
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         with torch.cuda.stream(self.stream):
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
@@ -108,7 +108,7 @@ class Recorder:
         return graph, output
 
     def replay_new(self, step):
-        """Capture, instantiate and replay."""
+        """Capture `step` in a new graph, instantiate it, replay it, and return its output."""
         if self.first is None:
             return step()
         graph, output = self.record(step)
@@ -117,7 +117,7 @@ class Recorder:
         return output
 
     def replay_updated(self, step):
-        """Capture, update the first instance to the new graph, and replay it."""
+        """Capture `step`, update the first instance, replay it, and return the new output."""
         if self.first is None:
             return step()
         driver = import_module("cuda.bindings.driver")
@@ -149,7 +149,7 @@ def answered(width, **starts):
 
 
 def captured_again(width):
-    """Return the cost of recording all kernels, and of the replay. An instance has no rate."""
+    """Return the cost to record and replay all kernels. No rate for an instance was measured."""
     recorded = Cost(launches=KERNELS)
     return REQUESTS * (recorded + answered(width, launches=1, graph_nodes=KERNELS))
 

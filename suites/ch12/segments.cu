@@ -1,8 +1,8 @@
 // Sum segments of x. Segment s is x[offsets[s]] to x[offsets[s + 1] - 1], and may be empty.
 //
 // one_segment: one block sums segment s, and stores the sum in out[s].
-// block_per_segment: one_segment for all segments at once. Block s sums segment s.
-// warp_per_segment: block_per_segment, but a warp sums a segment, and no warp waits for another.
+// block_per_segment: sums all segments in one launch. Block s sums segment s.
+// warp_per_segment: like block_per_segment, but one warp sums a segment. No warp waits for another.
 
 constexpr unsigned WARPS = 8;
 

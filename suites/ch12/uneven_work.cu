@@ -4,7 +4,7 @@
 // static_share: warp w runs the items of its contiguous share, one after another.
 // interleaved: warp w runs the items w, w + warps, w + 2 * warps and so on.
 // queue: each warp takes the next item from a counter that all warps share.
-// queue_by_4: queue, but a warp takes four items at once.
+// queue_by_4: like queue, but a warp takes four items at once.
 // warp_per_item: warp w runs item w only. The grid has a warp for each item.
 
 // The factor and the increment of a step are arguments. If they were constants, the compiler would
@@ -36,7 +36,7 @@ extern "C" __global__ void interleaved(const unsigned* seed, const unsigned* ste
     run_item(seed, steps, out, factor, increment, i);
 }
 
-// The first lane takes the items for its warp, so that a warp makes one atomic.
+// The first lane takes items for its whole warp, so a warp makes one atomic at a time.
 template <unsigned each>
 __device__ void from_queue(const unsigned* seed, const unsigned* steps, unsigned* out,
                            unsigned factor, unsigned increment, unsigned* next, unsigned n) {

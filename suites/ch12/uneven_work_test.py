@@ -1,39 +1,39 @@
 """Uneven work: let each warp take its next item when it is done.
 
-Problem    n items, each of which is a random generator that runs a given number of steps. A warp
-           runs an item, with a seed of its own for each lane. One item in 128 is heavy: it has 32
-           times as many steps as the others. With order=last the heavy items follow the others, as
-           in data that are sorted by size. With order=random they are anywhere. With order=even
-           all items have the same number of steps, and two sides only claim to lose nothing.
+Problem    n items. Each item is a random generator that runs a given number of steps. A warp runs
+           an item, with a different seed in each lane. One item in 128 is heavy: it has 32 times as
+           many steps as the others. With order=last the heavy items follow the others, as in data
+           that are sorted by size. With order=random they are anywhere. With order=even all items
+           have the same number of steps, and the page claims only that two sides lose nothing.
 Baseline   static_share: as many warps as fit on the GPU. Each runs a contiguous share of the items.
-Optimized  interleaved: changes static_share. A warp's items are a whole grid apart, so items that
-           are heavy and lie together go to different warps.
-           queue: changes interleaved. Each warp takes the next item from a counter by an atomic. It
-           takes one when it is done with the last one, so no share is fixed.
-           queue_by_4: changes queue. A warp takes four items at once, for a quarter of the atomics.
-           warp_per_item: changes static_share. No share at all: the grid has a warp for each item,
-           and the GPU starts a block of 8 warps wherever one has ended. A block holds its place
-           until its slowest warp has ended.
+Optimized  interleaved: changes static_share. With W warps in the grid, a warp runs every W-th
+           item. So neighboring heavy items go to different warps.
+           queue: changes interleaved. When a warp has finished an item, it takes the next one from
+           a shared counter by an atomic. So the shares are not fixed.
+           queue_by_4: changes queue. A warp takes four items at once, so there are a quarter as
+           many atomics.
+           warp_per_item: changes static_share. There are no shares: the grid has a warp for each
+           item, and when a block of 8 warps has ended, the GPU starts the next one in its place.
+           A block keeps its place until its slowest warp has ended.
 Bound      Integer arithmetic, if all SMs are busy until the end. A heavy item takes its number of
-           steps times the latency of a multiply-add, no matter how many SMs are idle. So the last
-           heavy item to start decides when the kernel ends. The costs count the steps of all
-           items and spread them over the GPU, so they are the same for all sides. Any additional
-           time of a side is its imbalance.
+           steps times the latency of a multiply-add, no matter how many SMs are idle. So the heavy
+           item that starts last decides when the kernel ends. The costs count the steps of all
+           items and spread them evenly over the GPU, so all sides have nearly the same predicted
+           time. Any additional time of a side is due to its imbalance.
 Seen       static_share takes longer than predicted, and several times as long with order=last: the
            warps that have the heavy items end last. With order=last, interleaved takes as long as
-           predicted, so it leaves no imbalance. queue takes longer. Its atomics are not the reason:
-           on even items it makes as many, and takes as long as predicted. A warp of queue_by_4
-           takes four heavy items in a row, so it ends later still. With order=random, every side
-           takes longer than predicted. Probably the last heavy items to start then run beside idle
-           warps. No timeline was taken.
+           predicted, so its warps are balanced. queue takes longer. Its atomics are not the reason:
+           with order=even, queue makes the same number of atomics and takes as long as predicted. A
+           warp of queue_by_4 takes four heavy items in a row, so queue_by_4 takes even longer. With
+           order=random, every side takes longer than predicted. Probably the heavy items that start
+           last then run while other warps are idle. No timeline was recorded.
 Use when   Some items take much longer than others, and you do not know which. Start with a warp or
-           a block per item, because the GPU's scheduler is a queue too. With fixed shares,
-           interleave them: it costs nothing, and heavy items often lie together. Write your own
-           queue when the kernel keeps data in shared memory or registers, so that it must stay on
-           the GPU. If you know the long items, start them first. All warps update one address, so
-           let each atomic hand out enough work. But leave each warp several turns, because a queue
-           from which each warp takes once is a fixed share. If all items take the same time, a
-           queue gains nothing.
+           a block per item, because the GPU's scheduler is a queue too. If you use fixed shares,
+           interleave them: it costs nothing, and heavy items are often neighbors. Write your own
+           queue if blocks keep data in shared memory or registers between items. If you know which
+           items are long, start them first. All warps of a queue update one address, so take enough
+           work with each atomic. But let each warp take work several times. If it takes work only
+           once, its share is fixed. If all items take the same time, a queue gains nothing.
 """
 
 import torch
@@ -43,9 +43,9 @@ from pytest_aisp import Cost, Variant, Work, compare, cuda_module
 
 kernels = cuda_module("uneven_work.cu")
 BLOCK, WARPS, LANES = 256, 8, 32
-HEAVIER, EVERY = 32, 128  # a heavy item has so many times the steps, and is one among so many
+HEAVIER, EVERY = 32, 128  # a heavy item has HEAVIER times the steps; one item in EVERY is heavy
 FACTOR, INCREMENT, MASK = 1664525, 1013904223, 2**32 - 1
-STEP_OPS = 4  # a GPU multiplies and adds integers at half of its fp32 rate
+STEP_OPS = 4  # per multiply-add: integers have half the fp32 rate
 
 
 def steps_of_all(n, light):
@@ -65,7 +65,7 @@ def inputs(device, n, light, order):
 
 
 def reference(seeds, counts):
-    """Return the states after all steps: two times as many steps in each round."""
+    """Return the states after all steps. Round k makes 2^k steps if bit k of the count is set."""
     counts = counts.long()[:, None]
     states = seeds.long()[:, None] + torch.arange(LANES, device=seeds.device)
     a, c = FACTOR, INCREMENT  # 2^k steps multiply by a and add c, modulo 2^32
@@ -83,7 +83,7 @@ def run(kernel, blocks, seeds, counts, *counter):
 
 
 def blocks_at_once(seeds):
-    """Return how many blocks the GPU runs at once, or fewer, so that a warp has several items."""
+    """Return how many blocks fit on the GPU, or fewer, so that each warp has about 8 items."""
     gpu = torch.cuda.get_device_properties(seeds.device)
     resident = gpu.max_threads_per_multi_processor // BLOCK * gpu.multi_processor_count
     return min(resident, -(-seeds.numel() // (8 * WARPS)))
@@ -123,7 +123,7 @@ def fixed(n, light, order, atomics=0):
 
 
 def queued(each):
-    """Return the cost, as a function of the size, if a warp takes `each` items at once."""
+    """Return the cost function of a queue from which a warp takes `each` items at once."""
     fill = Cost(launches=1)
     return lambda n, light, order: fill + fixed(n, light, order, atomics=n / each)
 

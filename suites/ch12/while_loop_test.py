@@ -1,13 +1,13 @@
 """Loop until it converges: ask the GPU less often, or let the GPU repeat the loop itself.
 
 Problem    Shortest paths from a corner of a width x width grid whose cells cost 1 to 9, by
-           relaxation: each step updates every cell from its neighbors. It ends when a step changes
-           nothing. The number of steps depends on the costs. More steps than needed change
+           relaxation: each step updates every cell from its neighbors. The loop ends when a step
+           changes nothing. The number of steps depends on the costs. More steps than needed change
            nothing, so all sides return the same distances.
-Baseline   ask_always: two steps, and then the host waits for the flag that says whether they
+Baseline   ask_always: after every two steps, the host waits for a flag that says whether they
            changed anything.
-Optimized  ask_rarely: changes ask_always. The host asks after 16 steps, whether the last two
-           changed anything. So up to 14 more steps than necessary are made.
+Optimized  ask_rarely: changes ask_always. After every 16 steps, the host waits for the flag, which
+           says whether the last two changed anything. So it makes up to 14 unnecessary steps.
            captured: changes ask_rarely. The 16 steps are a CUDA graph. The host replays it, waits
            for the flag, and replays it again.
            while_node: changes ask_always. The two steps are the body of a while node of a CUDA
@@ -15,19 +15,21 @@ Optimized  ask_rarely: changes ask_always. The host asks after 16 steps, whether
            itself, and the host launches once.
 Bound      The host for ask_always, which waits in every iteration, and for ask_rarely, which
            launches each step. In captured and while_node, the GPU starts a small kernel for each
-           step. while_node has one more kernel in each iteration, and it decides whether to repeat.
-           No rate was measured for that decision, so the predicted time leaves it out. The number
-           of steps that are needed depends on the data. The costs assume two per row of the grid,
-           because nearly every shortest path goes right and down.
+           step. while_node has one more kernel in each iteration, which sets the node's condition.
+           Then the node decides whether to repeat. No rate was measured for the decision, so the
+           predicted time leaves it out. How many steps are needed depends on the data. The costs
+           assume two per row of the grid, because nearly every shortest path goes right and down.
 Seen       ask_always and ask_rarely take twice as long as predicted or more. A launch through
            `cuda_module` takes the host about twice as long as the rate `launch`, as in
-           `branch_test.py`. captured and while_node take longer too: `graph_node` was measured with
-           an addition to one number. In while_node, the decision adds to that. The number of steps
-           is not the reason: on a CPU, three grids of 256 x 256 needed 513 to 517.
-Use when   A loop ends when the data say so: solvers, searches, decoding until all sequences have
-           ended. Ask every few iterations first, if extra iterations do no harm. Use a while node
-           if they do harm, or if the host must be free. The body of a while node is a graph, so
-           its shapes are fixed. It needs a driver for CUDA 12.4 or newer.
+           `branch_test.py`. captured and while_node take longer than predicted too: `graph_node`
+           was measured with an addition to one number. In while_node, the decision also takes time.
+           The number of steps is not the reason: on a CPU, three grids of 256 x 256 needed 513 to
+           517.
+Use when   The data decide when a loop ends, as in solvers, searches, and decoding until all
+           sequences have ended. If extra iterations do no harm, first try to read the flag only
+           every few iterations. If they do harm, or if the host has other work, use a while node.
+           The body of a while node is a graph, so its shapes are fixed. A while node needs a driver
+           for CUDA 12.4 or newer.
 """
 
 from types import SimpleNamespace
@@ -52,9 +54,9 @@ def inputs(device, width):
 
 
 def reference(cost):
-    """Return the distances, each row from the one before it, forward and backward in turn."""
+    """Return the distances, by sweeps down and up the rows until nothing changes."""
     width, device = len(cost), cost.device
-    cost = cost.long().cpu()  # its many small steps take less time there
+    cost = cost.long().cpu()  # many small steps take less time on the CPU
     distance = torch.full((width + 2, width + 2), FAR, dtype=torch.int64)
     distance[1, 1] = 0
     for _ in range(width * width):
@@ -75,7 +77,7 @@ def reference(cost):
 
 
 def grid_of(cost):
-    """Return two arrays of distances with a border, between which the steps go back and forth."""
+    """Return the costs, the flag, and two bordered arrays of distances, which steps alternate."""
     shape = len(cost) + 2, len(cost) + 2
     return SimpleNamespace(
         cost=cost,
@@ -91,7 +93,7 @@ def start_over(grid):
 
 
 def two_steps(grid):
-    """Make a step there and a step back."""
+    """Make a step from the first array to the second one, and a step back."""
     width = len(grid.cost)
     relax = kernels.relax[(-(-width // BLOCK), width), BLOCK]
     for before, after in (grid.arrays, grid.arrays[::-1]):
@@ -99,7 +101,7 @@ def two_steps(grid):
 
 
 def make_steps(grid, number):
-    """Make an even number of steps. Afterwards the flag is about the last two."""
+    """Make an even number of steps. The flag then says if the last two changed anything."""
     for _ in range(number // 2 - 1):
         two_steps(grid)
     grid.changed.zero_()
@@ -189,12 +191,12 @@ def one_step(width, **starts):
 
 
 def iterations(width, steps):
-    """Return how many times `steps` steps are made until nothing changes."""
+    """Return how many rounds of `steps` steps it takes until nothing changes."""
     return -(-STEPS_PER_ROW * width // steps)
 
 
 def around(width, loop):
-    """Return the cost of `loop`, and of the start and the result."""
+    """Return the cost of a call: reset the arrays, run `loop`, and copy the result."""
     first = Cost(read=4 * width**2, launches=4, host_steps=2)
     return first + loop + Cost(write=4 * width**2, launches=1, host_steps=1)
 
