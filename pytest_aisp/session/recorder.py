@@ -109,7 +109,8 @@ class Recorder:
     def add_session(self, row: Row) -> None:
         """Store another session of a case that was already reported, measured on another board."""
         if row.recorded:
-            row.recorded.replace = False  # the first session has replaced them
+            # Add this session: with =all, the first session has already replaced the old results.
+            row.recorded.replace = False
             self._store(row, None)
 
     def add_canary(self, canary: Canary) -> None:
@@ -277,7 +278,7 @@ def stored_peaks(settings: Settings, products: Collection[str]) -> dict[str, Sto
 
 
 def git_state(root: Path) -> GitState | None:
-    """Return the commit, the branch, and whether tracked files changed; None without git."""
+    """Return the commit, the branch, and whether tracked files changed, or None if not in git."""
     commit = git.try_git(root, "rev-parse", "HEAD")
     if commit is None:
         return None

@@ -298,7 +298,7 @@ class RunContext:
             remaining, pause = remaining - pause, 2 * pause
 
     def recorded_tree(self, files: Mapping[str, str], page: Path, label: str) -> GitSnapshot:
-        """Return a folder tree with the recorded `files`. Each tree is unpacked only once.
+        """Return a source tree with the recorded `files`. Each tree is unpacked only once.
 
         Raises:
             GitError: the files cannot be read.

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from .measurement import Timing
 
 LIMIT = {"graph": 1.25, "host": 1.5, "cpu": 1.5}
-"""The largest allowed ratio between a side's time in the sandbox and its judged time, by clock.
+"""For each clock, how far a side's time in the sandbox may differ from its judged time, as a ratio.
 
 The clock ``queue`` has no limit: it queues calls behind a blocking kernel, and another process
 cannot time these calls.

@@ -23,7 +23,7 @@ class SharedWorkers:
         self._cases: dict[Place, list[str]] = {}
 
     def at(self, place: Place) -> Worker | None:
-        """Return the worker at `place`, or None if there is none or it has ended."""
+        """Return the worker at `place` if it is still running, or None."""
         current = self._workers.get(place)
         if isinstance(current, (WorkerProcess, RankSet)) and not current.alive:
             current.close()

@@ -294,7 +294,7 @@ class LiveProgress:
         self._terminal: TerminalReporter | None = None
 
     def pytest_sessionstart(self) -> None:
-        # Not earlier: pytest registers its reporter after it has configured the plugins.
+        # pytest registers its reporter after it has configured the plugins, so look it up now.
         self._terminal = self._config.pluginmanager.get_plugin("terminalreporter")
         if self._terminal:
             self._run.announce = self._announce

@@ -96,7 +96,7 @@ def _is_unused(
 
 
 def _places(chapter: str, settings: Settings) -> Iterator[Path]:
-    """Yield the possible folders of a chapter. A dot separates folders or is part of a name."""
+    """Yield the possible folders of a chapter. A dot in its name may separate folders."""
     for base in settings.pages or (settings.root,):
         yield (base / chapter).resolve()
         yield base.joinpath(*chapter.split(".")).resolve()
@@ -105,6 +105,6 @@ def _places(chapter: str, settings: Settings) -> Iterator[Path]:
 
 
 def missing_files(rows: Iterable[Row], root: Path) -> list[str]:
-    """Return the files of stored results that new cases need and git tracks, but are missing."""
+    """Return the missing files of stored results that git tracks and that new cases need."""
     files = {row.file for row in rows if row.verdict == "new" and not Path(row.file).exists()}
     return [file for file in sorted(files) if git.try_git(root, "ls-files", "--", file)]

@@ -163,7 +163,7 @@ def touched(
 
 
 def _test_differs(case: tuple[str, str], new: PageSyntax, old: PageSyntax) -> bool:
-    """Return whether a case is new, or its test or its entry in the list of variants differs."""
+    """Return whether a case is new, or its test or its variant's expression has changed."""
     test, variant = case
     now, then = new.tests.get(test), old.tests.get(test)
     if now is None or then is None:
@@ -239,6 +239,6 @@ def _touched_cases(
             PageSyntax.of(each.read_text(encoding="utf-8")) for each in (here, then)
         )
         found = touched(ids, new_page, old_page, _changed_files(pages, here, then, old), files_of)
-    except (SyntaxError, ValueError):  # of the old page
+    except (SyntaxError, ValueError):  # the old page cannot be parsed
         found = ids
     return [case.nodeid for case in cases if (case.function, case.variant) in found]

@@ -292,7 +292,7 @@ def data_sheet_result(catalog: Catalog, product: str, *, as_json: bool) -> CliRe
 def _data_sheet_sides(
     catalog: Catalog, reference: str, product: str, measured: Peaks
 ) -> Iterator[SideFromDataSheet]:
-    """Yield the sides with a cost of each case stored for `reference`, a baseline once per size."""
+    """Yield all sides with a cost stored for `reference`. A baseline appears once per size."""
     peaks, name = estimate(product, measured), product + reference.removeprefix(REFERENCE)
     cases = {(case.chapter, case.key): case for case in catalog.cases}
     baselines = set()
