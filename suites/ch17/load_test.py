@@ -12,13 +12,14 @@ Problem    Serve `requests` requests with a decoder in bf16 (`suites/decoder.py`
 Baseline   static: all requests that have arrived when the batch is empty start together, up to
            `slots` of them. The next group starts when the longest answer has ended.
            continuous: the baseline of chunked.
-Optimized  continuous: of static. A request starts as soon as it has arrived and a row is free. Its
-           whole prompt is computed in one call, and all decoding rows wait for it.
-           chunked: of continuous. Prompts are computed in chunks, one prompt after another. After
-           each chunk, all decoding rows make a step. The total time is longer. But no token waits
-           for more than one chunk, so the limit on the time between tokens (ITL) does not depend on
-           the length of prompts. Serving engines put a chunk and a step into one call, which saves
-           one pass over the weights: `mixed` of `chunked_prefill_test.py` in chapter 15.
+Optimized  continuous: changes static. A request starts as soon as it has arrived and a row is free.
+           Its whole prompt is computed in one call, and all decoding rows wait for it.
+           chunked: changes continuous. Prompts are computed in chunks, one prompt after another.
+           After each chunk, all decoding rows make a step. The total time is longer. But no token
+           waits for more than one chunk, so the limit on the time between tokens (ITL) does not
+           depend on the length of prompts. Serving engines put a chunk and a step into one call,
+           which saves one pass over the weights: `mixed` of `chunked_prefill_test.py` in chapter
+           15.
 Bound      The arrivals, while a side keeps up with them. All sides then take about the same time.
            Above a side's capacity, requests wait in line, and a call takes `requests` divided by
            the capacity. A step is a CUDA graph in all sides, limited by DRAM and by the starts of

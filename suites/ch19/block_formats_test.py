@@ -1,9 +1,10 @@
 """Blocks that share a scale: quantize to MXFP8 or NVFP4 in one pass.
 
-Problem    x (rows, k) in bf16 becomes codes and scales, as a Blackwell GPU's products take them but
-           in plain order. MXFP8: a code of e4m3 per element, and per 32 a scale that is a power of
-           two, one byte. NVFP4: a code of e2m1 per element, two to a byte, and per 16 a scale of
-           e4m3. NVFP4's scale of the whole tensor is 1 here.
+Problem    Quantize x (rows, k) from bf16 to codes and scales. Matrix products on a Blackwell GPU
+           take the same codes and scales, but the scales in another order. MXFP8: an e4m3 code per
+           element, and a one-byte scale, a power of two, per 32 elements. NVFP4: an e2m1 code per
+           element, two codes in a byte, and an e4m3 scale per 16 elements. NVFP4 also has a scale
+           for the whole tensor, which is 1 here.
 Baseline   eager: the definition of MXFP8 in PyTorch, one kernel for each operation.
            compiled_fp4: the definition of NVFP4 through `torch.compile`. Eager would be too easy
            to beat: PyTorch has no cast to e2m1, so it would launch two kernels for each of seven
@@ -13,25 +14,27 @@ Optimized  compiled: like eager, through `torch.compile`.
            fused_fp4: changes compiled_fp4. One Triton kernel.
 Bound      DRAM for MXFP8. One pass reads 2 bytes per element and writes about 1. eager writes and
            reads its intermediate values, most of them in fp32. fused runs 19 instructions per
-           element on sm90. On an H200, they take about as long as the reads and writes.
-           Instructions for NVFP4: fused_fp4 runs 35 per element, because it compares with seven
-           midpoints, which is exact, and a division would not be. On an H200, they take almost
-           twice as long as the reads and writes. compiled_fp4 compares as often. It also stores
-           each code in a byte, and a second kernel packs two of them.
-Seen       On an H100, compiled_fp4 takes more than twice as long as predicted, and most of the gain
-           of fused_fp4 comes from there. We did not examine the code of compiled_fp4 for a GPU. It
-           probably runs more instructions per element than its cost, which takes the number of
-           fused_fp4. eager takes longer than its passes predict. We did not time its kernels one by
-           one. Probably those that find the largest of 32 elements and multiply by a factor per
-           block are slower than a copy.
-Use when   You quantize in the call, as for activations. Then one pass is the difference between a
-           gain and a loss of the whole product. For MXFP8, compile the definition, which costs one
-           line and is as fast as fused. For NVFP4, write the kernel.
-           The page accepts no error: codes and scales must be those of the definition, bit for bit.
-           The formats themselves lose accuracy. MXFP8 rounds an element by up to 2^-4 of it. Its
-           scale is a power of two, and values above 448 times the scale are clamped to that. So the
-           largest elements of a block lose up to 2^-3. NVFP4 rounds an element of half a scale or
-           more by up to a third of it. Smaller ones become 0 or half a scale.
+           element on sm90. On an H200, these instructions take about as long as the reads and
+           writes. Instructions for NVFP4: fused_fp4 runs 35 instructions per element, because it
+           compares each element with seven midpoints. Comparisons are exact, while a division would
+           round. On an H200, these instructions take almost twice as long as the reads and writes.
+           compiled_fp4 makes the same comparisons. It also stores each code in a byte, and a second
+           kernel packs two codes into one byte.
+Seen       On an H100, compiled_fp4 takes more than twice as long as predicted. This accounts for
+           most of the gain of fused_fp4. We did not examine the GPU code of compiled_fp4. Its cost
+           assumes as many instructions per element as fused_fp4 has, and it probably runs more.
+           eager takes longer than predicted from its passes. We did not time its kernels one by
+           one. Probably two kinds are slower than a copy: those that find the largest of 32
+           elements, and those that multiply by a factor per block.
+Use when   You quantize in the call, as for activations. Then quantizing in one pass can decide
+           whether the low-precision product is faster or slower than bf16. For MXFP8, compile the
+           definition, which costs one line and is as fast as fused. For NVFP4, write the kernel.
+           The page accepts no error: codes and scales must equal those of the definition, bit for
+           bit. The formats themselves lose accuracy. MXFP8 rounds an element by up to 2^-4 of its
+           value. Its scale is a power of two, and values above 448 times the scale are clamped to
+           448 times the scale. So the largest elements of a block lose up to 2^-3 of their value.
+           NVFP4 rounds an element by up to a third of its value if the element is at least half the
+           scale. Smaller elements become 0 or half the scale.
 """
 
 import functools
@@ -48,7 +51,7 @@ E4M3, E2M1 = 448.0, 6.0  # the largest numbers
 SIXTH = 1 / E2M1
 """fp32's sixth. Six times a number of 5 bits, times this, rounds to that number. So a value in the
 middle of two numbers of e4m3 stays there, as in the reference, which divides."""
-BIAS = 127  # of the exponents of fp32 and of MXFP8's scales
+BIAS = 127  # bias bias of the exponents of fp32 and of MXFP8's scales
 # Between two neighbors among e2m1's 0, 0.5, 1, 1.5, 2, 3, 4 and 6, and whether the middle itself
 # rounds up, to the code that is even.
 MIDDLES = ((0.25, False), (0.75, True), (1.25, False), (1.75, True))
@@ -64,7 +67,7 @@ def inputs(device, rows, k):
 
 
 def nearest(x, numbers):
-    """Return which of the ascending `numbers` is nearest to each element, and of two the even."""
+    """Return each element's nearest index in the ascending `numbers`; ties go to even indices."""
     above = torch.searchsorted(numbers, x).clamp(1, len(numbers) - 1)
     low, high = x - numbers[above - 1], numbers[above] - x
     up = (high < low) | ((high == low) & (above % 2 == 0))
@@ -72,7 +75,7 @@ def nearest(x, numbers):
 
 
 def codes_of_definition(x, numbers):
-    """Return the codes in the order of the numbers, with the sign in the bit above them."""
+    """Return each element's code: the index of its number, with the sign in the bit above."""
     sign = (x.signbit()) * len(numbers)
     return (nearest(x.abs(), numbers) + sign).to(torch.uint8)
 
@@ -122,7 +125,7 @@ def nvfp4(x):
     scales = (blocks.abs().amax(dim=-1) * SIXTH).to(torch.float8_e4m3fn)
     size, scale = blocks.abs(), scales.float().clamp(min=2.0**-9).unsqueeze(-1)
     codes = (blocks.view(torch.int32) >> 28) & 8
-    # The products are exact, and a quotient would be rounded.
+    # These products are exact. A quotient would be rounded.
     for middle, up in MIDDLES:
         codes += (size >= middle * scale) if up else (size > middle * scale)
     codes = codes.to(torch.uint8).view(x.shape)
@@ -156,7 +159,7 @@ def mxfp8_kernel(x, codes, scales, blocks, BLOCKS: tl.constexpr):
     exponent = tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) - 8, 0)
     factor = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
     scaled = values * factor[:, None]
-    # Below 2^-6 e4m3's step is 2^-9. Adding a number whose step that is rounds to it.
+    # Below 2^-6, e4m3's step is 2^-9. Adding a number with the same step rounds to that step.
     small = (scaled + 3 * 2.0**13) - 3 * 2.0**13
     rounded = tl.where(tl.abs(scaled) < 2.0**-6, small, to_even(scaled, DROPPED=20))
     rounded = tl.minimum(tl.maximum(rounded, -448.0), 448.0)
@@ -250,7 +253,7 @@ def nvfp4_cost(rows, k):
 
 
 def compiled_fp4_cost(rows, k):
-    # Inductor stores each code in a byte, and packs them in a second kernel.
+    # Inductor stores each code in a byte and packs the codes in a second kernel.
     packing = Cost(read=rows * k, write=0.5 * rows * k, launches=1)
     return one_pass(rows, k, 1, NV, INSTRUCTIONS_FP4) + packing
 

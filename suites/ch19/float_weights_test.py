@@ -1,35 +1,35 @@
 """Small floats as weights: a decode step reads weights in 16, 8, 6 or 4 bits.
 
-Problem    y = x W^T for the few rows of a decode step. x (rows, k), W (n, k) and y are bf16. The
-           weights are the page's state.
+Problem    y = x W^T, where x has few rows, as in a decode step. x (rows, k), W (n, k) and y are
+           bf16. W is the page's state.
 Baseline   bf16: `torch.nn.functional.linear`, which calls cuBLAS.
 Optimized  All variants are one Triton kernel, which converts weights to bf16 in registers. x stays
-           bf16. From fp8 on, W is quantized once, before the timed part, and 32 weights of a row
-           share a scale that is a power of two, as in the OCP's MX formats.
-           streamed: bf16 with this kernel. It shows the effect of the kernel alone.
+           bf16. In fp8, fp6 and fp4, W is quantized once, before the timed part. Each 32 weights of
+           a row share a scale, a power of two, as in the OCP's MX formats.
+           streamed: bf16 with this kernel. It shows what the kernel changes without quantization.
            fp8: changes streamed. MXFP8: e4m3, one byte per weight.
-           fp6: changes fp8. MXFP6: e2m3. Three bytes hold four weights: each byte has the code of
-           one weight, and two bits of the fourth weight's code.
+           fp6: changes fp8. MXFP6: e2m3. Three bytes hold four weights: each byte holds the code of
+           one weight and two bits of the fourth code.
            fp4: changes fp6. MXFP4: e2m1, two weights in a byte.
 Bound      DRAM for bf16, streamed and fp8. The L2 of an H100 is too small for the weights of any
            side. Instructions for fp6 and fp4. No GPU before Blackwell converts codes of six or four
-           bits. So the kernel moves their bits to the place where fp32 has them, and multiplies
-           with the scale. nvdisasm counts 6 instructions per weight for fp8, 11 for fp6 and 8 for
-           fp4 in the loop for sm90, with the largest of the autotuner's tiles per warp. Smaller
-           ones take up to one more. So fp6 saves a quarter of fp8's memory but should take longer.
-           The products always have 16 rows, so 1 row and 16 rows should take the same time.
+           bits. So the kernel shifts the bits of a code to where fp32 has its exponent and
+           mantissa, and multiplies by the scale. In nvdisasm's listing for sm90, the loop has 6
+           instructions per weight for fp8, 11 for fp6 and 8 for fp4, with the autotuner's largest
+           tile per warp. Smaller tiles take up to one more. So fp6 saves a quarter of fp8's memory
+           but should take longer. The products always have 16 rows, so 1 row and 16 rows should
+           take the same time.
 Seen       On an H100, streamed takes as long as bf16 and as long as predicted. fp8 takes a third
-           longer than predicted, fp4 half as long again, and fp6 almost twice as long, so that it
-           is slower than bf16. 1 row and 16 rows take the same time, as expected. Loads and
-           conversions probably overlap only in part. We did not profile the loop.
-Use when   A few rows meet large weights, as in a decode step. fp6 if memory is scarce and four
-           bits lose too much: e2m3 has as many mantissa bits as e4m3, and the scale of 32 weights
-           makes up for its smaller range. int4 with a scale per 128 weights takes fewer
-           instructions than fp4 (`../ch13/weight_only_test.py`), but its steps are all equal.
-           Weights must be below 2^63.
-           The check accepts what rounding each operand by 2^-4 of it (fp8, fp6), or a weight by
-           2^-2 of it (fp4), would change. The small formats claim no speedup, because only one
-           board has run them.
+           longer than predicted, and fp4 half as long again. fp6 takes almost twice as long as
+           predicted and is slower than bf16. 1 row and 16 rows take the same time, as expected.
+           Loads and conversions probably overlap only in part. We did not profile the loop.
+Use when   A product has few rows and large weights, as in a decode step. Use fp6 if memory is
+           scarce and four bits lose too much accuracy: e2m3 has as many mantissa bits as e4m3, and
+           the scale of 32 weights makes up for its smaller range. int4 with a scale per 128 weights
+           takes fewer instructions than fp4 (`../ch13/weight_only_test.py`), but its steps are all
+           equal. Weights must be below 2^63. The check accepts the error that rounding would cause:
+           of each operand by 2^-4 of its value (fp8, fp6), or of each weight by 2^-2 of its value
+           (fp4). The small formats claim no speedup, because only one board has run them.
 """
 
 import torch
@@ -57,8 +57,8 @@ CONFIGS = [
 def number(code, MANTISSA: tl.constexpr):
     """Return the number of a code of e2m3 or e2m1, times 2^-126.
 
-    The code's bits become the last two of fp32's exponent and the first of its mantissa. So a code
-    below the smallest normal number becomes such a number of fp32, too.
+    The code's bits become the last two of fp32's exponent and the first of its mantissa. So a
+    subnormal code becomes a subnormal number of fp32.
     """
     SIGN: tl.constexpr = 4 << MANTISSA
     bits = ((code & (SIGN - 1)) << (23 - MANTISSA)) | ((code & SIGN) << (29 - MANTISSA))
@@ -131,7 +131,7 @@ def linear_kernel(
                     part, N, PRODUCT, 63,
                 )  # fmt: skip
     if BITS < 8:
-        total *= 9223372036854775808.0  # 2^63, the other half of the exponent that is missing
+        total *= 9223372036854775808.0  # 2^63: the rest of the missing exponent
     place = out + row[:, None] * n + column[None, :]
     here = (row[:, None] < rows) & (column[None, :] < n)
     tl.store(place, to_even(total, DROPPED=16).to(tl.bfloat16), mask=here)
@@ -209,7 +209,7 @@ def weight_bytes(n, k, bits):
 
 
 def product(rows, n, k, bits, instructions=0):
-    """Return the cost of one product. Each instruction takes the slot of a multiply-add of fp32."""
+    """Return the cost of one product. Each instruction counts as one fp32 multiply-add."""
     return Cost(
         read=weight_bytes(n, k, bits) + 2 * rows * k,
         write=2 * rows * n,
@@ -230,7 +230,7 @@ def product(rows, n, k, bits, instructions=0):
     inputs=inputs,
     reference=reference,
     sizes=[{"rows": rows, "n": 28672, "k": 8192} for rows in (1, 16)],
-    # The tolerance of four bits is wide, so detecting a stale answer takes many elements.
+    # The tolerance for four bits is wide. So many elements are needed to detect a stale answer.
     check_sizes=[{"rows": 7, "n": 150, "k": 640}, {"rows": 3, "n": 256, "k": 384}],
     work=lambda rows, n, k: Work(
         read=weight_bytes(n, k, 4) + 2 * rows * k, write=2 * rows * n, terms=k

@@ -1,50 +1,53 @@
-"""FP8 with a scale per block: what finer scales and exact sums take from FP8's gain.
+"""FP8 with a scale per block: how much of FP8's gain finer scales and exact sums cost.
 
 Problem    y = x W^T, x (m, k) and W (n, k) in bf16, y in bf16. W is the page's state.
-           The second test is the product alone: x and W are codes with a scale for each row.
+           The second test times only the product: x and W are already codes with a scale per row.
 Baseline   bf16: `torch.nn.functional.linear`, which is cuBLASLt.
-           library: in the second test, `torch._scaled_mm` with fast sums, as in by_rows. On Hopper
-           it is cuBLASLt, from CUDA 12.9 on.
+           library: in the second test, `torch._scaled_mm` with fast sums: as in by_rows, tensor
+           cores sum over all of k. On Hopper, it calls cuBLASLt from CUDA 12.9 on.
 Optimized  All variants multiply in e4m3. Triton kernels quantize x in the call, multiply, and scale
            before they store. W is quantized once, before the timed part.
            by_rows: a scale for each row of x and of W. Tensor cores sum over all of k.
-           summed: changes by_rows. CUDA cores add up the sums over 128 channels, and tensor cores
-           start each of these sums at 0.
+           summed: changes by_rows. Tensor cores sum over 128 channels at a time, starting at 0.
+           CUDA cores add up these sums.
            by_blocks: changes summed. A scale for each 128 elements of a row of x, and for each 128
-           x 128 elements of W, as in DeepSeek-V3 (arXiv:2412.19437). It multiplies each sum over
-           128 channels.
+           x 128 elements of W, as in DeepSeek-V3 (arXiv:2412.19437). Each sum over 128 channels is
+           multiplied by its two scales.
            hopper_rows: changes by_rows. The product is a kernel in CUDA C++, with TMA, tiles of
            128 x 256, a warp that only loads, and one block per SM.
-           hopper_summed: changes summed in the same way. But its tiles are 128 x 128, and two
-           blocks load each tile of W together.
-           hopper_blocks: changes by_blocks in the same way, with the tiles of hopper_summed.
+           hopper_summed: changes summed. The same kind of kernel in CUDA C++, but its tiles are 128
+           x 128, and two blocks load each tile of W together.
+           hopper_blocks: changes by_blocks. The same kind of kernel, with the tiles of
+           hopper_summed.
            product_by_rows: in the second test, the product of hopper_rows.
            product_summed: in the second test, the product of hopper_summed.
            library_summed: changes library, by `use_fast_accum=False`. cuBLASLt then promotes its
            sums to a higher precision at intervals. Compare product_summed with this one.
 Bound      Tensor cores, at twice the rate of bf16. summed and by_blocks add one multiply-add on
            CUDA cores for every 128 on tensor cores. That is little work, but a block's tensor cores
-           wait for it. The second set of sums costs more. In the code for sm90, a thread of a
-           128 x 128 tile needs 170 registers in place of 117. So only one block fits on an SM, and
-           no second block has work for the tensor cores meanwhile. Tiles of 64 x 128 leave room for
-           two, and read more bytes. So summed and by_blocks claim no speedup over bf16. In
-           hopper_summed and hopper_blocks, each of two warpgroups has half of the tile. While one
-           adds up its sums, the other one's products can run.
-Seen       On an H100, all variants take longer than predicted. The rate `fp8` is that of a
-           library's product. by_rows does not reach it, and we did not measure why. summed and
-           by_blocks have a single block per SM, as *Bound* says, so nothing hides its waits. summed
-           is as fast as bf16, and by_blocks is slower than bf16. The kernels in CUDA C++ have not
-           run on a GPU yet. nvdisasm shows their products, `QGMMA`, and no spills.
-Use when   by_rows for speed, if rows are alike in size along k: it has no such waits, and cuBLASLt
-           offers it (`../ch13/fp8_linear_test.py`). summed and by_blocks are for accuracy, and with
-           these kernels they gain no time over bf16. summed for a long k: Hopper's tensor cores
-           keep about 14 bits of a sum of FP8 products, which may matter in training. by_blocks if
-           parts of a row differ in size by more than 2^15. That is what e4m3 covers between its
-           largest number and the smallest one with all bits. Not for outliers of a few channels,
-           because e4m3's steps are relative to each value. The check accepts the error that
-           rounding each operand by 2^-4 of its value would cause. On these inputs, which are
-           normal, all variants lose about the same. The products beside the library may differ as
-           much, although their operands are codes: tensor cores round the sums.
+           wait for it. The registers for a second set of sums cost more. In the code for sm90, a
+           thread of a 128 x 128 tile needs 170 registers in place of 117. So only one block fits on
+           an SM, and no second block can use the tensor cores during the wait. Tiles of 64 x 128
+           leave room for two blocks, but read more bytes. So summed and by_blocks claim no speedup
+           over bf16. In hopper_summed and hopper_blocks, each of two warpgroups has half of the
+           tile. While one warpgroup adds up its sums, the products of the other can run.
+Seen       On an H100, all variants take longer than predicted. The predictions use the rate `fp8`,
+           which was measured with a library's product. by_rows does not reach this rate, and we did
+           not measure why. summed and by_blocks have one block per SM (see *Bound*), so nothing
+           hides the block's waits. summed is as fast as bf16, and by_blocks is slower than bf16.
+           The kernels in CUDA C++ have not run on a GPU yet. nvdisasm shows their products,
+           `QGMMA`, and no spills.
+Use when   Use by_rows for speed, if the values along a row are similar in size: it does not wait
+           for CUDA cores, and cuBLASLt offers it (`../ch13/fp8_linear_test.py`). summed and
+           by_blocks are for accuracy. With these kernels they save no time over bf16. Use summed
+           for a long k: Hopper's tensor cores keep about 14 bits of a sum of FP8 products, which
+           may matter in training. Use by_blocks if parts of a row differ in size by more than 2^15,
+           the ratio of e4m3's largest number to its smallest normal one. Outliers in a few channels
+           do not need by_blocks, because e4m3's steps are relative to each value. The check accepts
+           the error that rounding each operand by 2^-4 of its value would cause. On these normally
+           distributed inputs, all variants lose about the same. In the second test, products may
+           differ from the library's by the same amount. There the operands are codes, but tensor
+           cores round the sums.
 """
 
 import torch
@@ -88,7 +91,7 @@ def rows_kernel(
     scale = tl.maximum(largest, 1e-12) / LARGEST
     rounded = to_even(values / scale[:, None], DROPPED=20)
     tl.store(out + start + at, rounded.to(tl.float8e4nv), mask=at < k)
-    # Those of a block's column lie side by side. With one scale per row, only the first is stored.
+    # The scales of a column of blocks are contiguous. One scale per row: store only the first.
     here = (block * SIDE < k) if BLOCKS else block == 0
     tl.store(scales + block * m + row, scale, mask=here)
 
@@ -341,7 +344,7 @@ def product_cost(m, n, k, added=0):
     inputs=codes,
     reference=reference_of_codes,
     sizes=[{"m": 8192, "n": 8192, "k": 8192}],
-    # Less than a tile, parts of tiles in all dimensions, and more tiles than an H200 has SMs.
+    # Sizes below one tile, partial tiles in all dimensions, and more tiles than an H200 has SMs.
     # `_scaled_mm` needs multiples of 16 for k and n.
     check_sizes=[
         {"m": 35, "n": 208, "k": 384},
@@ -357,7 +360,7 @@ def product_cost(m, n, k, added=0):
     costs={
         library: product_cost,
         product_by_rows: product_cost,
-        # cuBLASLt does not say at which intervals. Ours is taken for both.
+        # cuBLASLt's interval is not documented. The cost assumes ours for both.
         **dict.fromkeys(
             (product_summed, library_summed), lambda m, n, k: product_cost(m, n, k, added=1)
         ),

@@ -1,44 +1,47 @@
 """Grouped FP8: one kernel for all experts, which reads the groups' sizes on the GPU.
 
-Problem    One product of a layer of experts in inference. x is (rows, k) in bf16, sorted by expert.
-           Each expert has a W of (n, k), and y = x W^T of its rows is in bf16. Expert 0 is 4 times
-           as likely as the last one, and some may get no row. The ends of the groups are on the
-           GPU only, because a router on the GPU has drawn them. The weights are the page's state.
-Baseline   looped: reads the ends, which waits for the GPU, and calls `torch.mm` in bf16 for each
-           expert with rows, into its rows of the result.
+Problem    One matrix product of a mixture-of-experts layer in inference. x is (rows, k) in bf16,
+           sorted by expert. Each expert has a W of (n, k). For its rows of x, y = x W^T is
+           computed, in bf16. A token chooses expert 0 4 times as often as the last expert, and some
+           experts may get no row. The index where each expert's rows end is only in GPU memory,
+           because a router on the GPU computed it. The weights are the page's state.
+Baseline   looped: copies the ends to the host, which waits for the GPU. For each expert with rows,
+           it calls `torch.mm` in bf16, which writes the expert's rows of the result.
            bf16: `grouped_mm` in bf16. It is the baseline of the second test.
 Optimized  All variants multiply in e4m3, with a scale for each row of x and of W. They quantize W
-           once, before the timed part. They quantize x in the call, all by one Triton kernel.
+           once, before the timed part. They quantize x in the call, with the same Triton kernel.
            looped_fp8: changes looped. `torch._scaled_mm` for each expert.
-           grouped: changes looped_fp8. One Triton kernel for all experts. Its grid has room for the
-           most tiles that there can be. Each program finds its expert in the ends, and those
+           grouped: changes looped_fp8. One Triton kernel for all experts. Its grid covers the
+           largest possible number of tiles. Each program finds its expert from the ends. Programs
            without a tile exit.
            library: `torch._scaled_grouped_mm`, which reads the ends on the GPU too.
-Bound      The host for the loops at 64 experts: FP8 cannot gain there, so looped_fp8 claims
-           nothing. With 8 experts, the products take longer than their launches, so a loop loses
-           only the wait, and the tail of each product. DRAM for grouped at 512 rows, because each
-           weight is read for few rows, and tensor cores for more rows. With few rows the tuner may
-           take tiles of 16. Triton computes those in fp16 on Hopper, which is exact and fast enough
-           for DRAM. The second test compares FP8 with bf16 in GPU time: half of the bytes of W, or
-           twice the rate of the tensor cores, less what quantizing x costs. There library changes
-           the type alone, and grouped the kernel too.
-Seen       On an H100, the loops at 64 experts take two to four times as long as predicted: a call
-           of `torch.mm` takes the host longer than the rate `launch`, and a call of
-           `torch._scaled_mm` takes even longer. So looped_fp8 is slower there than the loop in
-           bf16. With few rows, grouped and library are limited by the host too, which the second
-           test leaves out. With many rows, all grouped products take about half as long again as
-           predicted, in bf16 too. The costs assume the rate of one large product and do not count
+Bound      The host limits the loops at 64 experts. FP8 cannot gain there, so looped_fp8 claims no
+           speedup. With 8 experts, the products take longer than their launches. So a loop loses
+           only the wait for the ends and the tail of each product. DRAM limits grouped at 512 rows,
+           because each weight is read for few rows. Tensor cores limit it with more rows. With few
+           rows, the autotuner may choose tiles of 16 rows. On Hopper, Triton multiplies these in
+           fp16, which is exact and fast enough to keep up with DRAM. The second test compares the
+           GPU time of FP8 and bf16. FP8 has half of the bytes of W or twice the rate of the tensor
+           cores, but has to quantize x. In this test, library changes only the type. grouped also
+           changes the kernel.
+Seen       On an H100, the loops at 64 experts take two to four times as long as predicted. The
+           prediction uses the rate `launch`. The host needs more time for a call of `torch.mm`, and
+           even more for `torch._scaled_mm`. So looped_fp8 is slower there than the loop in bf16.
+           With few rows, the host limits grouped and library, too. The second test excludes the
+           host's time. With many rows, all grouped products take about half as long again as
+           predicted, also in bf16. The costs assume the rate of one large product and do not count
            empty rows of tiles. We did not measure which of the two matters. grouped is about as
            fast as library.
 Use when   There are many experts, or the layer is part of a captured graph. A loop cannot be
            captured, because the host reads where groups end. Outside a graph, a loop is enough for
-           a few large experts. No side gets the sizes on the host: that needs a router on the host,
-           or a fixed capacity per expert (`../ch17/capacity_test.py`). cuBLASLt needs the scales of
-           each product at a multiple of 16 bytes. So groups have multiples of 4 rows in the first
-           test, as a dispatcher pads them. In the second test they have any size. The check accepts
-           the error that rounding x, W and the outputs by 2^-4 of each value would cause. All FP8
-           sides lose the same, because they quantize alike and add in the tensor cores. Scales per
-           block: `fp8_blocks_test.py`.
+           a few large experts. No side gets the groups' sizes on the host. To have them there, use
+           a router on the host, or a fixed capacity per expert (`../ch17/capacity_test.py`).
+           cuBLASLt needs each product's scales aligned to 16 bytes. So in the first test, groups
+           have multiples of 4 rows, as if a dispatcher had padded them. In the second test, groups
+           have any number of rows. The check accepts the error that rounding x, W and the outputs
+           by 2^-4 of each value would cause. All FP8 sides lose the same accuracy, because they
+           quantize in the same way and sum in the tensor cores. For scales per block, see
+           `fp8_blocks_test.py`.
 """
 
 import functools
@@ -151,7 +154,7 @@ def reference(w, x, ends):
 def groups_of(ends):
     """Wait for the GPU, and return where the rows of each expert begin and end."""
     if ends.is_cuda and not torch.cuda.is_available():
-        return [(0, 0)] * len(ends)  # --aisp-compile runs the page with tensors without values
+        return [(0, 0)] * len(ends)  # --aisp-compile runs the page with tensors that have no values
     return list(pairwise([0, *ends.tolist()]))
 
 
@@ -220,7 +223,7 @@ def multiplied(x, w, w_scales, ends):
     out = x.new_empty(rows, n)
 
     def grid(meta):
-        # The most tiles that there can be: all rows are in full tiles, and each expert has a rest.
+        # An upper bound: all rows fill whole tiles, and each expert has one partial tile more.
         return ((rows // meta["M"] + min(experts, rows)) * triton.cdiv(n, SIDE),)
 
     grouped_kernel[grid](
@@ -247,7 +250,7 @@ def bf16(w, x, ends):
 
 
 def used(experts, rows, multiple):
-    """Return how many experts have a row, on average."""
+    """Return the expected number of experts that have at least one row."""
     chances = torch.linspace(POPULAR, 1.0, experts, dtype=torch.float64)
     absent = (1 - chances / chances.sum()) ** (rows // multiple)
     return float((1 - absent).sum())
@@ -360,7 +363,7 @@ def test_fp8_grouped_against_bf16(pair):
 
 
 class TestRefused:
-    """The kernel refuses what it does not take, before the launch."""
+    """The kernel refuses unsupported tensors before the launch."""
 
     @pytest.mark.parametrize(
         ("x", "ends", "words"),

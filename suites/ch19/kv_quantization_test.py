@@ -1,35 +1,35 @@
 """KV cache in 8 bits: a decode step reads the whole cache, so make the cache smaller.
 
-Problem    Attention of one new token per sequence: 64 heads in 8 groups, each of which shares keys
-           and values, with 128 numbers per head. Queries, cache and outputs are in bf16. The cache
-           is the page's state.
+Problem    Attention of one new token per sequence, with 64 heads of 128 numbers. Each of 8 groups
+           of heads shares its keys and values. Queries, cache and outputs are in bf16. The cache is
+           the page's state.
 Baseline   library: `torch.nn.functional.scaled_dot_product_attention`.
 Optimized  streamed: two Triton kernels. The first attends to 1024 tokens per program and the second
-           joins the results. It shows the effect of the kernels without fewer bytes.
+           joins the results. It shows what the kernels change by themselves, with the same bytes.
            int8_cache: changes streamed. Keys and values have one byte per number, and one fp32
            scale per token and group.
-           fp8_cache: like int8_cache, with e4m3 in place of integers. The cache is quantized before
-           the timed part on both sides that need it, because a decode step quantizes only its own
-           token.
+           fp8_cache: like int8_cache, with e4m3 in place of integers. int8_cache and fp8_cache
+           quantize the cache before the timed part, because a real decode step quantizes only its
+           own token.
 Bound      DRAM, because the cache is read once. int8_cache and fp8_cache read about half of the
            bytes, and instructions turn each byte into bf16 for the tensor cores. In the code for
-           sm90, the loop of streamed has 2.7 instructions per number of the cache, and that of the
-           other two about 6.5. According to that count, an H200 needs about as long to issue them
-           as to read the bytes. fp8_cache converts each number with an instruction (F2F) whose rate
-           is not measured. The scales cost little: the scales of keys multiply the scores, and the
-           scales of values multiply the probabilities.
+           sm90, the loop of streamed has 2.7 instructions per number of the cache, and the loops of
+           int8_cache and fp8_cache have about 6.5. At 6.5, an H200 takes about as long to issue the
+           instructions as to read the bytes. fp8_cache converts each number with an instruction
+           (F2F) whose rate is not measured. The scales cost little: the scales of keys multiply the
+           scores, and the scales of values multiply the probabilities.
 Seen       On an H100, int8_cache takes somewhat longer than predicted, and fp8_cache exceeds its
-           prediction by more. Its conversion by F2F, whose rate is not measured, is the main
-           difference between their loops, so it is the likely reason. Both are clearly faster than
-           library. streamed is a little slower, so the gain comes from the bytes and not from the
-           kernels.
-Use when   Long contexts or many sequences, where the cache takes more memory and time than the
-           weights do. It also doubles the tokens that fit. The check accepts the error that
-           rounding q, k, p and v to the declared format would cause: 2^-6 of each for int8, since
-           its step follows the largest of 128 numbers, and 2^-4 for fp8. So int8 is the more exact
-           of the two for values without outliers. Keys of real models have outliers in some
-           channels. Then give each channel of the keys a scale of its own, which this page does not
-           show.
+           prediction by more. The main difference between their loops is fp8_cache's F2F
+           conversion, so F2F is the likely reason. int8_cache and fp8_cache are clearly faster than
+           library. streamed is a little slower than library, so the gain comes from fewer bytes and
+           not from the kernels.
+Use when   You have long contexts or many sequences, so that the cache takes more memory and time
+           than the weights. Eight bits also double the number of tokens that fit into memory. The
+           check accepts the error that rounding q, k, p and v to the declared format would cause:
+           2^-4 of each value for fp8, and 2^-6 for int8, whose step is set by the largest of 128
+           numbers. So int8 is more exact than fp8 for values without outliers. In real models, some
+           channels of the keys have outliers. Then give each channel of the keys its own scale.
+           This page does not show that.
 """
 
 import torch
@@ -50,7 +50,7 @@ READING, CONVERTING = 2.7, 3.9  # instructions per number of the cache, counted 
 
 @triton.jit
 def product_operand(values, PRODUCT: tl.constexpr):
-    """Return `values` as PRODUCT, and rounded to bf16 if that is fp32, as in the interpreter."""
+    """Return `values` as PRODUCT: bf16, or in the interpreter fp32 that is rounded to bf16."""
     if tl.bfloat16 == PRODUCT:
         return values.to(tl.bfloat16)
     else:

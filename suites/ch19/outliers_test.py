@@ -1,35 +1,39 @@
-"""Outliers: eight bits are enough for most channels, so treat the few large ones apart.
+"""Outliers: eight bits are enough for most channels, so treat the few large ones separately.
 
 Problem    y = x W^T, x (m, k) and W (n, k) in bf16, y in bf16. One channel in 64 of x is 48 times
-           as large as the others. These outliers are planted, as models have them in some layers.
-           The page knows which channels they are, as from a calibration. W is the page's state.
-Baseline   bf16: `torch.nn.functional.linear`, which is cuBLASLt. It needs no remedy.
+           as large as the others. The inputs are made with these outliers, because some layers of
+           real models have them. The channels of the outliers are given, as if a calibration had
+           found them. W is the page's state.
+Baseline   bf16: `torch.nn.functional.linear`, which is cuBLASLt. Outliers do not harm it.
 Optimized  All variants multiply in int8, with a scale for each row of x and of W. Triton kernels
            quantize the rows of x in the call, multiply, and rescale before they store. W is
            quantized once, before the timed part.
-           apart: the outliers are zero for the int8 product, and are multiplied in bf16 by a second
-           product, which the first one adds to its own (LLM.int8(), arXiv:2208.07339).
-           smoothed: in place of that, each channel of x is divided by a factor, and the same
-           channel of W is multiplied by it. The factor is 8 for outliers, and 1 for the others.
-           The difference in size is then shared (SmoothQuant, arXiv:2211.10438).
-           rotated: in place of that, every 64 channels of x and of W are multiplied by the same
-           Hadamard matrix, which leaves y as it is and spreads an outlier over its 64 channels
-           (QuaRot, arXiv:2404.00456). The channels need not be known.
+           apart: changes bf16. The int8 product takes the outliers as zero. A second product
+           multiplies them in bf16, and the int8 kernel adds its result (LLM.int8(),
+           arXiv:2208.07339).
+           smoothed: in place of a second product, each channel of x is divided by a factor, and the
+           same channel of W is multiplied by that factor. The factor is 8 for outliers, and 1 for
+           the others. So x and W each take a part of the difference in size (SmoothQuant,
+           arXiv:2211.10438).
+           rotated: in place of factors, every 64 channels of x and of W are multiplied by the same
+           Hadamard matrix. This leaves y unchanged and spreads an outlier over its 64 channels
+           (QuaRot, arXiv:2404.00456). It works without knowing the outliers' channels.
 Bound      Tensor cores, at twice the rate of bf16 at best. Triton uses Hopper's own instruction for
            int8 (`wgmma` with s8), unlike cuBLAS in `../ch13/dynamic_int8_test.py`. Quantizing x is
-           DRAM traffic. smoothed adds only its factors to that. rotated multiplies in the same
-           kernel, with the tensor cores. apart has to gather its channels first. Its second product
-           is written to DRAM and read again.
-Seen       On an H100, smoothed and rotated take less time than the rate `int8` predicts, which was
-           measured with `torch._int_mm`. So the Triton kernel multiplies faster than that call, and
-           a share of this limit can exceed 100 %. rotated is as fast as smoothed. apart is slower,
-           because of its second product, and gains only a little over bf16.
+           limited by DRAM. smoothed also reads its factors there. rotated also multiplies by its
+           matrix in that kernel, on tensor cores. apart has to gather the outlier channels first.
+           The result of its second product is written to DRAM and read again.
+Seen       On an H100, smoothed and rotated take less time than predicted. The rate `int8` was
+           measured with `torch._int_mm`, and the Triton kernel multiplies faster than that call. So
+           the share of this limit can exceed 100 %. rotated is as fast as smoothed. apart is
+           slower, because of its second product, and gains only a little over bf16.
 Use when   Your GPU or its memory requires int8, and activations have outliers. Plain int8 with a
-           scale per row is not on this page, because the check refuses it here: the scale follows
-           the outliers, and most other values become a few steps or 0. The check accepts the error
-           that rounding each operand by 2^-6 of its value would cause. The outliers' own error is
-           part of that. FP8 needs none of these remedies for outliers of this size, because its
-           steps are relative to each value (`../ch13/fp8_linear_test.py`).
+           scale per row is not on this page, because the check refuses it on these inputs: the
+           outliers set the scale, and most other values round to a few steps or to 0. The check
+           accepts the error that rounding each operand by 2^-6 of its value would cause. This
+           includes the error of the outliers themselves. FP8 needs none of these remedies for
+           outliers of this size, because its steps are relative to each value
+           (`../ch13/fp8_linear_test.py`).
 """
 
 import functools
@@ -66,13 +70,13 @@ def rows_kernel(
     x, factors, hadamard, out, scales, k,
     HOW: tl.constexpr, PRODUCT: tl.constexpr, EVERY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Quantize a row of x. Its channels are a matrix with EVERY columns."""
+    """Quantize a row of x. Its channels are viewed as a matrix with EVERY columns."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, EVERY)
     at = tl.arange(0, BLOCK)[:, None] * EVERY + lane[None, :]
     values = tl.load(x + row * k + at, mask=at < k, other=0.0)
     if HOW == 2:
-        # Its elements are 1 and -1, and the eighth that makes it orthogonal goes into the scale.
+        # Its elements are 1 and -1. The factor 1/8 that makes it orthogonal is part of the scale.
         matrix = tl.load(hadamard + lane[:, None] * EVERY + lane[None, :])
         values = tl.dot(values.to(PRODUCT), matrix.to(PRODUCT)) / 8
     else:
@@ -177,7 +181,7 @@ def rescaled_product(x, x_scales, w, w_scales, more=None):
 
 
 def prepared(w, w_factors, how):
-    """Return W in int8 with its scales, and what the rows of x need."""
+    """Return W in int8 with its scales, and the Hadamard matrix."""
     matrix = hadamard_matrix(w.device)
     ready = quantized_rows(w, w_factors, matrix, how)
     return ready, matrix

@@ -1,34 +1,36 @@
-"""fp32 products on tensor cores: split each number in parts, and sum the products of the parts.
+"""fp32 products on tensor cores: split each number into parts, and sum the products of the parts.
 
 Problem    y = x W^T with x (m, k), W (n, k) and y in fp32. Both operands arrive in fp32.
-Baseline   fp32: `torch.nn.functional.linear` with TF32 off, as is PyTorch's default. It runs on
+Baseline   fp32: `torch.nn.functional.linear` with TF32 off, which is PyTorch's default. It runs on
            CUDA cores.
 Optimized  All variants are the same two Triton kernels. One splits an operand and the other
-           multiplies. Each part is the remainder that rounding the previous part has left.
-           tf32: one part of 11 bits. It shows what one product takes, and what it loses.
+           multiplies. The first part is the number, rounded. Each further part is the remainder of
+           the previous rounding, rounded in turn.
+           tf32: one part of 11 bits. It shows the time and the error of a single product.
            tf32x3: changes tf32. Two parts, 22 bits. Three products: high with high, high with low,
            and low with high.
            bf16x3: changes tf32x3. Two parts of bf16, 16 bits, and the same three products.
-           bf16x6: changes bf16x3. Three parts of bf16, 24 bits as in fp32. Six products: all that
-           are not below the last bit of fp32. A tensor core cuts off the bits that its sum cannot
-           hold. So each step of the loop sums its products there, and CUDA cores add the steps'
-           sums with rounding.
+           bf16x6: changes bf16x3. Three parts of bf16, 24 bits as in fp32. Six products; the other
+           three are below the last bit of fp32. A tensor core truncates the bits that its sum
+           cannot hold. So tensor cores sum only the products of one step of the loop, and CUDA
+           cores add the sums of the steps, with rounding.
 Bound      Tensor cores: their operations are three or six times those of one product. The number of
-           products and the rate of their type decide. TF32 runs at half the rate of bf16, so tf32x3
-           should take about as long as bf16x6. Splitting is DRAM traffic, and small beside the
-           products. Two sums per output take many registers, which limits the tiles to 128 x 128.
-           The kernel also waits for each of its products. bf16x6 is not recorded yet. So it claims
-           only that it loses nothing.
-Seen       On an H100, tf32 and tf32x3 take longer than predicted, and tf32 is further off. The
-           rate `tf32` is that of a library's product. This kernel waits for each of its products
-           and adds their sums on CUDA cores, so it reaches less of that rate. We did not measure
-           how much each of these costs. tf32x3 is still almost twice as fast as fp32 on CUDA cores.
-Use when   fp32 products take most of the time, and TF32 is not exact enough. The check accepts
-           fp32's error from tf32x3 and bf16x6: each output may be wrong as if its sum had been
-           rounded in fp32 at each step. From bf16x3 and tf32 it accepts the error of operands that
-           have 11 bits. bf16x3 keeps 16 and is far below that, but it is not fp32. The parts of
-           bf16 reach as far as fp32 does, except that very small numbers lose their low parts.
-           Infinity splits into infinity and NaN, so these sides do not keep infinite values.
+           products and the rate of the type determine the time. TF32 runs at half the rate of bf16,
+           so tf32x3 should take about as long as bf16x6. Splitting is limited by DRAM and takes
+           little time compared with the products. Two sums per output take many registers, so tiles
+           are at most 128 x 128. The kernel also waits for each of its products. bf16x6 is not
+           recorded yet. So it claims only that it is not slower.
+Seen       On an H100, tf32 and tf32x3 take longer than predicted, tf32 by more. The rate `tf32` was
+           measured with a library's product. This kernel waits for each of its products and adds
+           their sums on CUDA cores, so it does not reach that rate. We did not measure how much the
+           waits and the additions each cost. tf32x3 is still almost twice as fast as fp32 on CUDA
+           cores.
+Use when   fp32 products take most of the time, and TF32 is not exact enough. For tf32x3 and bf16x6,
+           the check accepts fp32's error: that of an fp32 sum that is rounded at each step. For
+           bf16x3 and tf32, it accepts the error of operands with 11 bits. bf16x3 keeps 16 bits, so
+           its error is far smaller, but it is larger than fp32's. Parts in bf16 have the same
+           exponent range as fp32, but very small numbers lose their low parts. Infinity splits into
+           infinity and NaN, so these sides turn infinite values into NaN.
 """
 
 import torch
@@ -49,7 +51,7 @@ CONFIGS = [
     )
 ]
 BLOCK = 1024
-DROPPED = {torch.float32: 13, torch.bfloat16: 16}  # bits of fp32 that a part lacks
+DROPPED = {torch.float32: 13, torch.bfloat16: 16}  # mantissa bits that a part has fewer than fp32
 BYTES = {"tf32": 4, "bf16": 2}
 
 
@@ -116,7 +118,7 @@ def product_kernel(
         x_high = loaded(x, 0, rows, at, m, k, PRODUCT)
         w_high = loaded(w, 0, outputs, at, n, k, PRODUCT)
         step = tl.zeros((M, N), tl.float32)
-        # The smallest products come first, because a small sum has smaller last bits.
+        # Add the smallest products first: while the sum is small, its rounding errors are small.
         if PARTS > 1:
             x_low = loaded(x, 1, rows, at, m, k, PRODUCT)
             w_low = loaded(w, 1, outputs, at, n, k, PRODUCT)

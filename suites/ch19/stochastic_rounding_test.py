@@ -1,28 +1,28 @@
 """Stochastic rounding: weights in bf16 learn from steps that are smaller than their last bit.
 
-Problem    test_stochastic_rounding is a step of gradient descent for n weights in bf16. It counts
-           its steps. test_stochastic_rounding_is_unbiased takes 32 steps at once, each between an
-           eighth and a half of the weights' last bit, and returns how far groups of 16384 weights
-           moved on average.
-Baseline   fp32_copy: an fp32 copy of the weights learns, and is rounded to bf16. One Triton kernel.
+Problem    test_stochastic_rounding is one step of gradient descent for n weights in bf16. It also
+           counts its steps. test_stochastic_rounding_is_unbiased takes 32 steps at once. Each step
+           is between an eighth and a half of the weights' last bit. The test returns the average
+           distance that each group of 16384 weights moved.
+Baseline   fp32_copy: one Triton kernel updates an fp32 copy of the weights and rounds it to bf16.
            in_fp32: all 32 steps in fp32.
 Optimized  stochastic: changes fp32_copy. There is no copy. The new weight rounds up or down at
-           random. It rounds up more often the closer it is to the upper number. The kernel draws
-           the random bits with Philox, from the step's number and a seed that is an input.
+           random. The closer it is to the upper number, the more often it rounds up. The kernel
+           draws the random bits with Philox, from the step's number and a seed that is an input.
            many_stochastic: changes in_fp32. Each step rounds stochastically.
 Bound      DRAM. fp32_copy moves 12 bytes per weight, stochastic 6. In the code for sm90, stochastic
-           has 28 instructions per weight and fp32_copy has 16. They run while the bytes move. One
-           call of Philox has bits for four weights. With a call for each weight, instructions would
-           be the limit. The second test has little DRAM traffic. It is about the result and
-           promises no speed.
-Seen       On an H100, in_fp32 takes as long as its bytes and its steps one after the other. So the
-           two probably do not overlap. Its cost assumes that they do.
+           has 28 instructions per weight and fp32_copy has 16. These instructions overlap with DRAM
+           traffic. One call of Philox gives the random bits for four weights. With one call per
+           weight, instructions would be the limit. The second test has little DRAM traffic. It
+           checks the result and claims no speedup.
+Seen       On an H100, in_fp32 takes as long as its DRAM traffic and its steps one after the other.
+           So they probably do not overlap. Its cost assumes that they do.
 Use when   There is no memory for fp32 copies, or the optimizer's step takes long. A single weight
-           is less exact: it may be wrong by a whole last bit, and by half of one if it is rounded
-           to nearest. But the error is zero on average. So errors of many steps cancel, and small
-           steps are not lost. Rounded to nearest, the weights of the second test would not move at
-           all, and its check refuses that. It accepts the error of bf16: of each weight in the
-           first test, and of the distance in the second.
+           is less exact: its error is up to one last bit, while rounding to nearest has an error of
+           at most half a bit. But the error is zero on average. So the errors of many steps cancel,
+           and small steps are not lost. With rounding to nearest, the weights of the second test
+           would not move at all, and its check would refuse them. The check accepts an error of
+           bf16: in each weight in the first test, and in the distance in the second.
 """
 
 from types import SimpleNamespace
@@ -42,14 +42,14 @@ COPYING, INSTRUCTIONS = 16, 28  # per weight, counted in the code for sm90
 
 @triton.jit
 def stochastic_bf16(value, bits):
-    """Round fp32 to bf16: up with the probability that the distance to the lower number has."""
+    """Round fp32 to bf16: up with a probability of (distance to the lower number) / step."""
     raised = value.to(tl.int32, bitcast=True) + (bits & 0xFFFF)
     return ((raised >> 16) << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def random_bits(seed, step, at, BLOCK: tl.constexpr):
-    """Return random bits for BLOCK elements from `at` on. A call of Philox has 4 x 32 of them."""
+    """Return random bits for BLOCK elements from `at` on. A call of Philox returns 4 x 32 bits."""
     lane = at // 4 + tl.arange(0, BLOCK // 4)
     a, b, c, d = tl.philox(seed, lane, step + lane * 0, lane * 0, lane * 0)
     return tl.reshape(tl.join(tl.join(a, b), tl.join(c, d)), (BLOCK,)).to(tl.int32, bitcast=True)
@@ -128,7 +128,7 @@ def stochastic(state, gradient, seed):
 
 def inputs_of_groups(device, groups):
     weights = 1.25 + torch.rand(groups, GROUP, device=device) / 2
-    # Multiples of 2^-20, so that the sums in fp32 are exact.
+    # Multiples of 2^-20, because their sums in fp32 are exact.
     steps = torch.randint(2**10, 2**12, (groups,), device=device) * 2.0**-20
     sign = torch.randint(2, (groups,), device=device) * 2 - 1
     return weights.bfloat16(), steps * sign, seed_of(device)

@@ -1,47 +1,49 @@
 """A serving loop from end to end: fill rows at once, page the cache, share the prefix, capture.
 
 Problem    Serve `requests` requests that all wait at the beginning, with a decoder in bf16
-           (`suites/decoder.py`) that has `slots` rows in its batch. All prompts begin with the same
-           `prefix` tokens, as with a system prompt, and end with `suffix` tokens of their own. The
-           server knows `prefix`: a real one compares hashes of blocks of tokens. The lengths of the
-           answers are quantiles of an exponential distribution with the mean `mean`. The server
-           knows them in advance. Every new token is copied to the host before the next step, as a
-           server does that streams. All tokens are greedy, and all tokens and scores are compared.
-           The loop of all sides is `serve` in `suites/server.py`. Each rung is a test of its own,
-           and the last test compares the first rung with the last. As all requests count, requests
-           per second are `requests` divided by the time of a call.
+           (`suites/decoder.py`). Its batch has `slots` rows. All prompts begin with the same
+           `prefix` tokens, as with a system prompt, and end with `suffix` tokens of their own.
+           `prefix` is given to the server. A real server finds a common prefix by comparing hashes
+           of blocks of tokens. The lengths of the answers are quantiles of an exponential
+           distribution with the mean `mean`. The server is told the lengths in advance. Every new
+           token is copied to the host before the next step, as in a server that streams. Decoding
+           is greedy. The check compares all tokens and scores. The loop of all sides is `serve` in
+           `suites/server.py`. Each rung is a test of its own, and the last test compares the first
+           rung with the last. The throughput in requests per second is `requests` divided by the
+           time of a call.
 Baseline   static: `slots` prompts are one call of the decoder. The next group starts when the
            longest answer of the group has ended. A row of the cache has room for the longest
            request.
            continuous: the baseline of paged.
            paged: the baseline of prefix_cached.
            prefix_cached: the baseline of captured.
-Optimized  continuous: of static. The next request starts in a row as soon as the row is free, and
-           its prompt is a call of its own.
-           paged: of continuous. Keys and values are in pages of 64 tokens. A Triton kernel finds
-           them by a table and stops at a request's last token. These are three changes, which
-           `paged_cache_test.py` in chapter 15 separates. The next rung needs the pages.
-           prefix_cached: of paged. The pages of the prefix stay when the first request has computed
-           them. The tables of later requests name them, and only their suffixes are computed.
-           Nothing is left from an earlier call.
-           captured: of prefix_cached. A step is a CUDA graph. Prompts still run eagerly.
-Bound      All sides but captured: the number of steps, which are limited by their launches. By the
-           costs, the host launches a step more slowly than the GPU reads all weights. continuous
-           makes fewer steps. paged reads only the tokens that exist. It gains nothing by itself,
-           because the launches of a step take longer than what it reads. Tensor cores limit whole
-           prompts. prefix_cached computes only a small part of a prompt's tokens. So launches limit
-           its prompts, too. captured removes the launches of steps. DRAM and the starts of kernels
-           in the graph then limit a step. The GPU waits for the host only between two steps and for
-           the launches of prompts.
+Optimized  continuous: changes static. As soon as a row of the batch is free, the next request
+           starts in it, with a separate call for its prompt.
+           paged: changes continuous. Keys and values are in pages of 64 tokens. A Triton kernel
+           looks them up in a table and stops at a request's last token. These are three changes,
+           and `paged_cache_test.py` in chapter 15 measures them one by one. The next rung needs the
+           pages.
+           prefix_cached: changes paged. The first request computes the pages of the prefix, and the
+           server keeps them. Later requests refer to these pages in their tables and compute only
+           their suffixes. Nothing is kept from an earlier call.
+           captured: changes prefix_cached. A step is a CUDA graph. Prompts still run eagerly.
+Bound      All sides but captured: the number of steps. Launches limit each step: according to the
+           costs, the host takes longer to launch a step than the GPU takes to read all weights.
+           continuous makes fewer steps. paged reads only the tokens that exist. It gains nothing by
+           itself, because launching a step takes longer than reading the cache. Tensor cores limit
+           prompts that are computed in full. prefix_cached computes only a small part of a prompt's
+           tokens. So launches limit its prompts, too. captured removes the launches of steps. Then
+           DRAM and the starts of the graph's kernels limit a step. The GPU waits for the host only
+           between two steps and for the launches of prompts.
 Seen       On an H100 machine, static and continuous both take about two and a half times as long as
-           predicted, so their ratio is as predicted. The costs count launches at the rate of a bare
+           predicted. So their ratio is as predicted. The costs count launches at the rate of a bare
            launch, and the eager decoder's Python takes longer than that. The other rungs are not
            recorded yet.
-Use when   You build a server, or look for what yours lacks. The gain of each rung depends on the
-           requests: answers of different lengths for the first, long contexts of different lengths
-           for the second, equal beginnings for the third, and a small batch or model for the last.
-           Each one has its own page in chapter 15. `load_test.py` in chapter 17 serves requests
-           that arrive one after another.
+Use when   You build a server, or want to know which of these techniques to add to yours. Each rung
+           gains most on certain requests: the first on answers of different lengths, the second on
+           long contexts of different lengths, and the third on equal beginnings. The last gains
+           most with a small batch or model. Each one has its own page in chapter 15. `load_test.py`
+           in chapter 17 serves requests that arrive one after another.
 """
 
 import pytest
@@ -52,7 +54,7 @@ from suites.decoder import matrix_weights
 from suites.server import PAGE, Pages, Server, counted, lengths_of, serve
 from suites.serving import config_of, continued, forward_cost, kernels_of, planted
 
-AT_ONCE = 4  # requests of which the reference computes all scores
+AT_ONCE = 4  # requests for which the reference computes all scores
 
 
 def size_of(layers, width, slots, prefix, suffix, requests, mean):
@@ -116,7 +118,7 @@ def captured(model, prompts, lengths, slots, prefix):
 
 def work(layers, width, slots, prefix, suffix, requests, mean):
     config, lengths = size_of(layers, width, slots, prefix, suffix, requests, mean)
-    # The prefix has to be computed once, and the last token of an answer has no successor.
+    # The prefix is computed once. The last token of an answer needs no further step.
     tokens = prefix + requests * suffix + sum(lengths) - requests
     return Work(
         read=2 * matrix_weights(config),
@@ -147,7 +149,7 @@ def serving(*, together=False, pages=False, shared=False, graph=False):
         for number, count in enumerate(calls):
             there = prefix if shared and number else 0
             own = prompt - there
-            masks = layers + 4 if there else 0  # in each layer, queries share a copy of the mask
+            masks = layers + 4 if there else 0  # in each layer, queries share one mask
             scores = count * own * (there + own / 2)
             launches = kernels + 6 + more + masks
             total += sent + forward_cost(
