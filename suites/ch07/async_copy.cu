@@ -1,4 +1,4 @@
-// h = relu(0.75 h + x) along each row, and every h is written. Each h needs the one before it, so
+// h = relu(0.75 h + x) along each row, and every h is written. Each h needs the previous one, so
 // one thread walks one row.
 //
 // synchronous: tiles of 64 rows and 32 steps, loaded into registers and stored to shared memory.
@@ -13,7 +13,7 @@
 constexpr int ROWS = 64;   // per block, one per thread
 constexpr int GROUPS = 8;  // per row of a tile: 128 bytes
 
-// One more group per row: 8 lanes that read 16 bytes each of 8 rows use different banks.
+// Each row has an extra group, so 8 lanes that read 16 bytes from 8 rows use different banks.
 struct Tile {
   float4 at[ROWS][GROUPS + 1];
 };
@@ -38,7 +38,7 @@ __device__ void walk(Tile& tile, float& h) {
 
 // Neighboring threads move neighboring groups. Eight threads move the 128 bytes of a row, and a
 // thread moves a group of every 8th row. Instead of rows beyond the last one, the last row is read
-// again. It is not written for them.
+// again. Results for such rows are not written.
 constexpr int APART = ROWS / GROUPS;
 __device__ int row_of(int i) { return threadIdx.x / GROUPS + i * APART; }
 __device__ int group_of() { return threadIdx.x % GROUPS; }
@@ -62,7 +62,7 @@ __device__ void fetch(Tile& tile, const float4* __restrict__ x, int rows, int gr
       for (int i = 0; i < GROUPS; ++i) tile.at[row_of(i)][group_of()] = part[i];
     }
   }
-  if constexpr (asynchronous) __pipeline_commit();  // also without a tile: the wait counts commits
+  if constexpr (asynchronous) __pipeline_commit();  // even without a tile: waits count commits
 }
 
 __device__ void write(const Tile& tile, float4* __restrict__ out, int rows, int groups, int first) {

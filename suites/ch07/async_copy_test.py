@@ -1,26 +1,28 @@
-"""Asynchronous copies: fetch the next tiles while the block works on this one.
+"""Asynchronous copies: fetch the next tiles while the block works on the current one.
 
 Problem    h = relu(0.75 h + x) along each of 8192 rows of 16384 fp32 steps, and every h is written.
-           Each step needs the h before it, so one thread walks one row. That leaves 64 threads for
-           each SM. torch has no such recurrence.
+           Each step needs the previous h, so one thread walks one row. So there are only 64 threads
+           per SM. torch has no such recurrence.
 Baseline   synchronous: a block loads a tile of 64 rows and 32 steps (128 bytes per row) into shared
            memory, waits, walks the tile, and writes it back. Each thread issues its eight 16-byte
-           loads before it stores the first of them.
+           loads before its first store.
 Optimized  one_stage: synchronous, but with `cp.async`, which bypasses registers. It still waits.
            two_stages: one_stage, but tile i + 1 is fetched while the block works on tile i.
            four_stages: two_stages, but three tiles are fetched ahead, 24 KiB per SM.
 Bound      DRAM: every side reads each x once and writes each h once.
-Seen       All sides take longer than their bytes predict. The cost counts only bytes, but an SM has
-           only one block. Without stages, that block fetches a tile, then walks it, then writes it,
-           and the SM fetches nothing meanwhile. one_stage uses another instruction in the same
-           order of steps, and gains nothing. The stages change only the order, and the time falls
-           with each of them. four_stages still misses the copy rate. Each step is a chain of three
-           dependent instructions (FFMA, FSETP and FSEL with nvcc 13.0 for sm_90), and no other
-           block computes on the SM while its block walks or writes. We did not measure how long
-           that takes, so we cannot explain the rest. Blocks of 32 rows would give most SMs a second
-           block, which could hide part of the wait without any stages. That was not tried.
-Use when   A kernel can have only a few threads per SM, because its threads depend on one another
-           or need much memory each. With 2048 threads per SM, other blocks hide the same wait.
+Seen       All sides take longer than their bytes predict. The costs count only bytes. But an SM has
+           only one block, which fetches a tile, then walks it, then writes it. In synchronous and
+           one_stage, the SM fetches nothing while the block walks and writes. one_stage uses
+           another instruction in the same order of steps, and gains nothing. two_stages and
+           four_stages change only the order of the steps, and each is faster than the side before
+           it. four_stages still does not reach the copy rate. Each step is a chain of three
+           dependent instructions (FFMA, FSETP and FSEL with nvcc 13.0 for sm_90), and the SM has no
+           other block to run meanwhile. We did not measure how long these chains take, so we cannot
+           explain the rest. With blocks of 32 rows, most SMs would have a second block, which could
+           hide part of the wait even without stages. We did not try that.
+Use when   A kernel can have only a few threads per SM, because few rows can be computed in
+           parallel, or because each thread needs much memory. With 2048 threads per SM, other
+           blocks hide the wait.
 """
 
 import torch
@@ -80,7 +82,7 @@ def moved(rows, steps):
 @compare(
     baseline=synchronous,
     optimized=[
-        # It waits as long as its baseline. It saves registers, and this kernel has enough of them.
+        # It waits as long as synchronous. It saves registers, but there are enough of them.
         Variant(one_stage, sass="LDGSTS.128", at_least="neutral"),
         Variant(two_stages, sass="LDGSTS.128", at_least={"sm90": 1.1}),
         Variant(four_stages, sass="LDGSTS.128", at_least={"sm90": 1.7}),

@@ -3,19 +3,20 @@
 Problem    Copy n fp32 elements.
 Baseline   chunked: each thread copies 32 consecutive elements, as a CPU thread would copy a chunk.
            The lanes of a warp are 128 bytes apart, so each load or store touches 32 lines.
-Optimized  coalesced: the same threads copy as many elements each, with as many loads in flight, but
-           the lanes of a warp are neighbors, so each load or store touches one line.
-           library: `x * 1`, PyTorch's elementwise kernel. `Tensor.clone` would be a memcpy node of
-           the CUDA graph in which sides are timed, and such a node is slower than a kernel.
+Optimized  coalesced: each thread copies the same number of elements, with the same number of loads
+           in flight. But neighboring lanes copy neighboring elements, so each load or store touches
+           one line.
+           library: `x * 1`, PyTorch's elementwise kernel. Sides are timed in a CUDA graph, where
+           `Tensor.clone` is a memcpy node, which is slower than a kernel.
 Bound      DRAM for coalesced. chunked moves the same bytes to and from DRAM, because L1 and L2 keep
            a sector until its 32 bytes are used. But each 4-byte store goes to the L2 as a sector of
            its own, so chunked sends the L2 eight times the bytes of its stores.
-Seen       chunked takes several times as long as its sectors at the L2 rate. The naive side of
-           transpose also stores 4 bytes to each line, and it stores about as many elements per
-           second. Its loads need a lookup in the L1 for each element, one per cycle (row_mapping of
-           chapter 8). That is about a fifth of the time. The rest is about four cycles of an SM for
-           each store, as in transpose. We did not measure which part of the path to the L2 takes
-           them.
+Seen       chunked takes several times as long as its sectors would at the L2 rate. The naive side
+           of transpose also stores 4 bytes to each line, at about the same number of elements per
+           second. The loads of chunked need a lookup in the L1 for each element, one per cycle
+           (row_mapping of chapter 8). These lookups are about a fifth of the time. The rest comes
+           to about four cycles of an SM per store, as in transpose. We did not measure which part
+           of the path to the L2 needs these cycles.
 Use when   Always, when a thread handles several elements. If an algorithm needs a chunk per thread,
            as a scan does, load the chunks through shared memory or 16 bytes at a time.
 """

@@ -6,25 +6,26 @@ Problem    Bootstrap: the sums of four resamples of n fp32 values. A resample is
 Baseline   unsorted: the draws in the order in which they were drawn. The lanes of a warp read 32
            scattered places of the table.
 Optimized  sorted_once: the same kernel on the same draws, sorted. A sum does not depend on the
-           order. The sort runs once, before the timed part. The result's line says after how many
-           calls the sort has paid for itself. The preparation may only reorder the draws: both
-           sides must read 4 n indices and gather 4 n values, so that the order is the only
-           difference. An expert who may prepare anything counts how often each value was drawn.
-           With counts of one byte, a single sweep of the table gives all four sums from a fourth of
-           the bytes, and no gather is left to measure. There is no library variant, because
-           `values[index].sum(1)` first writes all 4 n gathered values.
+           order. The sort runs once, before the timed part. The result line says after how many
+           calls the sort pays off. The preparation may only reorder the draws: both sides must read
+           4 n indices and gather 4 n values, so the order is the only difference. An expert would
+           count how often each value was drawn instead. With counts of one byte, one sweep of the
+           table gives all four sums from a fourth of the bytes, but then there is no gather to
+           measure. There is no library variant, because `values[index].sum(1)` first writes all 4 n
+           gathered values.
 Bound      DRAM: sorted draws sweep the table once per resample, so each resample reads 4 n bytes of
-           indices and 4 n bytes of values. An unsorted draw reads a sector of 32 bytes to use 4 of
-           them. The table has 268 MB and the L2 50 MB, so four of five draws miss the L2.
-Seen       unsorted takes several times as long as its sectors at the read rate. DRAM may be slower
-           with scattered sectors than with the sequential reads that its rate comes from, but no
-           rate of scattered reads was measured. The L2 may also fetch more than the sector that is
-           missing (`cudaLimitMaxL2FetchGranularity`). That setting was neither read nor changed. If
-           it fetched whole lines of 128 bytes, their bytes would take the stored time, and with 64
-           bytes about half of it. So whole lines are the likely cause.
+           indices and 4 n bytes of values. An unsorted draw reads a sector of 32 bytes and uses 4
+           of them. The table has 268 MB and the L2 50 MB, so four of five draws miss the L2.
+Seen       unsorted takes several times as long as its sectors would at the read rate. That rate was
+           measured with sequential reads. DRAM may be slower with scattered sectors, but we did not
+           measure a rate for them. The L2 may also fetch more than the sector that is missing
+           (`cudaLimitMaxL2FetchGranularity`). That setting was neither read nor changed. If each
+           miss fetched a whole line of 128 bytes, these bytes would take as long as the stored
+           time. With 64 bytes per miss, they would take about half as long. So fetches of whole
+           lines are the likely cause.
 Use when   Many calls use the same indices, and the result does not depend on their order. If each
-           result belongs to its draw, sorting the reads scatters the writes instead. For a real
-           bootstrap, prepare the counts.
+           draw has its own result, sorting the reads scatters the writes instead. For a real
+           bootstrap, use counts.
 """
 
 import torch

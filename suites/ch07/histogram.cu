@@ -1,5 +1,5 @@
-// Count n values from 0 to 255. All kernels walk the values alike, with four loads per thread in
-// flight.
+// Count n values from 0 to 255. All kernels loop over the values in the same way, with four loads
+// per thread in flight.
 //
 // global_atomics: each value increments its counter in the result itself, in the L2.
 // privatized: a block counts in shared memory and adds its 256 counts to the result at its end.

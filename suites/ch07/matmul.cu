@@ -2,9 +2,10 @@
 //
 // naive: one element of C per thread. Neighboring threads have neighboring columns.
 // tiled: naive, but from 32 x 32 tiles of A and B in shared memory.
-// register_tiled: tiled, but 8 x 16 elements per thread and 128 x 128 per block. Tiles are 8 deep.
-// vectorized: register_tiled, but with 16 bytes per access. A is transposed in shared memory.
-// prefetched: vectorized, but the next tile and the next operands are loaded during the products.
+// register_tiled: tiled, but 8 x 16 elements per thread and 128 x 128 per block. A tile has 8
+// elements along k. vectorized: register_tiled, but with 16 bytes per access. A is transposed in
+// shared memory. prefetched: vectorized, but the next tile and the next operands are loaded during
+// the products.
 //
 // vectorized and prefetched need n and k to be multiples of 4, so that rows begin at multiples of
 // 16 bytes.
@@ -97,8 +98,8 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void register_tiled(
 __device__ float4 load(const float* from) { return *reinterpret_cast<const float4*>(from); }
 __device__ void store(float* to, float4 value) { *reinterpret_cast<float4*>(to) = value; }
 
-// A tile in shared memory. A warp writes to two rows of A at once, which are four rows apart. Four
-// more floats per row put them into different banks.
+// A tile in shared memory. A warp writes to two rows of A at once, four rows apart. Four extra
+// floats per row put these two rows into different banks.
 struct __align__(16) Tile {
   float a[K][M + 4], b[K][N];
 };

@@ -1,17 +1,18 @@
 """Softmax of long rows: find maximum and sum in one pass instead of two.
 
 Problem    Softmax of each row of a (rows, n) fp32 matrix. A row does not fit in the registers of a
-           block, and the rows in work at the same time do not fit in the L2.
+           block, and the rows that are processed at the same time do not fit in the L2.
 Baseline   three_passes: one pass finds the row's maximum, one adds up the sum, and one writes. That
-           is 12 bytes read and 4 written per element. A program handles a row. This is the safe
-           softmax of the textbooks.
+           reads 12 bytes per element and writes 4. A program handles a row. Textbooks call this
+           safe softmax.
 Optimized  online: maximum and sum in one pass. When the maximum grows, the sum so far is scaled
            down (Milakov and Gimelshein, arXiv:1805.02867). That reads 8 bytes per element instead
            of 12 and computes three exponentials instead of two. Both sides compute the exponential
            of an element for the sum, and again when they write it.
            kept: changes online. A cluster of blocks keeps the row in registers and shared memory,
-           so it is read once, and an element has one exponential. The kernel is `clustered` of
-           suites/ch09/softmax in CUDA C++, because Triton cannot exchange data within a cluster.
+           so the row is read once, and each element needs one exponential. The kernel is
+           `clustered` of suites/ch09/softmax in CUDA C++, because Triton cannot exchange data
+           within a cluster.
            library: `torch.softmax`, which also reads each row three times.
 Bound      DRAM: each pass over a row reads it again. The exponentials take less time than that.
 Use when   A row fits neither the registers of a block nor the shared memory of a cluster. A row

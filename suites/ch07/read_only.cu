@@ -36,7 +36,7 @@ __device__ void at_an_end(unsigned first, const float* x, float* out, unsigned n
     if (i >= n) return;
     float value[TAPS];
     for (unsigned tap = 0; tap < TAPS; ++tap) {
-      const unsigned past = i + tap < REACH ? REACH : i + tap;  // REACH beyond the index to load
+      const unsigned past = i + tap < REACH ? REACH : i + tap;  // the index to load, plus REACH
       value[tap] = load(x + min(past - REACH, n - 1));
     }
     out[i] = sum(value);

@@ -3,19 +3,20 @@
 Problem    out[i] = x[i-2] + ... + x[i+2] on n fp32 elements, with x clamped at its ends. Each
            element is loaded five times, the last four times from the L1.
 Baseline   plain: ordinary loads (LDG), as for memory that another thread may write.
-Optimized  ldg: plain, but the loads are `__ldg` (LDG.CONSTANT), which once had a cache of its own.
+Optimized  ldg: plain, but the loads are `__ldg` (LDG.CONSTANT), which used a separate cache on old
+           GPUs.
            restricted: plain, but the pointers are `const float* __restrict__` and
-           `float* __restrict__`. The compiler then proves what `__ldg` asserts, and emits
-           LDG.CONSTANT too.
+           `float* __restrict__`. Then the compiler may assume what `__ldg` asserts, and also emits
+           LDG.CONSTANT.
 Bound      DRAM: each side reads x once and writes out once. Since Volta both kinds of loads go
-           through one L1. All loads come before the first store, so the compiler cannot move loads
-           any further even if it knows that no store changes x. Apart from CONSTANT, the three
-           have the same instructions, some of them in another order (nvcc 13.0 for sm_90).
-Seen       No side reaches the copy rate. `unrolled` in vector_width reaches it, with one load per
-           element and the same occupancy, so the four other loads of each element cost time. Four
-           of the five loads touch two lines. The lookups of all loads in the L1, one per cycle
-           (row_mapping of chapter 8), take about half of the time, so they alone are not the limit.
-           We did not measure what else limits the time.
+           through one L1. All loads come before the first store, so the compiler gains nothing from
+           the fact that no store changes x. Apart from CONSTANT, the three sides have the same
+           instructions, some in a different order (nvcc 13.0 for sm_90).
+Seen       No side reaches the copy rate. `unrolled` of vector_width, which has one load per element
+           and the same occupancy, does. So the other four loads of each element cost time. In a
+           warp, four of the five loads touch two lines. The lookups of all loads in the L1, one per
+           cycle (row_mapping of chapter 8), take about half of the time, so they alone are not the
+           limit. We did not measure what else limits the time.
 Use when   Declare pointers `__restrict__` when loads come after stores, because the compiler may
            then move the loads. Do not write `__ldg` by hand for speed on Volta or later.
 """

@@ -1,8 +1,8 @@
 // Sums of long rows of floats. blockIdx.y is the row.
 //
-// shared_tree: a block sums a tile of 1024 floats by halving in shared memory, then adds the sum to
+// shared_tree: a block sums a tile of 1024 floats in a tree in shared memory, then adds the sum to
 //     its row by an atomic.
-// shuffle: shared_tree, but warps halve by shuffles.
+// shuffle: shared_tree, but warps reduce by shuffles.
 // persistent: as many blocks as fit on the GPU walk the rows, with four loads per thread in flight.
 // vectorized: persistent, but with 16-byte loads.
 // partials: vectorized, but each block stores its sum instead of adding it to the row's.
@@ -72,7 +72,7 @@ __device__ float walk(const T* x, unsigned count) {
   return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
-// Rows are aligned to 4 bytes and 16-byte loads to 16. Block 0 adds what is left at both ends.
+// Rows are aligned to 4 bytes, but 16-byte loads need 16. Block 0 adds the rest at both ends.
 __device__ float walk_in_vectors(const float* row, unsigned n) {
   const unsigned past = reinterpret_cast<size_t>(row) / sizeof(float) % 4;
   const unsigned head = min((4 - past) % 4, n), vectors = (n - head) / 4;

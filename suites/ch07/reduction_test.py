@@ -1,26 +1,28 @@
-"""Reduction: read every byte once, and keep the reads coming.
+"""Reduction: read every byte once, and always keep reads in flight.
 
 Problem    Sum each of 8 long fp32 rows, 1 GiB in total.
-Baseline   shared_tree: a block sums 1024 elements with four coalesced loads per thread, halves the
-           256 partial sums in shared memory with 9 barriers, and adds the result to its row's sum
-           by one atomic: 262144 atomics on 8 addresses.
-Optimized  shuffle: shared_tree, but warps halve their sums by shuffles, and one barrier is left.
-           persistent: shuffle, but as many blocks as fit on the GPU walk the rows, with four loads
-           per thread in flight: 1056 blocks and atomics instead of 262144.
+Baseline   shared_tree: a block sums 1024 elements with four coalesced loads per thread. It reduces
+           the 256 partial sums in a tree in shared memory, with 9 barriers. Then it adds the result
+           to its row's sum by one atomic. In total, that is 262144 atomics on 8 addresses.
+Optimized  shuffle: shared_tree, but warps reduce their sums by shuffles, and one barrier is left.
+           persistent: shuffle, but only as many blocks as fit on the GPU at once. They loop over
+           the rows, with four loads per thread in flight. That is 1056 blocks and atomics instead
+           of 262144.
            vectorized: persistent, but with 16-byte loads, so four times the bytes are in flight.
            two_pass: vectorized, but each block stores its sum, and a second kernel adds the sums in
            a fixed order. It has no atomics and gives the same bits at every call.
            library: `torch.sum`.
 Bound      DRAM: every element is read once.
-Seen       shared_tree and shuffle take more than twice as long as their bytes. Both take about the
-           same time, so the barriers that shuffle saves hardly matter. persistent has both fewer
-           blocks and fewer atomics, so it does not show which of them takes the time. The stored
-           time is 2 ns per atomic, and histogram takes 1 ns per integer atomic on one address. The
-           eight sums lie in one sector of 32 bytes, so one slice of the L2 probably makes all
-           atomics, one after another. We did not measure them separately.
-Use when   Rows are long and few. Let a fixed number of blocks walk them, so that each block reduces
-           once. Use two_pass if results must be reproducible. For a plain sum, call the library,
-           which is about as fast.
+Seen       shared_tree and shuffle take more than twice as long as predicted from their bytes. Both
+           take about the same time, so the barriers that shuffle saves hardly matter. persistent
+           has both fewer blocks and fewer atomics, so it does not show whether blocks or atomics
+           take the time. The stored time is 2 ns per atomic, and histogram takes 1 ns per integer
+           atomic on one address. The eight sums lie in one sector of 32 bytes, so probably one
+           slice of the L2 performs all atomics, one after another. We did not measure the atomics
+           separately.
+Use when   Rows are long and few. Let a fixed number of blocks loop over them, so that each block
+           reduces once. Use two_pass if results must be reproducible. For a plain sum, call the
+           library, which is about as fast.
 """
 
 import torch
@@ -57,7 +59,7 @@ def shuffle(x):
 
 
 def blocks_a_row(x, width):
-    """Return how many blocks share a row: all rows together fill the GPU once."""
+    """Return the number of blocks per row. The blocks of all rows fill the GPU once."""
     rows, n = x.shape
     gpu = torch.cuda.get_device_properties(x.device)
     resident = gpu.max_threads_per_multi_processor // BLOCK * gpu.multi_processor_count

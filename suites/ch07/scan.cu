@@ -3,8 +3,8 @@
 // tile_sums: the sum of each tile.
 // scan_sums: one block turns the sums of the tiles into their prefix sums, in place.
 // scan_tiles: reads each tile again and writes its prefix sums, starting from the sum before it.
-// look_back: one pass. A tile learns the sum before it from the tiles before it, while they run
-//   (Merrill and Garland, Single-pass Parallel Prefix Scan with Decoupled Look-back, 2016).
+// look_back: one pass. A tile gets the sum of all tiles before it from what they publish while they
+// run (Merrill and Garland, Single-pass Parallel Prefix Scan with Decoupled Look-back, 2016).
 
 constexpr unsigned BLOCK = 256, ROUNDS = 8, WARPS = BLOCK / 32;
 constexpr unsigned VECTORS = ROUNDS * BLOCK, SEGMENTS = ROUNDS * WARPS;
@@ -137,8 +137,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 4)
   store(items, before, out, blockIdx.x, n);
 }
 
-// What a tile has published. Kind and sum are one word, so that a reader gets a pair that belongs
-// together, without a fence. Zero means that the tile has published nothing yet.
+// What a tile has published. Kind and sum are in one word, so a reader always gets a matching pair,
+// without a fence. Zero means that the tile has published nothing yet.
 typedef unsigned long long Word;
 enum Kind : unsigned { NOTHING, TILE, PREFIX };  // the tile's sum, or all up to its end
 

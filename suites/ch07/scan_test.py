@@ -1,4 +1,4 @@
-"""Prefix sums in one pass: tiles publish their sums, so the data are read once, not twice.
+"""Prefix sums in one pass: tiles publish their sums, so the data is read once, not twice.
 
 Problem    Inclusive prefix sums of n int32.
 Baseline   reduce_then_scan: one kernel sums tiles of 8192 elements. One block turns these sums into
@@ -7,14 +7,16 @@ Baseline   reduce_then_scan: one kernel sums tiles of 8192 elements. One block t
 Optimized  look_back: changes reduce_then_scan. One kernel reads each tile once and scans it in the
            same way. The tile publishes its own sum. One of its warps then adds up what the tiles
            before it have published, back to the nearest tile that has published its prefix sum.
-           Then the tile publishes its own prefix (Merrill and Garland 2016). The words that tiles
-           publish are zeroed by a fill before the kernel. The fill is part of the time.
+           Then the tile publishes its own prefix (Merrill and Garland 2016). Before the kernel, a
+           fill zeroes the words that tiles publish. The fill is part of the time.
            library: `torch.cumsum`, which calls CUB's DeviceScan for one contiguous row.
-Bound      DRAM. The baseline reads 8 bytes per element and writes 4. look_back reads 4 and writes
-           4, and reaches that rate only if prefixes pass from tile to tile fast enough.
-Seen       look_back takes longer than its bytes predict. The baseline's third kernel scans the same
-           tiles and has no such loss, so the scan of a tile is not the cause. We did not measure
-           how long tiles wait for a prefix. library takes longer than look_back. CUB itself is not
+Bound      DRAM. reduce_then_scan reads 8 bytes per element and writes 4. look_back reads 4 and
+           writes 4. It reaches the rate of DRAM only if prefixes pass from tile to tile fast
+           enough.
+Seen       look_back takes longer than its bytes predict. The third kernel of reduce_then_scan scans
+           the same tiles without this loss, so the scan of a tile is not the cause. We did not
+           measure how long tiles wait for a prefix. library takes longer than look_back. CUB itself
+           is not
            slower: benchmarks/cub_test.py calls its DeviceScan without torch, and there it is
            slightly faster than look_back. We cannot explain why `torch.cumsum` takes longer.
 Use when   A scan is too large for the L2, so that reading it twice costs time. If an existing

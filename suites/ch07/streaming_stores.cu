@@ -2,7 +2,7 @@
 // 4 rows.
 //
 // ordinary: plain stores.
-// streaming: stores that mark the results as the first that the L2 evicts.
+// streaming: stores that mark the results as first to evict from the L2.
 
 constexpr unsigned BLOCK = 256, QUADS = 8, EACH = 4, STEP = BLOCK / QUADS;
 constexpr unsigned BLOCKS_AN_SM = 8;  // 32 registers each, so that both have the same occupancy
@@ -32,7 +32,7 @@ __device__ void gather_rows(const float4* __restrict__ table, const int* __restr
   }
 }
 
-// A block with all its rows tests none of them, so a thread issues its loads without a branch.
+// A block whose rows all exist tests none of them, so a thread issues its loads without a branch.
 template <auto store>
 __device__ void gather(const float4* __restrict__ table, const int* __restrict__ index,
                        float4* __restrict__ out, unsigned n) {

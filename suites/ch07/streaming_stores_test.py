@@ -1,19 +1,19 @@
-"""Streaming stores: keep written data from evicting data in the L2 that are read again.
+"""Streaming stores: written data should not evict data from the L2 that is read again.
 
 Problem    Look up n rows of 32 fp32 values in a table that fits the L2, in random order.
 Baseline   ordinary: plain stores. A written row takes a place in the L2 like any other row.
-Optimized  streaming: changes ordinary. `__stcs` stores the rows, which marks them as the first to
-           evict. There is no library variant, because `table[index]` of PyTorch uses plain stores,
-           as ordinary does.
-Bound      DRAM writes. The table should stay in the L2. Under ordinary stores the L2 evicts part of
-           it, and those rows are read from DRAM again. The cost assumes that the L2 evicts what was
-           used longest ago.
+Optimized  streaming: changes ordinary. `__stcs` stores the rows and marks them as first to evict.
+           There is no library variant, because PyTorch's `table[index]` uses plain stores, like
+           ordinary.
+Bound      DRAM writes. The table should stay in the L2. With ordinary stores, the L2 evicts part of
+           the table, and those rows are read from DRAM again. The costs assume that the L2 evicts
+           the least recently used data.
 Seen       Both sides take longer than predicted, and streaming gains less. The bytes between SMs
-           and L2 cannot explain it at the measured rate of the L2. But that rate is of reads alone,
-           and half of these bytes are writes. NVIDIA describes the L2 of the A100 as two
-           partitions, each of which caches what its own SMs read. If this L2 does the same, it
-           keeps the table twice, which leaves little room for anything else. A smaller table would
-           show that. We did not try one, so we cannot explain this.
+           and L2 cannot explain the gap at the measured rate of the L2. But that rate was measured
+           with reads only, and half of these bytes are writes. NVIDIA describes the L2 of the A100
+           as two partitions, each of which caches what its own SMs read. If this L2 does the same,
+           it keeps the table twice, which leaves little room for anything else. A smaller table
+           would show that. We did not try one, so we cannot explain this.
 Use when   A kernel writes far more than the L2 holds, nothing reads it soon, and other data in the
            L2 is read again. Expect a small gain. Without such data there is nothing to gain.
 """
@@ -54,7 +54,7 @@ def streaming(table, index):
 
 
 def looked_up(n, rows, evicted):
-    """Return the cost if the share `evicted` of the look-ups finds its row no longer in the L2."""
+    """Return the cost if a share `evicted` of the look-ups misses the L2."""
     return Cost(
         read=4 * n + ROW * rows + evicted * ROW * n,
         write=ROW * n,
@@ -77,8 +77,8 @@ def looked_up(n, rows, evicted):
     work=lambda n, rows: Work(read=4 * n + 4 * WIDTH * rows, write=4 * WIDTH * n),
     bound="dram",
     costs={
-        # After 1.25 * rows look-ups, 50 MB have been written and read. exp(-1.25) of the look-ups
-        # find a row that was not used for that long.
+        # 1.25 * rows look-ups write and read 50 MB, which fills the L2. For exp(-1.25) of all
+        # look-ups, the last use of the row was longer ago.
         ordinary: lambda n, rows: looked_up(n, rows, evicted=0.29),
         streaming: lambda n, rows: looked_up(n, rows, evicted=0),
     },

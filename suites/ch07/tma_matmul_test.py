@@ -10,12 +10,12 @@ Bound      The L2. Each tile of 128 x 128 results reads its rows of a and its co
            L2, and that takes longer than the tensor cores need. TMA does not change these bytes. It
            frees registers and instructions, which are not the limit here. The cost counts the
            larger of the two tiles that the tuner may choose.
-Seen       pointers and descriptors take as long as predicted. That agrees with the L2 as the limit,
-           but it is no proof: no counter was read, and tensor cores that idle for another reason
-           would look the same. The rate `fp16` is that of `torch.matmul`, so library reaches it by
-           definition.
-Use when   Descriptors are less code than pointers and masks, and they are no slower. For speed, use
-           larger tiles, or call the library.
+Seen       pointers and descriptors take as long as predicted. So the L2 may be the limit. But that
+           is no proof: we read no hardware counters, and if the tensor cores idled for another
+           reason, the times could be the same. The rate `fp16` was measured with `torch.matmul`, so
+           library reaches it by definition.
+Use when   Descriptors take less code than pointers and masks, and are no slower. For speed, use
+           larger tiles or call the library.
 """
 
 from dataclasses import replace
@@ -35,7 +35,8 @@ CONFIGS = [
 
 @triton.jit
 def tile_of(m, n, M: tl.constexpr, N: tl.constexpr):
-    """Return which tile this program computes. Eight rows of tiles at a time reuse the L2."""
+    """Return the row and column of this program's tile. Eight rows of tiles at a time reuse the
+    L2."""
     rows, columns = tl.cdiv(m, M), tl.cdiv(n, N)
     group = tl.program_id(0) // (8 * columns)
     height = min(rows - 8 * group, 8)

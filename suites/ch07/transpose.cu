@@ -1,14 +1,15 @@
 // out = x transposed, rows x columns floats. A block has a tile of 64 x 64, a thread 16 floats.
 //
 // naive: a warp reads along a row of x and writes down a column of out.
-// tiled: the tile turns in shared memory, so that a warp reads and writes along rows.
+// tiled: the tile is transposed in shared memory, so a warp reads and writes along rows.
 // padded: tiled, with an unused float after each row of the tile.
 // swizzled: tiled, with the columns of each row of the tile in another order.
 
 constexpr unsigned BLOCK = 256, TILE = 64, STEP = BLOCK / TILE, EACH = TILE / STEP, BANKS = 32;
 
 // Where an element of the tile lies in shared memory. A warp writes 32 neighbors of one row, and
-// reads one column of 32 rows. With `plain` the column lies in one bank, otherwise in 32.
+// reads one column of 32 rows. With `plain`, the column lies in one bank. With the others, it lies
+// in 32 banks.
 __device__ unsigned plain(unsigned row, unsigned column) { return row * TILE + column; }
 __device__ unsigned pad(unsigned row, unsigned column) { return row * (TILE + 1) + column; }
 __device__ unsigned swizzle(unsigned row, unsigned column) {

@@ -1,24 +1,25 @@
-"""Transpose: let the tile turn in shared memory, and each of its columns meet every bank.
+"""Transpose: transpose a tile in shared memory, and spread each of its columns over all banks.
 
 Problem    Write the transpose of a (rows, columns) fp32 matrix.
 Baseline   naive: a warp reads along a row and writes down a column, so each of its stores touches
            32 sectors, 4 bytes each. A block has a tile of 64 x 64, a thread 16 elements.
 Optimized  tiled: changes naive. The tile is transposed in shared memory, so that a warp also writes
            along a row. A warp reads a column of the tile there, and its 32 floats lie in one bank.
-           padded: changes tiled. The rows of the tile lie 65 floats apart, so a column meets every
-           bank.
-           swizzled: changes tiled. Row r holds its columns in the order column xor r. A column
-           meets every bank, without unused floats.
+           padded: changes tiled. The rows of the tile lie 65 floats apart, so a column is spread
+           over all banks.
+           swizzled: changes tiled. Row r holds its columns in the order column xor r. So a column
+           is spread over all banks without unused floats.
            library: `x.t().contiguous()`.
 Bound      DRAM for padded and swizzled. The limit of tiled is shared memory, which serves its
-           columns one float per clock. naive writes 32 bytes to the L2 for each of 4.
-Seen       naive and library take longer than predicted. Whole sectors in the L2 do not explain it:
-           naive moves them at a quarter of the L2's rate. It takes about four cycles of an SM for
-           each store, as chunked of copy_stride does. We did not measure which part of the path to
-           the L2 takes them. library reads down columns, so it also moves 32 bytes for 4, and it
-           needs a lookup in the L1 for each element, one per cycle (row_mapping of chapter 8).
-           These lookups take as long as the sectors. If the two do not overlap, they explain its
-           time.
+           columns one float per clock. naive writes 32 bytes to the L2 for every 4 bytes of the
+           result.
+Seen       naive and library take longer than predicted. Whole sectors in the L2 do not explain
+           this: naive moves them at only a quarter of the L2's rate. naive takes about four cycles
+           of an SM per store, like chunked of copy_stride. We did not measure which part of the
+           path to the L2 needs these cycles. library reads down columns, so it also moves 32 bytes
+           for every 4, and needs a lookup in the L1 for each element, one per cycle (row_mapping of
+           chapter 8). These lookups take as long as moving the sectors. If lookups and transfers do
+           not overlap, together they explain the time of library.
 Use when   A kernel must read along one dimension and write along another. Pad the tile, or swizzle
            it if shared memory is short.
 """

@@ -2,21 +2,22 @@
 
 Problem    Copy n fp32 elements.
 Baseline   scalar: one 4-byte load and store per thread.
-Optimized  unrolled: changes scalar. Four 4-byte accesses per thread, all loads before the first
-           store.
+Optimized  unrolled: changes scalar. Four 4-byte accesses per thread, with all loads before the
+           first store.
            pairs: changes unrolled. The same 16 bytes in two 8-byte accesses.
            quads: changes unrolled. The same 16 bytes in one 16-byte access.
            quads_unrolled: changes quads. Four 16-byte accesses per thread.
-           library: `x * 1`, PyTorch's elementwise kernel. `Tensor.clone` is slower in the CUDA
-           graph in which sides are timed (copy_stride).
-Bound      DRAM. The 2048 threads of an SM have 8 KiB of loads in flight with 4 bytes each, and 32
-           KiB with 16 bytes. How many bytes the full rate needs in flight depends on how long a
-           thread takes. The stored time of scalar means about 0.8 us, and then the full rate needs
-           about 13 KiB. Width alone saves only instructions, which are not the limit.
-Seen       scalar takes longer than its bytes predict, because 8 KiB in flight are not enough. Its
-           0.8 us are not only the latency of DRAM: scalar starts four times as many blocks as
-           unrolled, and the start of a block is part of them. We did not measure how large that
-           part is.
+           library: `x * 1`, PyTorch's elementwise kernel. Sides are timed in a CUDA graph, where
+           `Tensor.clone` is slower (see copy_stride).
+Bound      DRAM. With 4 bytes per thread, the 2048 threads of an SM have 8 KiB of loads in flight,
+           and with 16 bytes 32 KiB. The longer a thread takes, the more bytes must be in flight for
+           the full rate. By the stored time of scalar, a thread takes about 0.8 us, so the full
+           rate needs about 13 KiB. Wider accesses alone save only instructions, which are not the
+           limit.
+Seen       scalar takes longer than its bytes predict, because 8 KiB in flight are not enough. The
+           0.8 us of its threads include the start of a block, not only the latency of DRAM, and
+           scalar starts four times as many blocks as unrolled. We did not measure how long the
+           start of a block takes.
 Use when   A memory-bound kernel has few bytes in flight: load several elements per thread before
            using the first. Use 16-byte accesses if alignment allows it. More than 16 bytes per
            thread gain nothing.
