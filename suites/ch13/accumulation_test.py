@@ -3,15 +3,16 @@
 Problem    Gradients of the mean loss over a batch of 8 x 1024 tokens, for 8 decoder blocks of width
            1024 in bf16. The sequences are independent, so splitting the batch does not change the
            gradients.
-Baseline   whole: one forward and one backward of the batch.
+Baseline   whole: one forward and one backward pass over the whole batch.
 Optimized  accumulated: the baseline in 4 micro-batches of 2 sequences. The mean loss of each is
            divided by 4, and each backward pass adds to `.grad`. `.grad` is bf16, so each gradient
            is rounded 4 times.
 Bound      Tensor cores. The page is about memory. checkpointing_test.py counts the peak of whole:
            180 units of activations and temporaries. A unit is one bf16 value per token and column.
-           accumulated holds a quarter of these. From the second micro-batch on, it also holds the
-           gradients of all weights. Its peak is 961 MB, or 32 % of the baseline's peak. accumulated
-           is slower because it launches four times as many kernels.
+           At any time, accumulated holds a quarter of these activations and temporaries. From the
+           second micro-batch on, it also holds the gradients of all weights. Its peak is 961 MB, or
+           32 % of the baseline's peak. accumulated is slower because it launches four times as many
+           kernels.
 Seen       The peak of accumulated is about 12 MB higher than this count, which we cannot explain.
            Both sides are slower than predicted. checkpointing_test.py lists the causes for whole.
            accumulated also multiplies smaller matrices: a result of 2048 x 1024 has only 64 tiles

@@ -111,7 +111,7 @@ def eager_cost(layers, width, tokens):
         write=2 * tokens * (3 * width + 3 * hidden),
         launches=7,
     )
-    stacked = Cost(read=2 * weights, write=2 * weights, launches=4)  # gradients of all layers
+    stacked = Cost(read=2 * weights, write=2 * weights, launches=4)  # stack gradients
     layer = forward_cost(width, tokens) + backward_products(width, tokens) + pointwise
     return layers * layer + stacked
 

@@ -14,9 +14,9 @@ Bound      Tensor cores, at twice the rate of bf16 if cuBLAS reaches it. The mat
            element of x and 22 per element of y, compiled moves 3 and 6.
 Seen       No variant is faster than bf16. A profile shows that cuBLAS multiplies int8 with a kernel
            made for Ampere (`cutlass_80_tensorop_i16832gemm`). Its rate is about that of the bf16
-           kernel for Hopper. compiled saves about twice as much time over eager as the traffic that
-           it saves would take. We cannot explain this. The rate of int8 was not measured, so no
-           time is predicted for the int8 sides.
+           kernel for Hopper. compiled moves fewer bytes than eager, but the time that it saves is
+           about twice the time for those bytes. We cannot explain this. The rate of int8 was not
+           measured, so no time is predicted for the int8 sides.
 Use when   You need the memory that int8 weights save. Do not expect a speedup on Hopper for these
            sizes, and never quantize activations in eager mode. FP8 can be faster: see
            fp8_linear_test.py.

@@ -16,8 +16,8 @@ Bound      Tensor cores for fused. The other variants add eager kernels, which D
            scales makes the scaled values fp32. A single fp32 scale leaves them bf16. fused moves 3
            bytes.
 Seen       The variants that quantize in eager mode are slower than predicted. The difference
-           between rowwise and prepared is the time to quantize W. It is about twice as long as the
-           traffic takes. We cannot explain this.
+           between rowwise and prepared is the time to quantize W. It is about twice the time for
+           the bytes that this moves. We cannot explain this.
 Use when   The weights can be quantized in advance, and one kernel can quantize the activations.
            Eager quantization in each call can cost more than the product gains. A scale for each
            row improves accuracy if the rows differ in magnitude.

@@ -14,7 +14,7 @@ Bound      For ddp, the matrix products on the CUDA cores. For fsdp, the host. T
            gradient buckets, momentum, and at the end the returned half of the parameters. fsdp
            holds half of the first three, 1.5 GiB. In the backward pass it also holds three or four
            layers of 64 MiB: the gathered layer, the next one, and a gradient that is being sent to
-           the other ranks. That is half of ddp's memory.
+           the other ranks. In total, fsdp needs half as much memory as ddp.
 Seen       An earlier form of this page had no momentum. There, fsdp was far slower than predicted.
            The host runs FSDP's Python hooks before and after each layer. The cost counts launches,
            but not the time of the hooks. We did not measure how long they take.

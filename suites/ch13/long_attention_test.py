@@ -124,10 +124,10 @@ def causal(heads, tokens):
         write=2 * heads * tokens * WIDTH,
         flops={"bf16": 2 * heads * tokens * (tokens + 1) * WIDTH},
         terms=tokens,
-        # Each side rounds the scaled queries, the scores, the weights and the outputs. The first
-        # and the last two count as one rounding each. A score counts as (16 / 4.2)**2, about 13:
-        # the largest scores are about 16, and rounding the operands moves them by 3 * 2**0.5
-        # roundings, about 4.2.
+        # Each side rounds the scaled queries, the weights and the outputs, which is 3 roundings. It
+        # also rounds the scores. The largest scores are about 16, so this error is larger than the
+        # error from rounding q and k, which is 3 * 2**0.5 (about 4.2) roundings. It counts as
+        # (16 / 4.2)**2, about 13 roundings.
         roundings=16,
     ),
     bound="tensor",

@@ -1,4 +1,4 @@
-"""A training step: compile it when memory traffic takes the time, capture it when launches do.
+"""A training step: compile it if memory traffic limits it, capture it if launches limit it.
 
 Problem    One AdamW step of a decoder of 2 or 4 blocks (RMS norm, rotary attention, SwiGLU) on
            `rows` sequences of `length` tokens. Weights, gradients and moments are bf16. Every side

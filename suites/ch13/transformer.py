@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import torch
 from torch.nn import functional as F
 
-HEAD, VOCABULARY = 64, 256  # few tokens, so most occur even in a small batch
+HEAD, VOCABULARY = 64, 256  # few tokens, so a small batch has most of them
 # 1 - beta is exact in bf16, and large enough that bf16 moments move.
 LR, BETAS, EPS, DECAY = 2**-10, (1 - 2**-3, 1 - 2**-4), 1e-8, 0.0
 BEGUN = 64  # AdamW steps that count as already made

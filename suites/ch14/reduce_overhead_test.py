@@ -15,8 +15,8 @@ Optimized  compiled: changes eager. `torch.compile` with its default mode. In ea
 Bound      The host limits eager, compiled and reduce_overhead. The GPU limits the captured sides:
            small kernels run one after another. The costs count the weights as reads from the L2.
            There is no measured rate for checking guards and comparing addresses on the host, so the
-           costs leave this time out. As a result, they predict that the GPU limits reduce_overhead
-           too.
+           costs leave this time out. This is why they predict that the GPU also limits
+           reduce_overhead.
 Seen       On an H100, captured takes three times as long as predicted from the starts of its
            kernels. A matrix product of 8 rows has only a few tiles, and each tile loops over the
            whole inner dimension. So the product probably takes longer than its start.
