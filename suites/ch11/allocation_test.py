@@ -6,14 +6,14 @@ Problem    Compute `steps` variances of n fp32 values: of the first 1/steps of t
            squares grow from step to step. torch computes a mean of 2^17 values or more by several
            blocks, and allocates two more tensors for them.
 Baseline   device_malloc: each tensor is allocated by `cudaMalloc` and freed by `cudaFree`, as in
-           CUDA code that allocates where it needs memory. In PyTorch, the variable
+           CUDA code that allocates where it needs memory. In PyTorch, the environment variable
            `PYTORCH_NO_CUDA_MEMORY_CACHING` does this.
 Optimized  stream_ordered: `backend:cudaMallocAsync`. Each tensor comes from the driver's pool
            by `cudaMallocAsync`, and goes back by `cudaFreeAsync`, in the order of the stream. The
            pool keeps its memory, because PyTorch sets its release threshold to the largest value.
            With the driver's default of 0, the pool gives free memory back to the GPU at each wait.
            cached: PyTorch's default. Its own allocator keeps freed memory and hands it out again,
-           without any call of the driver.
+           without a driver call.
 Bound      The host, by its launches and its calls to the allocator. In device_malloc, `cudaFree`
            waits until the GPU is idle, so the host cannot launch ahead. `cudaMalloc` and `cudaFree`
            also change the GPU's page tables. The costs of device_malloc count one wait for each
@@ -77,7 +77,7 @@ def cached(x, steps):
 def step_cost(length, calls, waits):
     """Return the cost of a step.
 
-    To allocate and free a tensor takes `calls` driver calls and `waits` waits for the GPU. A mean
+    Allocating and freeing a tensor takes `calls` driver calls and `waits` waits for the GPU. A mean
     by several blocks needs two more allocations and a memset. The memset is a host step.
     """
     split = length >= SPLIT

@@ -33,8 +33,8 @@ from pytest_aisp import Conditions, Cost, Variant, Work, compare, cuda_module
 kernels = cuda_module("concurrent_kernels.cu")
 BLOCK = 128
 SMS = 132  # of an H200, for costs
-# Cycles per step, for costs: 4 from a multiply-add to the next one, which needs its result, and 32
-# for each load from shared memory (16 ns, README of chapter 2), which all of eight steps share.
+# Cycles per step, for costs: 4 until the result of a multiply-add is ready, and 32 per eight steps
+# to wait for loads from shared memory (16 ns, README of chapter 2).
 LATENCY = 4 + 32 / 8
 
 
@@ -44,7 +44,7 @@ def inputs(device, jobs, count, n):
 
 
 def reference(coefficients, points):
-    """Return the values: blocks of 32 terms by powers of the point, joined by Horner's rule."""
+    """Return the values. Add 32 terms at a time, and join these sums by Horner's rule."""
     jobs, count = coefficients.shape
     short = torch.zeros(jobs, -count % 32, dtype=torch.float64, device=points.device)
     blocks = torch.cat([short, coefficients.double()], 1).view(jobs, -1, 32)
@@ -102,7 +102,7 @@ def one_launch(coefficients, points):
 
 
 def at_once(jobs, count, n, launches):
-    """Return the cost of `jobs` polynomials at the same time. With few blocks, latency counts."""
+    """Return the cost of `jobs` polynomials at the same time. Latency limits small grids."""
     blocks = jobs * -(-n // BLOCK)
     slots = LATENCY * BLOCK * count  # of one block; other blocks on its SM can fill the empty slots
     together = max(SMS * slots, blocks * BLOCK * count)

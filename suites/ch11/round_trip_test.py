@@ -10,8 +10,8 @@ Optimized  two_streams: changes one_stream. The chunks alternate between two str
            three_streams: like two_streams, with a third stream. While one chunk is copied in, a
            second chunk can be computed, and the results of a third one copied out.
 Bound      PCIe. It carries data in both directions at once, and a GPU has a copy engine for each
-           direction. one_stream uses only one direction at a time. The kernel moves data only in
-           DRAM, so it takes much less time than a copy. Therefore three streams hide little more
+           direction. one_stream uses only one direction at a time. The kernel reads and writes
+           DRAM, not PCIe, so it takes much less time than a copy. Therefore three streams hide little more
            than two.
 Use when   Data stream through the GPU and the results go back to the host. Two or three chunks in
            flight are enough. If the results stay on the GPU, only the copy in and the kernel can

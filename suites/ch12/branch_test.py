@@ -4,7 +4,7 @@ Problem    n oscillators are advanced in time, with a step size that depends on 
            steps if any position is beyond a limit, and otherwise one large step. With fast=1 one
            position is beyond the limit, and with fast=0 none is.
 Baseline   ask: a kernel sets a flag. The host waits for the flag and launches one branch.
-Optimized  predicated: changes ask. The host does not wait and launches both branches. Each kernel
+Optimized  predicated: changes ask. The host launches both branches without waiting. Each kernel
            reads the flag, and returns at once if the flag selects the other branch.
            captured: changes predicated. The same kernels as a CUDA graph, which has no wait in it.
            conditional: changes captured. The branches are the two bodies of a conditional node,

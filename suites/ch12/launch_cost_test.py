@@ -10,9 +10,9 @@ Bound      The host limits eager, with one launch per kernel. The kernels do nex
            GPU waits for the host. The GPU limits captured: a kernel of a chain starts when the one
            before it has ended, and each start takes time. So both times grow in proportion to the
            number of kernels, and only the launch of the graph is paid once.
-Seen       With two kernels, captured takes less than half of the predicted time, which is the rate
-           `launch`. This rate was measured with a torch operator and includes torch's dispatcher
-           and checks. A graph replay calls no torch operator. With 32 kernels, captured takes a
+Seen       With two kernels, captured takes less than half of the predicted time. The prediction is
+           the rate `launch`, which was measured with a torch operator and includes torch's
+           dispatcher and checks. A graph replay calls no torch operator. With 32 kernels, captured takes a
            little longer than 32 kernel starts, because the GPU also takes some time to start a
            graph. eager takes about as long as predicted.
 Use when   You want to know whether a graph makes your loop faster. Count its launches and compare
