@@ -15,9 +15,9 @@ Optimized  online: maximum and sum in one pass. When the maximum grows, the sum 
            within a cluster.
            library: `torch.softmax`, which also reads each row three times.
 Bound      DRAM: each pass over a row reads it again. The exponentials take less time than that.
-Use when   A row fits neither the registers of a block nor the shared memory of a cluster. A row
-           that fits needs to be read only once: keep it. suites/ch10/cluster_reduction does the
-           same for an RMS norm of rows as long as these.
+Use when   A row fits neither in the registers of a block nor in the shared memory of a cluster. If
+           a row fits, keep it there, so that it is read only once. suites/ch10/cluster_reduction
+           does that for an RMS norm of rows of this length.
 """
 
 import torch

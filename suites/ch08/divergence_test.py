@@ -1,28 +1,31 @@
-"""Divergence: a warp takes every branch that one of its lanes needs.
+"""Divergence: a warp executes every branch that any of its lanes takes.
 
 Problem    n fp32 elements of two kinds, half of each. An element takes 128 steps of a growth rule.
            Kind 0 has a logistic rule of two dependent instructions per step, and kind 1 a cubic one
-           of three. With order=random the kinds are mixed. With order=sorted, all elements of kind
-           0 come first, as a caller could store them.
+           of three. With order=random, the kinds are mixed. With order=sorted, the caller has
+           stored all elements of kind 0 first.
 Baseline   branching: an `if` for the kind, with the loop of its rule in each branch.
 Optimized  partitioned: changes branching. A block of 256 threads counts its elements of kind 0 by
-           votes, and moves them through shared memory to its first threads. Then at most one warp
-           of a block has both kinds. Each result is stored at the place of its element.
+           warp votes. It moves these elements through shared memory to its first threads, so at
+           most one warp of the block has both kinds. Each result is stored at the index of its
+           element.
            both_paths: changes branching. Each thread computes both results and keeps one, so no
            branch is left. If the kinds are sorted, that is twice the work.
-           one_path: changes branching. Both rules as one loop, in which only a factor is selected.
-           It works because the rules are alike. The selection is a fourth instruction per step.
+           one_path: changes branching. One loop computes both rules and only selects a factor. This
+           works because the rules are alike. The selection is a fourth instruction per step.
 Bound      Issue. A warp with both kinds needs 2 + 3 instructions per step. A warp with a single
            kind needs 2 or 3. So branching takes twice as long with order=random as with
-           order=sorted. partitioned comes close to the sorted case. In both orders both_paths takes
-           as long as branching does with order=random, and one_path lies between.
-Seen       partitioned takes longer than its cost, which leaves out the votes, the barriers and the
-           moves through shared memory. The other three sides take the time of their instructions.
-Use when   The branches are long, and a warp's lanes disagree. Sort the data once if you use them
-           often, or partition inside a block. Write the common part outside of the branch, and
-           select operands instead. Leave short branches as they are: the compiler predicates
-           them itself. In a kernel that waits for DRAM, a second path costs little, because issue
-           slots are free.
+           order=sorted. partitioned comes close to the sorted case. In both orders, both_paths
+           takes as long as branching with order=random, and one_path takes less than that, but more
+           than branching with order=sorted.
+Seen       partitioned takes longer than predicted, because its cost leaves out the votes, the
+           barriers and the moves through shared memory. The other three sides take as long as
+           predicted from their instructions.
+Use when   The branches are long, and the lanes of a warp take different ones. Sort the data once if
+           you use it often, or partition it inside a block. If the branches are alike, compute the
+           common part outside of them and only select operands. Leave short branches as they are,
+           because the compiler predicates them. In a kernel that waits for DRAM, a second path
+           costs little, because issue slots are free.
 """
 
 import torch
@@ -105,7 +108,7 @@ MIXED = (7 * ONE + BOTH) / 8  # one of a block's 8 warps has both kinds
         {"n": 833, "order": "random"},
         {"n": 515, "order": "sorted"},
     ],
-    # No flops: the chains may run at the full rate of fp32. At a higher clock than the one at which
+    # No flops: the chains may run at the full rate of fp32. If the clock is now higher than when
     # that rate was measured, they would look like skipped work.
     work=lambda n, order: Work(read=8 * n, write=4 * n),
     bound="issue",

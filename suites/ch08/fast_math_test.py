@@ -1,31 +1,33 @@
-"""Fast math: the right function gains more than the compiler's flag, and both keep the error small.
+"""Fast math: calling rsqrtf gains more than the compiler's flag, and both keep the error small.
 
 Problem    The softened potential of m bodies at n points in fp32: for each point, the sum of
            weight / sqrt(distance^2 + 0.01) over the bodies.
-Baseline   accurate: `weight / sqrtf(square)`. Both functions are rounded as IEEE 754 says.
-Optimized  flag: changes accurate. The same kernel, compiled with `--use_fast_math`. In the whole
-           file, square roots and divisions become approximate, and subnormal numbers become zero.
+Baseline   accurate: `weight / sqrtf(square)`. The root and the quotient are correctly rounded (IEEE
+           754).
+Optimized  flag: changes accurate. The same kernel, compiled with `--use_fast_math`. The flag
+           applies to the whole file: square roots and divisions become approximate, and subnormal
+           numbers become zero.
            reciprocal_root: changes accurate. `weight * rsqrtf(square)`, without the flag. One
            special function replaces a square root and a division.
-           root_and_flag: changes reciprocal_root. The same kernel, compiled with the flag. rsqrtf
-           then becomes one instruction without a test for subnormal numbers. PyTorch would write
-           all m * n distances.
+           root_and_flag: changes reciprocal_root. The same kernel, compiled with the flag. With the
+           flag, rsqrtf is one instruction, without a test for subnormal numbers. There is no
+           library variant, because PyTorch would write all m * n distances.
 Bound      Issue for accurate: about 30 instructions per pair, most of them to round the root and
-           the quotient correctly. The special function unit for flag: a root and a
-           reciprocal per pair, and the unit does 16 per cycle and SM, an eighth of the
-           multiply-adds. The flag does not turn the two into one. Issue for reciprocal_root and
-           root_and_flag: 13 and 10 instructions per pair. One of them loads a body, 16 bytes that
-           all lanes share, from shared memory. If that takes four cycles instead of one, the load
-           is the limit of both.
+           the quotient correctly. The special function unit for flag: each pair needs a root and a
+           reciprocal, and the unit of an SM does 16 of these per cycle, an eighth of the rate of
+           multiply-adds. The flag does not merge the two into one function. Issue for
+           reciprocal_root and root_and_flag: 13 and 10 instructions per pair. One of these
+           instructions loads a body from shared memory, 16 bytes that all lanes share. If such a
+           load takes four cycles instead of one, it limits both sides.
            Error: CUDA's guide promises 2 units in the last place for rsqrtf and for the approximate
-           division. A sum of thousands of terms rounds more than that. So all sides must meet the
-           same derived bound, and a variant may not be 1.5 times less exact than accurate. `-vv`
-           prints each side's error.
-Use when   A kernel issues roots or divisions for each few bytes. Write rsqrtf yourself: it is fast
-           and needs no flag. Use the flag, or single intrinsics, if the result tolerates it. That
-           is not so if the result is a small difference of large terms, or if arguments are
-           outside of the range that an intrinsic such as `__sinf` is good for. In a kernel that
-           waits for DRAM it gains nothing.
+           division. Adding thousands of terms causes a larger error. So all sides must meet the
+           same derived bound, and a variant's error may be at most 1.5 times that of accurate.
+           `-vv` prints each side's error.
+Use when   A kernel computes roots or divisions for every few bytes that it loads. Write rsqrtf
+           yourself: it is fast and needs no flag. Use the flag or single intrinsics if the result
+           tolerates the error. It does not if the result is a small difference of large terms, or
+           if arguments are outside of the range in which an intrinsic such as `__sinf` is accurate.
+           In a kernel that waits for DRAM, fast math gains nothing.
 """
 
 import torch

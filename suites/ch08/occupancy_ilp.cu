@@ -1,4 +1,4 @@
-// A grid of any size walks n floats. A thread has one, two, four or eight in work at a time.
+// A grid of any size walks n floats. A thread handles one, two, four or eight of them at a time.
 //
 // scale_1, scale_2, scale_4, scale_8: out[i] = a * x[i]. All loads of a thread come before its
 //     first store.
@@ -16,7 +16,7 @@ struct Scale {
   }
 };
 
-// Each step needs the one before it, so a chain alone waits for every multiply-add.
+// Each step needs the previous one, so a single chain waits for every multiply-add.
 struct Iterate {
   float a;
   template <unsigned each>
@@ -33,8 +33,8 @@ struct Iterate {
 };
 
 // A block takes tiles of BLOCK * each elements, a whole grid apart. The loop over tiles is not
-// unrolled, so that `each` alone decides how many elements are in work. One test decides for a
-// whole tile, so that no load waits for a test.
+// unrolled, so that only `each` sets how many elements a thread handles at a time. One bounds check
+// covers a whole tile, so no load waits for a check.
 template <unsigned each, typename Function>
 __device__ void walk(Function function, const float* __restrict__ x, float* __restrict__ out,
                      unsigned n) {

@@ -1,36 +1,38 @@
-"""Occupancy against ILP: more work per thread replaces warps, until the warps are enough.
+"""Occupancy or ILP: independent work in each thread can replace warps.
 
 Problem    test_occupancy_ilp computes a * x for n fp32 elements. test_chains iterates
-           z -> a * z + x 2048 times for each of n fp32 elements x. The key of the curves is the
-           number of warps on each SM. The grid has only enough blocks for that number, and they
-           walk all elements. So the grid sets the occupancy, and no resource is wasted to lower it.
+           z -> a * z + x 2048 times for each of n fp32 elements x. The x-axis of both curves is the
+           number of warps on each SM. The grid has just enough blocks for that number, and they
+           loop over all elements. So the size of the grid sets the occupancy, and no kernel wastes
+           a resource to lower it.
 Baseline   one: a thread has one load in flight.
            one_chain: a thread iterates one number at a time.
 Optimized  two: changes one. A thread loads two elements before it stores the first.
            four: like two, with four elements.
            eight: like four, with eight elements.
            two_chains: changes one_chain. Two numbers per thread, whose steps alternate.
-           four_chains: like two_chains, with four numbers. No library lets a caller choose the
-           number of warps. `../ch06/ilp_test.py` compares the same change with a library on a full
-           GPU.
-Bound      test_occupancy_ilp: bytes in flight, warps * 32 lanes * loads * 4 bytes per SM. Twice the
-           loads allow half the warps. An idle DRAM answers in 0.34 us, so the full rate of a copy
-           needs at least 5 KiB of loads in flight per SM. Under load the answers take longer, and
-           it needs more. Then DRAM is the limit, and neither loads nor warps help.
+           four_chains: like two_chains, with four numbers. There is no library variant, because no
+           library lets a caller choose the number of warps. `../ch06/ilp_test.py` compares the same
+           change with a library on a full GPU.
+Bound      test_occupancy_ilp: bytes in flight, warps * 32 lanes * loads * 4 bytes per SM. With
+           twice the loads per thread, half the warps are enough. The latency of an idle DRAM is
+           0.34 us, so the full rate of a copy needs at least 5 KiB of loads in flight per SM. A
+           busy DRAM has a higher latency, so it needs more. Once enough loads are in flight, DRAM
+           is the limit, and more loads or warps do not help.
            test_chains: a scheduler starts one instruction per cycle, and the result of a
-           multiply-add is ready after 4 cycles. So a scheduler needs 4 independent chains, over all
-           its warps. It has a fourth of the SM's warps. One chain per thread is enough with 16
-           warps per SM, and four chains are enough with 4. The load of an element takes a tenth of
-           the time of its chain.
-Seen       The curves of test_occupancy_ilp bend more gently than their costs, which include only
-           the latency of an idle DRAM. The sides that take longest compared with their costs are
-           those that have just enough bytes in flight. Among sides with equally many bytes in
-           flight, the one with more warps and fewer loads per thread is the fastest. The likely
-           reason is that a thread starts new loads only when all of its loads have arrived.
-Use when   Few warps fit an SM because a thread needs many registers, or a block much shared memory.
-           Give each thread more independent work instead of forcing more warps. That also needs
-           registers, so compare both. On an SM full of warps, more independent arithmetic gains
-           nothing, but more loads in flight still can.
+           multiply-add is ready after 4 cycles. So a scheduler needs 4 independent chains in all of
+           its warps together. Each of the SM's 4 schedulers has a fourth of the warps. So one chain
+           per thread is enough with 16 warps per SM, and four chains per thread are enough with 4
+           warps. The load of an element takes a tenth of the time of its chain.
+Seen       The curves of test_occupancy_ilp bend more gently than predicted, because the costs
+           include only the latency of an idle DRAM. Sides with just enough bytes in flight exceed
+           their predictions most. Among sides with the same number of bytes in flight, the one with
+           more warps and fewer loads per thread is the fastest. The likely reason is that a thread
+           starts new loads only when all of its loads have arrived.
+Use when   Few warps fit on an SM because a thread needs many registers, or a block needs much
+           shared memory. Give each thread more independent work instead of forcing more warps onto
+           the SM. That also needs registers, so compare both. On an SM full of warps, more
+           independent arithmetic gains nothing, but more loads in flight can still help.
 """
 
 import torch
@@ -44,8 +46,9 @@ BLOCK, LANES, SMS = 128, 32, 132  # the SMs of an H200, for costs
 STEPS = 2048
 # After this number of steps, a chain still changes by 0.03 % per step, so none can be skipped.
 DECAY = 1 - 1 / STEPS
-# A round of loads takes about 0.4 us: 0.34 us for an idle DRAM, and the rest for the instructions
-# around it. In that time, the GPU could do this many operations at its fp32 rate.
+# A round of loads takes about 0.4 us: 0.34 us of latency of an idle DRAM, and the rest for the
+# instructions around the loads. In that time, the GPU could do this many operations at its fp32
+# rate.
 WAIT = 2.4e7
 LATENCY, SCHEDULERS = 4, 4  # cycles of a multiply-add, and schedulers of an SM
 WARPS = (4, 8, 16, 32, 64)
@@ -105,7 +108,7 @@ def four_chains(x, warps):
 
 
 def waiting(each):
-    """Return the cost of a page's side: its bytes, or one wait for each round of loads."""
+    """Return the cost of a side of test_occupancy_ilp: bytes, or one wait per round of loads."""
 
     def moved(n, warps):
         rounds = n / (SMS * warps * LANES * each)
@@ -115,7 +118,7 @@ def waiting(each):
 
 
 def issued(chains):
-    """Return the cost of a page's side: its operations, and the slots that it leaves empty."""
+    """Return the cost of a side of test_chains: its operations and the empty issue slots."""
 
     def stepped(n, warps):
         busy = min(1, warps / SCHEDULERS * chains / LATENCY)
@@ -158,7 +161,7 @@ def test_occupancy_ilp(pair):
         {"n": 1023, "warps": 64},
         {"n": 515, "warps": 4},
     ],
-    # No flops: the chains may run at the full rate of fp32. At a higher clock than the one at which
+    # No flops: the chains may run at the full rate of fp32. If the clock is now higher than when
     # that rate was measured, they would look like skipped work.
     work=lambda n, warps: Work(read=4 * n, write=4 * n, roundings=STEPS),
     bound="issue",

@@ -12,7 +12,7 @@ template <unsigned lanes>
 __device__ float sum_of_squares(const float* __restrict__ row, unsigned n, unsigned lane) {
   float sum[4] = {};
   unsigned i = lane;
-#pragma unroll 1  // no more loads in flight
+#pragma unroll 1 // no more than four loads in flight
   for (; i + 3 * lanes < n; i += 4 * lanes) {
     float value[4];
 #pragma unroll

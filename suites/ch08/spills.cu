@@ -1,6 +1,6 @@
 // out[m] = the logarithm of the determinant of a[m], for n symmetric positive definite 16 x 16
-// matrices of floats, one matrix per thread. Only the lower triangle is read. The elements of all
-// matrices at one place follow one another: element (r, c) of matrix m is a[(16 * r + c) * n + m].
+// matrices of floats, one matrix per thread. Only the lower triangle is read. The matrices are
+// interleaved: element (r, c) of matrix m is a[(16 * r + c) * n + m].
 //
 // no_limit: no launch bounds. The compiler uses 160 registers per thread for sm_90.
 // four_blocks: __launch_bounds__(128, 4), so it may use 128. It spills a little.
@@ -8,8 +8,8 @@
 
 constexpr unsigned BLOCK = 128, SIDE = 16;
 
-// Factor the matrix by Cholesky, row by row. All loops are unrolled, so that every element of the
-// factor has a register. A row needs all rows before it, so they stay until the end.
+// Compute the Cholesky factor row by row. All loops are unrolled, so every element of the factor
+// has a register. A row needs all rows before it, so all rows are kept until the end.
 __device__ void log_determinant(const float* __restrict__ a, float* __restrict__ out, unsigned n) {
   const unsigned m = blockIdx.x * BLOCK + threadIdx.x;
   if (m >= n) return;

@@ -3,7 +3,7 @@
 // neighboring outputs.
 //
 // one_buffer: load a tile into shared memory, wait, filter it, wait.
-// loaded_ahead: one_buffer, but the next tile is on its way to registers during the filter.
+// loaded_ahead: one_buffer, but the next tile is loaded into registers during the filter.
 // two_buffers: loaded_ahead, but the next tile goes to a second buffer. One barrier is left.
 //
 // The loads of the next tile come before the barrier. If they come after it, the compiler moves
@@ -31,7 +31,7 @@ struct Part {
   }
 };
 
-// Load each input and each group of four taps once from shared memory, and use them four times.
+// Load each input and each group of four taps from shared memory once, for all four outputs.
 __device__ float4 filter(const Buffer& from, const float4* taps) {
   float sum[4] = {};
   float4 now = from.at[threadIdx.x];

@@ -1,29 +1,31 @@
-"""Two buffers: overlap loads with work, as more blocks per SM would.
+"""Two buffers: overlap loads with compute if few blocks fit on an SM.
 
-Problem    A filter of 33 taps over fp32 elements, as a valid convolution. Blocks of 256 threads
-           walk tiles of 1024 outputs through shared memory. The key of the curve is the number of
-           blocks per SM, which is the size of the grid. No side wastes a resource to lower it.
+Problem    A filter of 33 taps over fp32 elements, without padding. Blocks of 256 threads loop over
+           tiles of 1024 outputs, whose inputs go through shared memory. The x-axis of the curve is
+           the number of blocks per SM, which the size of the grid sets.
 Baseline   one_buffer: load a tile into shared memory, wait for all threads, filter it, wait again.
-Optimized  loaded_ahead: changes one_buffer. The loads of the next tile begin before the barrier and
-           end in registers. So they are on their way during the filter. It still has two barriers.
+Optimized  loaded_ahead: changes one_buffer. The loads of the next tile are issued before the
+           barrier, into registers, so they are in flight during the filter. Two barriers per tile
+           remain.
            two_buffers: changes loaded_ahead. Tiles alternate between two buffers in shared memory,
-           so no thread has to wait before it stores the next tile. One barrier per tile is left.
-           library: `torch.nn.functional.conv1d` by cuDNN. It chooses its own grid, so the key does
-           not change it. PyTorch lets cuDNN use TF32 by default, so the page turns that off.
-Bound      With one block per SM, latency: a tile is 4 KiB, and even an idle DRAM needs 0.34 us for
-           it. At the full rate of a copy, an SM would receive 5 KiB in that time. one_buffer also
-           has nothing in flight during the filter. With six blocks, DRAM: while one block filters,
-           others load. So the curves meet.
+           so no thread has to wait before it stores the next tile. One barrier per tile remains.
+           library: `torch.nn.functional.conv1d` by cuDNN. It chooses its own grid, so it takes the
+           same time along the curve. PyTorch lets cuDNN use TF32 by default, so the page turns TF32
+           off.
+Bound      With one block per SM, latency: a tile is 4 KiB, and the latency of an idle DRAM is 0.34
+           us. At the full rate of a copy, an SM would receive 5 KiB in that time. one_buffer also
+           has no loads in flight during the filter. With six blocks per SM, DRAM: while one block
+           filters, others load, so all sides take about the same time.
 Seen       On an H100, all three kernels take about two thirds longer than predicted with one block
-           per SM, so their ratios are as predicted. With two blocks, one_buffer also takes that
-           much longer, and the others a third. We did not time the filter alone. With two warps per
-           scheduler, it probably waits for shared memory most of the time. two_buffers has one
-           barrier less than loaded_ahead, and gains nothing by that. An earlier loaded_ahead gained
-           nothing either: the loads of the next tile came after the barrier, and the compiler moved
-           them behind the filter.
-Use when   Few blocks fit an SM, because a tile or its accumulators are large, as in a matrix
-           product. With many blocks per SM, one buffer is enough, and it leaves shared memory for
-           more blocks. Use `cp.async` or TMA if the loads would need too many registers
+           per SM, so their ratios are as predicted. With two blocks per SM, one_buffer again takes
+           two thirds longer, and the other two take a third longer. We did not time the filter
+           alone. With two warps per scheduler, the filter probably waits for shared memory most of
+           the time. two_buffers has one barrier less than loaded_ahead, but is not faster. An
+           earlier version of loaded_ahead gained nothing: it loaded the next tile after the
+           barrier, and the compiler moved these loads behind the filter.
+Use when   Few blocks fit on an SM because a tile or its accumulators are large, as in a matrix
+           product. With many blocks per SM, one buffer is enough and leaves shared memory for more
+           blocks. Use `cp.async` or TMA if the loads would need too many registers
            (`../ch07/async_copy_test.py`, `../ch07/tile_copy_test.py`).
 """
 
@@ -34,11 +36,11 @@ from pytest_aisp import Cost, Sweep, Variant, Work, compare, cuda_module
 kernels = cuda_module("two_buffers.cu")
 BLOCK, TAPS, TILE = 256, 33, 1024
 SMS = 132  # of an H200, for costs
-# A block waits about 0.4 us for a tile: 0.34 us for an idle DRAM, and the rest for the barriers. In
-# that time, the GPU could do this many operations at its fp32 rate.
+# A block waits about 0.4 us for a tile: 0.34 us of latency of an idle DRAM, and the rest for the
+# barriers. In that time, the GPU could do this many operations at its fp32 rate.
 WAIT = 2.4e7
 # Bytes of shared memory per output. For its 128 outputs, a warp has 9 loads of 16 bytes per lane,
-# and 9 loads of taps that all lanes share. Each of these counts 128 bytes, as one cycle.
+# and 9 loads of taps that all lanes share. A load of taps takes one cycle and counts as 128 bytes.
 # Every element is also stored once.
 SHARED = (9 * 16 * 32 + 9 * 128) / 128 + 4
 
@@ -83,7 +85,7 @@ def library(taps, x, blocks):
 
 
 def filtered(tiles, blocks, slots=0):
-    """Return the cost of a side. `slots` is its time, if its operations take less."""
+    """Return the cost of a side. `slots` sets a longer time than its operations take."""
     n = TILE * tiles
     ops = {"fp32": max(2 * TAPS * n, slots)}
     return Cost(read=4 * n, write=4 * n, shared=SHARED * n, ops=ops, launches=1)

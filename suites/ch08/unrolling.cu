@@ -2,7 +2,7 @@
 // keeps the coefficients in shared memory.
 //
 // compiled: a loop without a pragma, so the compiler decides how often to unroll it.
-// rolled: #pragma unroll 1, so each coefficient is a round of the loop.
+// rolled: #pragma unroll 1, so the loop has one iteration per coefficient.
 // by_16: #pragma unroll 16.
 // known: compiled, but `count` is a constant, and the loop is unrolled as a whole.
 // four_points: compiled, with four points per thread, which share each loaded coefficient.

@@ -4,30 +4,32 @@ Problem    The values of one polynomial of 128 coefficients at n fp32 points, by
            coefficients are in shared memory. Their number is an argument of the kernels.
 Baseline   compiled: one point per thread, and a plain loop. For sm_90 the compiler unrolls it 16
            times and loads four coefficients at once (LDS.128), without any pragma.
-Optimized  rolled: changes compiled. `#pragma unroll 1`. It is no optimization. It shows what the
-           compiler's unrolling is worth, for loops in which the compiler cannot do it.
-           by_16: changes compiled. `#pragma unroll 16`. The compiler had chosen the same factor for
-           compiled.
+Optimized  rolled: changes compiled. `#pragma unroll 1`. It is not an optimization. It shows what
+           unrolling gains, for loops that the compiler cannot unroll.
+           by_16: changes compiled. `#pragma unroll 16`. This is the factor that the compiler also
+           chose for compiled.
            known: changes compiled. The number of coefficients is a constant of the kernel, so the
-           whole loop is unrolled. No counter and no branch remain.
+           loop is fully unrolled, without a counter or a branch.
            four_points: changes compiled. Four points per thread, so a loaded coefficient is used
-           four times, and four chains are independent. PyTorch has no call for this.
-Bound      Issue. A step needs one multiply-add. compiled also issues a fourth of a load, and its
-           share of the loop, about 1.6 instructions together. rolled issues 6: a multiply-add, and
-           for every coefficient a load, two counters, a comparison and a branch. In four_points,
-           four points share the loads and the loop. 64 warps per SM hide the latency of the chains.
-           All lanes load the same 16 bytes at once. The costs assume that shared memory needs one
-           cycle for such a load. If it needs four, one for each register of a lane, it is the limit
-           of compiled, by_16 and known, and only four_points gains.
+           four times, and a thread has four independent chains. There is no library variant,
+           because PyTorch has no such function.
+Bound      Issue. A step needs one multiply-add. With a fourth of a load and a share of the loop's
+           instructions, compiled issues about 1.6 instructions per step. rolled issues 6 per step:
+           a multiply-add, a load, two counters, a comparison and a branch. In four_points, four
+           points share the loads and the loop. 64 warps per SM hide the latency of the chains. All
+           lanes load the same 16 bytes at once. The costs assume that shared memory needs one cycle
+           for such a load. If a load needs four cycles, one per register of a lane, then loads
+           limit compiled, by_16 and known, and only four_points gains.
 Seen       rolled takes as long as predicted, and the other sides longer. A load of 16 bytes does
-           not take four cycles: the loads of compiled alone would then take longer than all of it.
-           four_points loads little and takes longer too, so the loads are not the only reason. The
-           costs leave out that each block first loads the coefficients and waits at a barrier. We
-           did not measure how long that takes.
-Use when   Look at the machine code before you write a pragma: the compiler often has done it. Write
-           one if a loop has a branch or a call inside and stays rolled. Make the trip count a
-           template argument if it has few values. Unroll over outputs if they share operands: that
-           also saves loads. Each of these needs registers and instruction cache.
+           not take four cycles: otherwise the loads of compiled would take longer than the stored
+           time. four_points has few loads and also takes longer than predicted, so loads are not
+           the only reason. The costs leave out that each block first loads the coefficients and
+           waits at a barrier. We did not measure how long that takes.
+Use when   Look at the machine code before you write a pragma: often the compiler has already
+           unrolled the loop. Write a pragma if a loop stays rolled because it contains a branch or
+           a call. Make the trip count a template argument if it has few possible values. Unroll
+           over outputs if they share operands, which also saves loads. All of these need more
+           registers and instruction cache.
 """
 
 import torch
@@ -91,15 +93,15 @@ def issued(each):
     optimized=[
         Variant(rolled, at_least="yardstick"),
         Variant(by_16, at_least="neutral"),
-        Variant(known, at_least="neutral"),  # it gains nothing if shared memory is the limit
+        Variant(known, at_least="neutral"),  # gains nothing if shared memory is the limit
         four_points,
     ],
     inputs=inputs,
     reference=reference,
     sizes=[{"n": 2**25}],
     check_sizes=[{"n": 1}, {"n": 835}],
-    # No flops: at a higher clock than the one at which the rate of fp32 was measured, the loop
-    # would look like skipped work.
+    # No flops: if the clock is now higher than when the rate of fp32 was measured, the loop would
+    # look like skipped work.
     work=lambda n: Work(read=4 * (n + COUNT), write=4 * n, terms=COUNT, roundings=COUNT),
     bound="issue",
     costs={
