@@ -120,7 +120,7 @@ def compiled_cost(layers, width, tokens):
     hidden, weights = hidden_of(width), 3 * layers * width * hidden_of(width)
     swiglu = Cost(read=8 * tokens * hidden, write=4 * tokens * hidden, launches=1)
     norm = Cost(read=8 * tokens * width, write=2 * tokens * width, launches=1)
-    norm += Cost(read=6 * tokens * width, launches=1)  # the gradient of its weight
+    norm += Cost(read=6 * tokens * width, launches=1)  # the gradient of the norm's weight
     stacked = Cost(read=2 * weights, write=2 * weights, launches=4)
     layer = forward_cost(width, tokens) + backward_products(width, tokens) + swiglu + norm
     return layers * layer + stacked

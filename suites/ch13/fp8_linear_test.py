@@ -19,8 +19,8 @@ Seen       The variants that quantize in eager mode are slower than predicted. T
            between rowwise and prepared is the time to quantize W. It is about twice the time for
            the bytes that this moves. We cannot explain this.
 Use when   The weights can be quantized in advance, and one kernel can quantize the activations.
-           Eager quantization in each call can cost more than the product gains. A scale for each
-           row improves accuracy if the rows differ in magnitude.
+           Eager quantization in each call can take more time than the FP8 product saves. A scale
+           for each row improves accuracy if the rows differ in magnitude.
 """
 
 import torch
@@ -122,7 +122,7 @@ def quantizing(elements, scaled):
     """Return the cost of quantizing eagerly, with `scaled` bytes per scaled value."""
     magnitude = Cost(read=2 * elements, write=2 * elements, launches=1)
     largest = Cost(read=2 * elements, launches=1)
-    scale = Cost(launches=4)  # to fp32, clamp, divide, reciprocal
+    scale = Cost(launches=4)  # cast to fp32, clamp, divide, reciprocal
     product = Cost(read=2 * elements, write=scaled * elements, launches=1)
     rounded = Cost(read=scaled * elements, write=elements, launches=1)
     return magnitude + largest + scale + product + rounded

@@ -1,8 +1,8 @@
 """Odd dimensions of a matrix product: pad them, so that fast kernels can load the rows.
 
-Problem    x @ w.T in bf16, as `linear` computes it: x is (m, k), the weight (n, k). In one size k
-           is odd, as it may be after features are concatenated. In the other n is odd, as in
-           GPT-2's vocabulary of 50257.
+Problem    x @ w.T in bf16, as `linear` computes it: x is (m, k), the weight (n, k). In one test
+           size, k is odd, as may happen when features are concatenated. In the other, n is odd: the
+           50257 tokens of GPT-2's vocabulary.
 Baseline   odd: `linear` on the unpadded operands. A row with an odd number of bf16 values may begin
            at any multiple of 2 bytes. Fast kernels use TMA or 16-byte copies, which need rows that
            begin at multiples of 16 bytes.

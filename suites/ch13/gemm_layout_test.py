@@ -6,9 +6,9 @@ Baseline   nt: copies x to row-major (m, k) and multiplies. The weight is stored
            `linear`.
 Optimized  nn: the baseline with the weight stored as (k, n). Reordering the weight is not timed.
            tt: the baseline without the copy. x is a transposed view.
-           tn: tt with the weight stored as (k, n). The first letter of a name is the layout of x: n
-           is (m, k), t is (k, m). The second letter is the layout of the weight: n is (k, n), t is
-           (n, k).
+           tn: tt with the weight stored as (k, n).
+           The first letter of a name is the layout of x: n is (m, k), t is (k, m). The second
+           letter is the layout of the weight: n is (k, n), t is (n, k).
 Bound      Tensor cores. On Hopper they read bf16 from shared memory in either order, and TMA loads
            either order, so all layouts take the same time. For fp8 and tf32, k must be the
            contiguous dimension.

@@ -8,9 +8,9 @@ Baseline   library: `torch.optim.AdamW`, fused. It keeps two fp32 moments, 8 byt
 Optimized  fp32_moments: moves the same bytes in one Triton kernel of this page. It shows the effect
            of the kernel without the effect of 8-bit moments.
            eight_bits: fp32_moments, but the kernel decodes 8-bit moments, updates them and encodes
-           them again. Each group of 256 codes shares one fp32 scale (block-wise quantization,
-           Dettmers et al., arXiv:2110.02861). It keeps 2.03 bytes of moments per parameter and
-           moves 16.06 bytes per step.
+           them again. Each group of 256 encoded values shares one fp32 scale (block-wise
+           quantization, Dettmers et al., arXiv:2110.02861). Per parameter, it keeps 2.03 bytes of
+           moments, and a step moves 16.06 bytes.
 Bound      DRAM. Decoding and encoding take 68 instructions per parameter, as nvdisasm counts them
            for sm90. They take less time than the memory traffic, and overlap with it.
 Use when   The moments do not fit next to the model, or the optimizer's step is a visible part of a

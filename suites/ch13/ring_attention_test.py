@@ -88,7 +88,7 @@ def join(out, lse, rows, part, part_lse):
 
 
 def passed_on(blocks):
-    """Start to send `blocks` to the next rank. Return the blocks to be received, and works."""
+    """Start to send `blocks` to the next rank. Return the incoming blocks and pending works."""
     rank, world = dist.get_rank(), dist.get_world_size()
     coming = [torch.empty_like(block) for block in blocks]
     sends = [dist.P2POp(dist.isend, block, (rank + 1) % world) for block in blocks]
@@ -121,7 +121,7 @@ def ring(q, k, v):
 
 
 def dealt(x, back=False):
-    """Start moving rows to zigzag order, or `back`. Return this rank's rows and the works.
+    """Start moving rows to zigzag order, or `back`. Return the incoming rows and pending works.
 
     In zigzag order, rank r has chunks r and 2 * world - 1 - r of the 2 * world chunks.
     """

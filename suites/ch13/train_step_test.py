@@ -167,7 +167,7 @@ def small_eager_cost(**size):
     return costs_of(**size, **eager_launches(size["layers"]))
 
 
-# One replay starts as many kernels as eager launches, one after another.
+# One replay. It starts the kernels of eager, one after another.
 def captured_cost(**size):
     kernels = eager_launches(size["layers"])["launches"]
     return costs_of(**size, launches=1) + Cost(graph_nodes=kernels)

@@ -230,7 +230,7 @@ def full_weights(rows, n, k):
 
 
 def four_bits(n, k):
-    """Return the bytes of the int4 weights and of their scales, 4 bytes per group."""
+    """Return the bytes of the int4 weights and of their scales (4 bytes per group)."""
     return n * k / 2 + 4 * n * k / GROUP
 
 
