@@ -1,9 +1,9 @@
 """A graph with branches: several streams help only if the host is not the limit.
 
-Problem    `towers` small networks of different widths, as in a model that embeds different kinds of
-           features. Each turns its own (batch, width) fp32 input into (batch, out) by two linear
-           layers with a relu between them. The towers do not depend on each other. Their outputs
-           are concatenated at the end.
+Problem    `towers` small networks (towers) of different widths, as in a model that embeds different
+           kinds of features. Each tower turns its own (batch, width) fp32 input into (batch, out)
+           by two linear layers with a relu between them. The towers do not depend on each other.
+           Their outputs are concatenated at the end.
 Baseline   in_turn: one tower after another, on one stream.
 Optimized  streams: like in_turn, with a stream for each tower.
            captured: like in_turn, as a CUDA graph. The graph is one chain of kernels.

@@ -16,8 +16,8 @@ Bound      PCIe or DRAM, whichever takes longer. A layer reads the same weights 
            gain is largest if copy and layer take the same time, and it is never more than twofold.
 Seen       Without its copy, a layer takes about twice as long as predicted from its weights and its
            kernels' starts. We did not measure which kernels take the additional time. Since
-           layers take longer, the gain is largest at more tokens than predicted. With 2048 tokens PCIe is the
-           limit, and prefetched takes as long as predicted.
+           layers take longer, the gain is largest at more tokens than predicted. With 2048 tokens
+           PCIe is the limit, and prefetched takes as long as predicted.
 Use when   Caches have to stay in host memory for a while, and the copy of a layer's cache does not
            take much longer than the layer. For longer caches, move fewer bytes: keep a part of each
            cache on the GPU, or store it in 8 bits. Capture the step as a CUDA graph:

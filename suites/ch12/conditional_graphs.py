@@ -13,7 +13,7 @@ NEEDED = "conditional nodes need a driver for CUDA 12.4 or newer"
 
 
 def old_driver(needed: int = 12040) -> bool:
-    """Return whether a driver is installed that does not support CUDA `needed` (12040: 12.4)."""
+    """Return whether the installed driver is too old for CUDA `needed` (12040 is 12.4)."""
     try:
         driver, version = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
     except OSError:

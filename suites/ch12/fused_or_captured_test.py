@@ -12,18 +12,20 @@ Bound      At the small n, the host: eager makes four launches, the others one. 
            fused reads two and writes one. The host launches the next kernel while the GPU is still
            running the last one, so a graph saves nothing there.
 Seen       At the small n, a launch through `cuda_module` takes the host longer than predicted: the
-           rate `launch` was measured with a torch operator. On an H200, it takes the host more
-           than twice as long as predicted. So eager and fused take longer than predicted, and graphs gain more.
-           A graph replay calls no torch operator, so fused_captured takes less time than predicted.
-           On an H100, captured does too. The host's times also vary between comparisons.
+           rate `launch` was measured with a torch operator. On an H200, the launch takes more
+           than twice as long as predicted. So eager and fused take longer than predicted, and
+           graphs gain more. A graph replay calls no torch operator, so fused_captured takes less
+           time than predicted. On an H100, captured does too. The host's times also vary between
+           comparisons.
            At the large n, each of two kernels of eager moves as many bytes as `single` of
            `../ch06/ilp_test.py`. Each of the other two moves as many as `usual` of
            `../ch06/block_size_test.py`. The times on these pages for four such kernels add up to
-           the time of eager. The pages also explain why a kernel with one element per thread does not reach the copy rate. fused
-           moves as many bytes as `usual`, but it takes longer. Its machine code for sm_90 loads the
-           gate only after the division: an exact division has a branch to a slow path, and the
-           compiler moves no load across this branch. So a thread waits for DRAM twice in a row,
-           with one load in flight each time. We did not try a kernel that loads both numbers first.
+           the time of eager. The pages also explain why a kernel with one element per thread does
+           not reach the copy rate. fused moves as many bytes as `usual`, but it takes longer. Its
+           machine code for sm_90 loads the gate only after the division: an exact division has a
+           branch to a slow path, and the compiler moves no load across this branch. So a thread
+           waits for DRAM twice in a row, with one load in flight each time. We did not try a kernel
+           that loads both numbers first.
 Use when   First find out what limits your code. If the GPU is idle between kernels, capture a
            graph, which needs no new kernels. If memory is the limit, fuse. A graph of one kernel
            gains only if its replay takes the host less time than the launch that it replaces. The

@@ -12,9 +12,9 @@ Bound      The host limits eager, with one launch per kernel. The kernels do nex
            number of kernels, and only the launch of the graph is paid once.
 Seen       With two kernels, captured takes less than half of the predicted time. The prediction is
            the rate `launch`, which was measured with a torch operator and includes torch's
-           dispatcher and checks. A graph replay calls no torch operator. With 32 kernels, captured takes a
-           little longer than 32 kernel starts, because the GPU also takes some time to start a
-           graph. eager takes about as long as predicted.
+           dispatcher and checks. A graph replay calls no torch operator. With 32 kernels, captured
+           takes a little longer than 32 kernel starts, because the GPU also takes some time to
+           start a graph. eager takes about as long as predicted.
 Use when   You want to know whether a graph makes your loop faster. Count its launches and compare
            their time with the GPU's. If the kernels run longer than a launch takes, the GPU is
            never idle, and a graph saves only the host's time. With few kernels, the launch of the

@@ -45,7 +45,7 @@ kernels = cuda_module("uneven_work.cu")
 BLOCK, WARPS, LANES = 256, 8, 32
 HEAVIER, EVERY = 32, 128  # a heavy item has HEAVIER times the steps; one item in EVERY is heavy
 FACTOR, INCREMENT, MASK = 1664525, 1013904223, 2**32 - 1
-STEP_OPS = 4  # per multiply-add: integers have half the fp32 rate
+STEP_OPS = 4  # fp32 operations in the time of an integer multiply-add
 
 
 def steps_of_all(n, light):
