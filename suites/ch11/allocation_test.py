@@ -9,8 +9,8 @@ Baseline   device_malloc: each tensor is allocated by `cudaMalloc` and freed by 
            CUDA code that allocates where it needs memory. In PyTorch, the environment variable
            `PYTORCH_NO_CUDA_MEMORY_CACHING` does this.
 Optimized  stream_ordered: `backend:cudaMallocAsync`. Each tensor comes from the driver's pool
-           by `cudaMallocAsync`, and goes back by `cudaFreeAsync`, in the order of the stream. The
-           pool keeps its memory, because PyTorch sets its release threshold to the largest value.
+           by `cudaMallocAsync`, and goes back by `cudaFreeAsync`, in stream order. The pool keeps
+           freed memory, because PyTorch sets the pool's release threshold to the largest value.
            With the driver's default of 0, the pool gives free memory back to the GPU at each wait.
            cached: PyTorch's default. Its own allocator keeps freed memory and hands it out again,
            without a driver call.

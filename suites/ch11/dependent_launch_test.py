@@ -1,7 +1,7 @@
 """Programmatic dependent launch: start a kernel while the one before it is ending.
 
 Problem    A chain of fp32 layers, x = relu(W x), with n neurons each, for one vector x. A layer
-           needs the whole result of the previous layer. The weights depend on no other layer.
+           needs the whole result of the previous layer. All weights are known in advance.
 Baseline   launches: one kernel per layer. A kernel starts when the one before it has ended.
 Optimized  waits_first: changes launches. Every layer except the first is a dependent launch.
            Each kernel allows the next kernel to start at once. The blocks of the next kernel are

@@ -16,16 +16,16 @@ Bound      The host limits ask and predicated. With fast=0, ask waits and launch
            one step, so the host's launch of the graph is the limit. No rate was measured for the
            decision of a conditional node, so the predicted time leaves it out.
 Seen       A launch through `cuda_module` takes the host about twice as long as predicted: the rate
-           `launch` was measured with a torch operator. So captured is faster than ask even
-           with fast=0. With fast=1, captured takes longer than predicted. A step reads the
-           flag and then the arrays, so it waits for the L2 twice, but `graph_node` was measured
-           with an addition to one number. conditional takes about as long as captured there,
-           although its steps read no flag. So the node's decision may take as long as those reads.
-           We did not measure the decision alone. With fast=0, conditional starts 31 kernels fewer
-           than with fast=1, but saves only about half of the time of 31 starts. So the host is the
-           limit: it takes several times the rate `launch` to launch a graph with a conditional node
-           by `cuda.core`. We did not measure which part of the launch takes the time. Because of
-           this launch, conditional is only a little faster than captured with fast=0.
+           `launch` was measured with a torch operator. So captured is faster than ask even with
+           fast=0. With fast=1, captured takes longer than predicted. A step reads the flag and then
+           the arrays, so it waits for the L2 twice, but `graph_node` was measured with an addition
+           to one number. With fast=1, conditional takes about as long as captured, although its
+           steps read no flag. So the node's decision may take as long as those reads. We did not
+           measure the decision alone. With fast=0, conditional starts 31 kernels fewer than with
+           fast=1, but saves only about half of the time of 31 starts. So the host is the limit: it
+           takes several times the rate `launch` to launch a graph with a conditional node by
+           `cuda.core`. We did not measure which part of the launch takes the time. Because of this
+           launch, conditional is only a little faster than captured with fast=0.
 Use when   The next kernels depend on a value on the GPU. Predicate if the branches are short:
            predicated kernels need no graph, and also work in one. Use a conditional node if a
            branch that is often skipped has many kernels. A conditional node with an else needs a

@@ -25,8 +25,8 @@ Seen       On an H100, all sides take longer than predicted. eager: the rate of 
            than eager. So a capture saves nothing if it is used only once.
 Use when   Inputs arrive in new tensors. Copy them if they are small, which is what
            `torch.compile(mode="reduce-overhead")` does. Capture a graph for each address if there
-           are few addresses and the inputs are large. Update a graph if a grid or a scalar
-           argument changes, which no copy can do, and if such changes are rare.
+           are few addresses and the inputs are large. If a grid or a scalar argument changes,
+           a copy does not help. Then update the graph, if such changes are rare.
 """
 
 from importlib import import_module
