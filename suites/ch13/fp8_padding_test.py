@@ -12,9 +12,9 @@ Bound      Tensor cores, then DRAM for the eager kernels that quantize. They mov
            copy into it.
 Seen       as_is is far slower than predicted. Its rows begin at multiples of 8 bytes, and TMA needs
            16. We did not record which kernel cuBLAS chooses. fp8 and prepared are slower than
-           predicted, because the eager kernels that quantize take about twice the time for their
-           bytes. The time for W, fp8 minus prepared, shows this factor of two. The same factor is
-           in fp8_linear_test.py. We cannot explain it.
+           predicted, because quantizing takes about twice as long as its bytes predict. The time
+           for W, which is fp8 minus prepared, shows this factor. The same factor is in
+           fp8_linear_test.py. We cannot explain it.
 Use when   k is not a multiple of 8. Padding alone, in bf16, gives most of the speedup. Use FP8 only
            if the weights can be quantized in advance.
 """

@@ -174,9 +174,9 @@ def scores(tokens, window):
         write=2 * heads * tokens * WIDTH,
         flops={"bf16": 4 * heads * scores(tokens, window) * WIDTH},
         terms=window,
-        # Counted as in long_attention_test.py. The largest scores are about 9, and rounding the
-        # operands moves them by 2 * 2**0.5 roundings, about 2.8. So rounding a score counts as
-        # (9 / 2.8)**2, about 10.
+        # Counted as in long_attention_test.py: 3 roundings, and the rounding of the scores. The
+        # largest scores are about 9. The error from rounding q and k is 2 * 2**0.5 (about 2.8)
+        # roundings, so rounding a score counts as (9 / 2.8)**2, about 10 roundings.
         roundings=13,
     ),
     bound="dram",

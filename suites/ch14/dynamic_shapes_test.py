@@ -82,7 +82,7 @@ def with_mark(x):
 
 
 def cold_caches(weight):
-    """Return a context with empty compiler caches. On a CPU, which is not timed, do nothing."""
+    """Return a context with empty compiler caches. On a CPU, it does nothing."""
     if not weight.is_cuda:
         return contextlib.nullcontext()
     return import_module("torch._inductor.utils").fresh_cache()

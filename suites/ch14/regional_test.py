@@ -52,7 +52,7 @@ def reference(*tensors):
 
 
 def cold_caches(x):
-    """Return a context with empty compiler caches. On a CPU, which is not timed, do nothing."""
+    """Return a context with empty compiler caches. On a CPU, it does nothing."""
     if not x.is_cuda:
         return contextlib.nullcontext()
     return import_module("torch._inductor.utils").fresh_cache()
