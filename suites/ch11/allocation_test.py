@@ -77,8 +77,8 @@ def cached(x, steps):
 def step_cost(length, calls, waits):
     """Return the cost of a step.
 
-    Allocating and freeing a tensor takes `calls` driver calls and `waits` waits for the GPU. A mean
-    by several blocks needs two more allocations and a memset. The memset is a host step.
+    Allocating and freeing a tensor takes `calls` driver calls and `waits` waits for the GPU. If
+    several blocks compute a mean, it needs two more allocations and a memset (a host step).
     """
     split = length >= SPLIT
     tensors, memsets = TENSORS + 4 * split, 2 * split
