@@ -7,9 +7,10 @@
     python benchmarks/error_rates.py --full     15,000 and 2,000 planted losses, the table of
     docs/explanation/verdict.md
 
-A suite of 250 different cases is recorded like a product (8 processes in each of two sessions) and
-then run many times in new sessions: screen, vote, claim gate and record gate, with the code that
-judges real runs. A run is either unchanged, or every case is slower by what its row can detect.
+A suite of 250 different cases is recorded as on a real GPU model: 8 processes in each of two
+sessions. Then it is run many times in new sessions. The code that judges real runs judges these
+runs, too: screen, vote, claim gate and record gate. In a run, either no case has changed, or every
+case is slower by the smallest loss that its row can detect.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ RESTLESS = {"captures that scatter 4 times as recorded": 4.0}
 
 @dataclass
 class Recorded:
-    """One case as a product's file stores it."""
+    """One case as in the file of stored results for a GPU model."""
 
     seconds: tuple[float, float]
     noise: Noise
@@ -140,7 +141,7 @@ def judge(
 def judge_code(
     case: Recorded, spread: float, session: Session, planted: bool, rng: random.Random
 ) -> str:
-    """Return the verdict on a changed side against itself as it was, in one process."""
+    """Return the verdict on a changed side against its old version, both in one process."""
     same = replace(case, seconds=(case.seconds[0], case.seconds[0]))
     session = session._replace(shift=0.0)  # both sides are built in one process
     first = measure(same, session, rng)
@@ -155,7 +156,7 @@ def judge_code(
 
 
 class Both:
-    """One side in two simulated processes, as a pair whose windows alternate between them."""
+    """One side as a pair in two simulated processes, between which its windows alternate."""
 
     clock = "graph"
 
@@ -188,7 +189,7 @@ def measure_environments(case: Recorded, noise: Noise, rng: random.Random) -> ve
 def judge_environments(
     case: Recorded, spread: float, session: Session, planted: bool, rng: random.Random
 ) -> str:
-    """Return the verdict on a side in two environments. All processes are of one session."""
+    """Return the verdict on a side in two environments. All processes run in one session."""
     noise = replace(case.noise, capture=case.noise.capture * session.restless)
     spread = max(spread, verdict.DEFAULT_SPREAD["graph"])
     first = measure_environments(case, noise, rng)
@@ -204,7 +205,7 @@ def judge_environments(
 
 
 def judge_canary(case: Recorded, spread: float, session: Session, rng: random.Random) -> str:
-    """Return which error a run's canary finds on this case, or ``pass``."""
+    """Return the error that a run's canary reports on this case, or ``pass``."""
     noise = replace(case.noise, capture=case.noise.capture * session.restless)
     times = case.seconds[1], case.seconds[1]
 

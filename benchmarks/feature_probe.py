@@ -1,11 +1,11 @@
-"""Derive the table of features in `gpu_specs` from this machine's compiler and GPU.
+"""Check the table of features in `gpu_specs` against this machine's compiler and GPU.
 
     python benchmarks/feature_probe.py            what assembles for each arch, and what runs here
     python benchmarks/feature_probe.py --table    the table of docs/gpu-features.md
 
-The probe of a feature is a kernel in `features.cu`. It is compiled for an arch's plain target, its
-family's and its own (``sm_100``, ``sm_100f``, ``sm_100a``), and launched if there is a GPU. The
-exit code is 0 if the results match the table, else 1.
+The probe of a feature is a kernel in `features.cu`. It is compiled for three targets of an arch:
+plain, family and arch-specific (``sm_100``, ``sm_100f``, ``sm_100a``). If there is a GPU, the
+kernel is also launched. The exit code is 0 if the results match the table, else 1.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Attempt:
 
     @property
     def errors(self) -> list[str]:
-        """The compiler's errors, one line each, without places in generated files."""
+        """The compiler's errors, one line each, without line numbers of generated files."""
         return _ERROR.findall(self.words) or self.words.split("\n")[-1:]
 
     @property
@@ -130,7 +130,7 @@ def differences(feature: str, attempts_by_arch: ByArch) -> Iterator[str]:
             difference = f"the table says {listed or 'nothing'}, {actual or 'nothing'} takes it"
             yield f"{feature} on {arch}: {difference}"
         taken = [bool(a.code) for a in attempts]
-        if taken != sorted(taken):  # the arch's own target must take what the plain one takes
+        if taken != sorted(taken):  # later targets must take it, too
             yield f"{feature} on {arch}: {actual} takes it and {attempts[-1].target} does not"
 
 
@@ -144,7 +144,7 @@ def launches(machine: Machine) -> dict[str, str]:
 
 
 def _launch_in_subprocess(feature: str) -> str:
-    # A fault makes CUDA useless in its process, and a hang is killed with it.
+    # After a fault, a process can no longer use CUDA. A hanging kernel ends with its process.
     command = [*LAUNCH, feature]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
@@ -174,11 +174,11 @@ def launch(feature: str) -> str:
     config = core.LaunchConfig(grid=BLOCKS, block=THREADS)
     core.launch(stream, config, kernel, int(pinned.handle), 0)
     stream.sync()
-    return ANSWERS[max(answers)]  # one block may cancel the other, which then writes nothing
+    return ANSWERS[max(answers)]  # one block may cancel the other block, which then writes nothing
 
 
 def table() -> str:
-    """Return the table in Markdown: by arch the first target that has each feature."""
+    """Return the table in Markdown: for each arch and feature, the first target that has it."""
     heads = ["feature", "probe", *(f"{arch} ({GPUS[arch]})" for arch in GPU_ARCHS)]
     rows = [heads, ["---"] * len(heads)]
     for feature, purpose in purposes().items():

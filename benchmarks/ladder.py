@@ -1,11 +1,12 @@
-"""A ladder as one table: each rung's time, its share of the library, and its new instructions.
+"""A ladder as one table: each rung's time, its speed relative to the library's, and its new
+instructions.
 
     python benchmarks/ladder.py suites/ch10/gemm_test.py test_gemm [--write README.md]
 
-Times are stored results (`baselines/`), without those whose sides have changed since. Machine code
-is assembled here, without a GPU: the table lists the instructions that a rung adds to and removes
-from the rung before. Only instructions that move data, multiply, or wait count. With `--write` the
-table replaces the text between `<!-- ladder -->` and `<!-- end of ladder -->`.
+Times are stored results (`baselines/`). Results whose sides have changed since are left out.
+Machine code is assembled here, without a GPU: the table lists the instructions that a rung adds to
+and removes from the rung before. It lists only instructions that move data, multiply, or wait. With
+`--write` the table replaces the text between `<!-- ladder -->` and `<!-- end of ladder -->`.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def relevant(kernels: list[AssembledKernel]) -> set[str]:
 
 
 def short(instruction: str) -> str:
-    """Return an instruction without the modifiers that do not matter here."""
+    """Return an instruction without the modifiers that the table leaves out."""
     name, *modifiers = instruction.split(".")
     return ".".join([name, *(m for m in modifiers if m not in IGNORED_MODIFIERS)])
 
@@ -106,7 +107,7 @@ def current(page: Path, function: str, results: Mapping[str, Any]) -> dict[str, 
 
 
 def _times(mine: Any, library: Any, everyone: Any) -> list[str]:
-    """Return a rung's time and share of the library's rate, both against the same baseline."""
+    """Return a rung's time and its share of the library's rate, against the same baseline."""
     if mine is None and everyone:  # the baseline: each rung's result has its time
         first = next(iter(everyone.values()))
         share = f"{1 / _speedup(library):.0%}" if library else ""

@@ -2,8 +2,8 @@
 
     python benchmarks/load_time.py [rounds]
 
-CPU time of `pytest --collect-only` on one trivial test, with the plugin and with `-p no:aisp`, in
-interleaved pairs; prints the median difference and its 99 % interval, in milliseconds.
+Measures the CPU time of `pytest --collect-only` on one trivial test, alternately with the plugin
+and with `-p no:aisp`. Prints the median difference and its 99 % interval, in milliseconds.
 """
 
 from __future__ import annotations

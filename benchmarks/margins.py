@@ -1,4 +1,4 @@
-"""The margin against a stored result, by the number of its sessions: simulated, and left out.
+"""The margin against a stored result, by its number of sessions: simulated, and cross-validated.
 
     python benchmarks/margins.py            quick: 2,000 cases a row
     python benchmarks/margins.py --full     20,000 cases a row, the tables of
@@ -7,8 +7,8 @@
 
 Chapters of 40 cases are recorded in 1, 2, 3 or 5 sessions, and judged in one more session. The code
 that judges real runs computes margin and `detects`. The session of a run shifts ln(speedup), and
-its processes scatter. Given the scatter, a case is red if the shift is beyond one threshold. So the
-chance of a red verdict is computed from the distribution of shifts instead of counted.
+its processes scatter. For a given scatter, a case is red if the shift exceeds a threshold. So the
+probability of a red verdict is computed from the distribution of shifts, not counted.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BASELINES = Path(__file__).parents[1] / "baselines"
 
 
 class Shifts(NamedTuple):
-    """The shifts of one case from session to session: a draw, and the chance to exceed a value."""
+    """Shifts of one case between sessions: `draw`, and the probability of exceeding a value."""
 
     draw: Callable[[random.Random], float]
     above: Callable[[float], float]
@@ -86,7 +86,7 @@ def resampled_cases(shifts: Sequence[float]) -> Callable[[random.Random], Shifts
 
 
 class Outcome(NamedTuple):
-    """A case: what it detects, and the chances that it is red unchanged and missed if slower."""
+    """A case: the loss it detects, and its probabilities of a false alarm and of a miss."""
 
     detects: float
     red: float
@@ -106,7 +106,7 @@ def judge(shifts: Shifts, value: float, session: float, rng: random.Random) -> O
 def chapter(
     model: Callable[[random.Random], Shifts], sessions: int, rng: random.Random
 ) -> Iterator[tuple[Outcome, Outcome]]:
-    """Yield for each case its outcome by the chapter's spread, and by its own."""
+    """Yield each case's outcomes with the chapter's spread and with the case's own spread."""
     cases = [model(rng) for _ in range(CHAPTER)]
     values = [[process_values(case, rng) for _ in range(sessions)] for case in cases]
     pool = stats.session_spread(values, SESSION)
@@ -121,7 +121,7 @@ def process_values(case: Shifts, rng: random.Random) -> list[float]:
 
 
 def cells(outcomes: Sequence[Outcome]) -> list[str]:
-    """Return the median of `detects`, the share of red runs of 250 cases, and of missed losses."""
+    """Return the median of `detects`, and the shares of red 250-case runs and missed losses."""
     red, missed = fmean(o.red for o in outcomes), fmean(o.missed for o in outcomes)
     middle = median(o.detects for o in outcomes)
     return [f"{middle:.1%}", f"{1 - (1 - red) ** 250:.1%}", f"1 in {1 / max(missed, 1e-9):.0f}"]
@@ -189,7 +189,7 @@ def by_speedup() -> Iterator[list[str]]:
 
 
 def left_out() -> Iterator[list[str]]:
-    """Yield the rows of the third table: each stored session judges the other one."""
+    """Yield the rows of the third table, in which each stored session is judged by the other."""
     rows: dict[str, list[tuple[float, float]]] = {}
     for stored, key, result, _ in stored_shifts():
         for kept in (0, 1):

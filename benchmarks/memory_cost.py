@@ -3,9 +3,9 @@
     python benchmarks/memory_cost.py                    # 6 GiB in, 6 GiB out, on a GPU
     python benchmarks/memory_cost.py --device cpu --mib 64
 
-Checks and times the page in this file and prints the peak of each phase. A GPU's peaks come from
-torch's allocator. On a CPU, the bytes of all tensors that exist are counted after each operation,
-so memory inside an operation is not included.
+Checks and times the page in this file, and prints the peak memory of each phase. A GPU's peaks come
+from torch's allocator. On a CPU, the bytes of all tensors that exist are counted after each
+operation, so memory inside an operation is not included.
 
 The temporary tensors of the page's own reference are part of the peaks. The line "reference alone"
 shows how much they need.
@@ -151,7 +151,7 @@ class PeakWatch(Stopwatch):
 
 @contextmanager
 def watched(device: str) -> Iterator[PeakWatch]:
-    """Yield a stopwatch that records the peaks of memory on `device`."""
+    """Yield a stopwatch that records the peak memory on `device`."""
     if device == "cpu":
         with (
             patch.object(cpu_load, "STOLEN", math.inf),  # times do not matter here
@@ -185,7 +185,7 @@ def peaks(name: str, device: str, mib: int, seed: int = 1) -> dict[str, dict[str
         "device": device,
         "seed": seed,
         "rule": {},
-        "without": ("repeats", "own-clock"),  # one compares times, tests replace functions
+        "without": ("repeats", "own-clock"),  # the first compares times; tests replace functions
     }
     unit = mib * MIB * (2 if name == "both" else 1)
     found = {}

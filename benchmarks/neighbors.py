@@ -1,12 +1,12 @@
-"""What becomes of verdicts while another process computes on the same GPU.
+"""How verdicts change while another process computes on the same GPU.
 
     python benchmarks/neighbors.py [--shares 0,0.1,0.3,0.9] [--cases 20] [--seconds 270] [--out DIR]
 
 For each share, a second process multiplies matrices for that share of the time. Meanwhile, pytest
 runs the same cases with stored results. The table counts the cases that are red, that have no
-verdict, whose row names the other process, and that are green, and shows by how much the speedups
-of the green ones differ from the stored ones. No case may be red, and with a share of 30 % or more
-every case must be named. The exit code is 1 if that fails.
+verdict, whose row names the other process, and that are green. It also shows by how much the
+speedups of green cases differ from the stored speedups. The exit code is 1 if a case is red. It is
+also 1 if, at a share of 30 % or more, the row of some case does not name the other process.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def beside(share: float) -> Iterator[None]:
 
 
 def show_instruments() -> None:
-    """Print what the chains and NVML report while this process does nothing else."""
+    """Print what the timing chains and NVML report about other processes while this one is idle."""
     from pytest_aisp.timing import neighbors
     from pytest_aisp.util.device_state import OtherProcesses
 
@@ -176,7 +176,7 @@ def run_cases(share: float, cases: Sequence[str], folder: Path, seconds: float) 
     taken = time.monotonic() - start
     try:
         found = list(load(artifacts).lines)
-    except Exception as error:  # no case finished: show pytest's own words
+    except Exception as error:  # no case finished: show pytest's output
         print(f"  {error}\n{done.stdout[-3000:]}\n{done.stderr[-1000:]}")
         found = []
     for case in found:

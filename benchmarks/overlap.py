@@ -2,10 +2,11 @@
 
     NCCL_NVLS_ENABLE=0 torchrun --nproc-per-node=2 benchmarks/overlap.py
 
-Copy engines move the data (suites/ch04/copy_engines.py). CUDA graphs of three calls time products
-alone, sums alone, one after the other, and both at once. The slowest rank counts. The hidden share
-is (products + sums - both) / min(products, sums). The slowdown of products beside sums is measured
-as called, behind a blocking kernel, from the first product's start to the last one's end. Rank 0
+Copy engines move the data (suites/ch04/copy_engines.py). CUDA graphs of three calls are timed in
+four ways: products alone, sums alone, products then sums, and products and sums at the same time.
+The time of the slowest rank counts. The hidden share is (products + sums - both) / min(products,
+sums). The slowdown of products beside sums is measured without a graph: calls are queued behind a
+blocking kernel, and timed from the start of the first product to the end of the last one. Rank 0
 prints a Markdown table.
 """
 
@@ -40,7 +41,8 @@ class Works:
     """Products and sums that can run at the same time.
 
     Attributes:
-        products, sums: each alone. both: calls its argument after the last product is launched.
+        products, sums: each does one of the two alone.
+        both: does both; calls its argument after the last product is launched.
         name: label of the table's row.
     """
 
@@ -107,7 +109,7 @@ def overlapped(layers: int = 16, width: int = 4096) -> Works:
 
 
 def between(mark: Callable[[torch.cuda.Event, torch.cuda.Event], Any]) -> float:
-    """Return the median seconds between the two events that `mark` records, of the slowest rank."""
+    """Return the slowest rank's median seconds between the two events that `mark` records."""
     flag, times = torch.zeros(1, device="cuda"), []
     for window in range(WARMUP + WINDOWS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -3,9 +3,9 @@
     python benchmarks/problems.py FOLDER --check-only             # on a CPU, at small sizes
     python benchmarks/problems.py FOLDER --device cuda            # at the problems' own sizes
 
-The candidates self and compile compute what the model computes. So every refusal needs a reason
-that is true: the model draws random numbers, or its output is constant. Every candidate in bf16
-should be refused. Each problem is one line. A table of the reasons follows.
+The candidates `self` and `compile` compute the same as the model. So a refusal is right only if the
+model draws random numbers or its output is constant. Every candidate in bf16 should be refused. The
+script prints a line for each problem, then a table of the reasons.
 """
 
 from __future__ import annotations
@@ -142,9 +142,9 @@ def _judge(file: Path, folder: Path, options: argparse.Namespace, processes: Pro
 
 
 def smaller(file: Path, elements: int) -> dict[str, object]:
-    """Return constants with which no tensor of a problem has more than so many elements.
+    """Return smaller constants, with which no tensor of a problem has more elements than the limit.
 
-    Some factors make no sense, for example if the number of groups no longer divides the channels.
+    Some factors are invalid, for example if the number of groups no longer divides the channels.
     """
     largest: dict[int, int] = {}
     for factor in FACTORS if elements else ():
@@ -161,7 +161,7 @@ def divided(file: Path, factor: int) -> dict[str, object]:
     for statement in ast.parse(file.read_text()).body:
         match statement:
             case ast.Assign(targets=[ast.Name(id=name)], value=value):
-                with contextlib.suppress(ValueError):  # it is computed from others
+                with contextlib.suppress(ValueError):  # it is computed from other constants
                     found[name] = _divided(ast.literal_eval(value), factor)
     return found if factor > 1 else {}
 

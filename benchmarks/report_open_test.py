@@ -2,8 +2,9 @@
 
     pytest benchmarks/report_open_test.py
 
-A headless Chromium with an empty profile measures from the start of the navigation to the first
-frame after the load event. The median of five counts. The report is designed for 300 cases.
+In a headless Chromium with an empty profile, the time is from the start of the navigation to the
+first frame after the load event. The result is the median of five. The report is designed for 300
+cases.
 """
 
 from __future__ import annotations

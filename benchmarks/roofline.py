@@ -3,8 +3,9 @@
     python benchmarks/roofline.py baselines/nvidia-h200/peaks.json DIR OUT.svg
 
 DIR is the folder that `pytest --aisp-artifacts=DIR` writes. Each case whose work has FLOPs and
-bytes is a column at its FLOP/byte. The baseline is a hollow point and variants are filled, in
-FLOP/s of the declared work. An optimization that moves fewer bytes moves up, not to the right.
+bytes is a column at its FLOP/byte. The baseline is a hollow point, and variants are filled points,
+in FLOP/s of the declared work. All sides have the same declared bytes, so an optimization that
+moves fewer bytes moves a point up, not to the right.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ UNUSABLE = ("wrong", "invalid")
 
 @dataclass
 class Column:
-    """One case. Its variants are above each other, because they do the same work.
+    """One case. All its points have the same x, because all sides do the same declared work.
 
     Attributes:
         kind: the type that most of its FLOPs have.
@@ -198,12 +199,12 @@ def _points(window: Window, cases: Sequence[Column]) -> Iterator[str]:
         if far:
             yield svg.line(x, min(ys), u, v, case.color, width=0.7)
         style: dict[str, Any] = {"anchor": "middle", "size": 12, "weight": "bold"}
-        for stroke in ("#ffffff", ""):  # white under the digits, where they cross a line
+        for stroke in ("#ffffff", ""):  # white behind the digits, where they cross a line
             yield svg.text(u, v + 4, str(number), fill=case.color, stroke=stroke, **style)
 
 
 def _spread(places: Sequence[float], apart: float) -> list[float]:
-    """Return ascending `places`, moved as little as puts them `apart`."""
+    """Return ascending `places`, moved as little as possible so that they are `apart`."""
     groups: list[list[float]] = []
     for place in places:
         groups.append([place])

@@ -5,8 +5,8 @@
 Requests arrive at random, at a mean rate per second, whether or not earlier ones have ended. Each
 asks for a stream of tokens. The client measures the time to the first token (TTFT) and the times
 between tokens (ITL), and prints their p50 and p99 with intervals of 95 % from a bootstrap over
-requests. Goodput is the number of requests per second that meet both objectives. A request that
-fails counts as one that misses them. The client needs no package besides Python.
+requests. Goodput is the number of requests per second that meet both objectives. A failed request
+counts as one that does not meet them. The client needs only Python's standard library.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Answer:
-    """When a request was due, when its pieces came, and why it failed if it did."""
+    """The answer to a request: when it was due, when pieces arrived, and any error."""
 
     due: float
     pieces: list[float] = field(default_factory=list)
@@ -41,7 +41,7 @@ class Answer:
         return [b - a for a, b in zip(self.pieces[:-1], self.pieces[1:], strict=True)]
 
     def meets(self, ttft: float, itl: float) -> bool:
-        """Return whether the first piece and every later one came in time."""
+        """Return whether the first piece and all later pieces arrived within the objectives."""
         in_time = not self.error and bool(self.pieces) and self.first <= ttft
         return in_time and all(gap <= itl for gap in self.gaps)
 
@@ -102,7 +102,7 @@ def run(url: str, bodies: Sequence[dict[str, object]], due: list[float], timeout
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Return the value below which a share of all values lies."""
+    """Return the quantile of the values for this share."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 

@@ -2,12 +2,13 @@
 
     python benchmarks/serving_load.py --loads 100 200 400 800 --ttft 0.05 --itl 0.005
 
-Arrivals are drawn once for each replay, and each side serves the same ones in real time, with real
-steps of the decoder. Per load and side, it prints the time to the first token (TTFT) and the times
-between tokens (ITL), p50 and p99 with intervals of 95 % from a bootstrap over requests, and the
-goodput: the requests per second that meet both objectives. A side gains if the interval of its
-goodput relative to that of the first side, from a bootstrap over replays, excludes 1. Then it
-prints at which load each side has the most goodput.
+Arrival times are drawn once for each replay. Each side serves the same arrivals in real time, with
+real steps of the decoder. For each load and side, the script prints p50 and p99 of the time to the
+first token (TTFT) and of the times between tokens (ITL), with 95 % intervals from a bootstrap over
+requests. It also prints the goodput: the requests per second that meet both objectives. A bootstrap
+over replays gives an interval for the ratio of a side's goodput to that of the first side. The side
+gains if the interval excludes 1. At the end, the script prints the load at which each side has the
+most goodput.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ Replay = tuple[list[Answer], float]
 
 
 def replays(load: float, count: int, size: dict[str, int], device: str) -> dict[str, list[Replay]]:
-    """Return what each side answers. The same requests arrive at the same times at all sides."""
+    """Return the answers of each side. All sides get the same requests at the same times."""
     model = load_test.state(device, **size, load=load)
     servers = {side: Server(model, size["slots"], graph=True) for side in SIDES}
     found: dict[str, list[Replay]] = {side: [] for side in SIDES}

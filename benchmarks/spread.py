@@ -3,8 +3,9 @@
     python benchmarks/spread.py run OUT.json [--processes 8]     one session, on a GPU
     python benchmarks/spread.py table OUT1.json OUT2.json ...    the table of spread.md
 
-There are six different pairs and, for each, the optimized side against a copy of itself (A/A). Each
-process builds every pair 4 times, with new buffers and captures, and runs 10 blocks each time.
+There are six different pairs. For each of them, the optimized side is also timed against a copy of
+itself (A/A). Each process builds every pair 4 times, with new buffers and captures, and runs 10
+blocks each time.
 """
 
 from __future__ import annotations
@@ -173,7 +174,7 @@ def table(files: Sequence[Path]) -> None:
 
 
 def components(rows: Sequence[dict[str, Any]]) -> tuple[float, ...]:
-    """Return sds of block, capture, process, session by nested means, and of a process's value."""
+    """Return the sds of block, capture, process and session, and of a process's value."""
     tree: dict[int, dict[int, list[list[float]]]] = {}
     for r in rows:
         tree.setdefault(r["session"], {}).setdefault(r["process"], []).append(r["blocks"])

@@ -15,17 +15,17 @@ Bound      The host limits eager and compiled: a step computes one token, but la
            hundred small kernels. captured is limited by DRAM, because each step reads all weights,
            and by the starts of the kernels in the graph.
 Seen       eager_captured and captured take much longer than predicted. The rate `graph_node` was
-           measured with an addition to one number, and these kernels do more. Products of one row
-           probably do not read their weights at the full rate either. We timed no kernel on its
-           own. eager and compiled take about twice as long as predicted or more, probably because
-           the host does more for an operator than for the addition that the rate `launch` is
-           measured with. On an H100, eager took longer when timed with eager_captured than when
-           timed with compiled. Probably the host was slower then, so the speedups have wide
-           intervals.
+           measured with a kernel that adds to one number, and the kernels of a step do more. Also,
+           products with one row probably do not read their weights at the full rate of DRAM. We
+           timed no kernel on its own. eager and compiled take about twice as long as predicted or
+           more, probably because most operators take the host longer than the addition with which
+           the rate `launch` is measured. On an H100, eager took longer when timed with
+           eager_captured than when timed with compiled. Probably the host was slower then, so the
+           speedups have wide intervals.
 Use when   A model generates for few users at a time. Capture first, because a graph removes all
-           launches and needs no compiler. Compile as well if the starts of small kernels are a
-           visible part of a captured step. With large batches or large models, kernels take longer
-           and both gain less.
+           launches and needs no compiler. Compile as well if the starts of small kernels still take
+           a noticeable part of a captured step. With large batches or large models, kernels take
+           longer, and compiling and capturing gain less.
 """
 
 import functools
@@ -43,7 +43,7 @@ them, with two writes to the cache."""
 
 
 def room_of(steps):
-    return -(-(PROMPT + steps) // 8) * 8  # whole multiples of 8 keys, as fused kernels want masks
+    return -(-(PROMPT + steps) // 8) * 8  # fused kernels need masks of 8 x n keys
 
 
 def state(device, layers, width, steps):
@@ -60,7 +60,7 @@ def reference(model, prompts, steps):
 
 
 class Loop:
-    """A sequence that is being decoded, at fixed addresses so that a step can be captured."""
+    """One sequence that is being decoded. Its tensors keep their addresses, for graphs."""
 
     def __init__(self, model, steps, step):
         device = model.embedding.device
@@ -125,7 +125,7 @@ def eager_captured(model, prompts, steps):
 
 
 def looped(kernels_per_layer, *, graph):
-    """Return a function from the page's sizes to the cost of the prompt and all steps."""
+    """Return the function from sizes to the cost of the prompt and all steps."""
 
     def cost(layers, width, steps):
         config = config_of(layers, width, room_of(steps))

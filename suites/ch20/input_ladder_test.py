@@ -1,26 +1,27 @@
 """An input pipeline from end to end: move bytes, not floats, and move them while the GPU computes.
 
 Problem    `batches` batches of 256 images arrive in host memory, in uint8. For each batch:
-           normalize its pixels to fp32 with the mean and deviation of each channel, and compute the
-           class scores with a small MLP in fp32. The scores of all batches are wanted. Each rung is
-           a test of its own, and the last test compares the first rung with the last.
+           normalize its pixels to fp32 with the mean and standard deviation of each channel, then
+           compute the class scores with a small MLP in fp32. The result is the scores of all
+           batches. Each rung is a test of its own, and the last test compares the first rung with
+           the last.
 Baseline   on_host: normalize on the CPU, then copy fp32 to the GPU from pageable memory.
            on_gpu: the baseline of pinned.
            pinned: the baseline of overlapped.
 Optimized  on_gpu: changes on_host. Copy the bytes, and normalize on the GPU. The copy is a quarter
            as large.
-           pinned: changes on_gpu. The batch is first copied on the CPU into pinned memory that is
-           kept, and from there to the GPU. This alone may gain nothing, because the driver does the
-           same in pieces. The next rung needs it.
+           pinned: changes on_gpu. The CPU first copies the batch into a pinned buffer, which is
+           allocated once. From there the batch is copied to the GPU. This alone may gain nothing,
+           because the driver does the same piece by piece. The next rung needs the pinned buffer.
            overlapped: changes pinned. Copies to the GPU do not block, which takes two pinned
            buffers: the CPU fills one while the GPU copies and computes the other.
 Bound      The CPU. on_host normalizes there, in three passes over floats. on_gpu is limited by the
            copy from pageable memory, which the driver makes through a buffer of its own. overlapped
-           is limited by the CPU's copies into pinned memory, and hides the rest.
-Use when   Inputs are images or other small integers: convert them on the GPU. Pin and overlap if
-           the GPU still waits. A DataLoader does both with `pin_memory=True`, if the loop copies
-           with `non_blocking=True` (`dataloader` in chapter 13). If decoding takes longer than all
-           of this, more workers help, and these rungs do not.
+           is limited by the CPU's copies into pinned memory. All other work overlaps with them.
+Use when   Inputs are images or other small integers. Convert them on the GPU. Pin and overlap if
+           the GPU still waits. A DataLoader pins with `pin_memory=True`, and copies overlap if the
+           loop copies with `non_blocking=True` (`dataloader` in chapter 13). If decoding images
+           takes longer than all of this, these rungs do not help, but more workers do.
 """
 
 import functools
@@ -43,7 +44,7 @@ def state(device, batches, side):
 
 
 def inputs(device, batches, side):
-    # They stay in pageable memory of the host, on all sides.
+    # All sides get them in pageable host memory.
     return (torch.randint(256, (batches, IMAGES, CHANNELS, side, side), dtype=torch.uint8),)
 
 
@@ -104,7 +105,7 @@ def overlapped(weights, images):
         results = []
         for number, batch in enumerate(images):
             turn = number % 2
-            if copied:  # wait until the GPU has read the buffer, maybe for the call before this one
+            if copied:  # wait until the GPU has read the buffer, perhaps in the previous call
                 copied[turn].synchronize()
             buffers[turn].copy_(batch)
             there = buffers[turn].to(device, non_blocking=True)
@@ -116,7 +117,7 @@ def overlapped(weights, images):
     yield call
 
 
-# The costs leave out what the CPU does with pixels, which has no rate.
+# The costs do not include the CPU's work on pixels, because no rate is measured for it.
 def computed(side):
     """Return the cost of the MLP of a batch. Its second product is small."""
     pixels = CHANNELS * side * side

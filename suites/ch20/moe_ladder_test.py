@@ -4,33 +4,34 @@ Problem    A block of a mixture of experts in inference, in bf16: RMS norm, a ro
            `experts` experts for each of `tokens` tokens, the experts, which are SwiGLU MLPs, their
            weighted sum, and the addition of the block's input. A softmax over the 2 best scores of
            a token gives the weights. Some experts are popular: the first is 4 times as likely as
-           the last. The router reads mostly one coordinate per expert, and 2 of these are raised in
-           each token. So rounding cannot change the choice. Each rung is a test of its own, and the
-           last test compares the first rung with the last.
-Baseline   masked: for each expert, find its tokens, gather them, compute, and add to the result, as
-           early models in public libraries did.
+           the last. The router's score of an expert depends mostly on one coordinate of the token.
+           In each token, the coordinates of 2 experts are made large, so that rounding cannot
+           change the choice. Each rung is a test of its own, and the last test compares the first
+           rung with the last.
+Baseline   masked: for each expert, find its tokens, gather them, compute, and add to the result.
+           Early MoE models in public libraries did this.
            sorted_slices: the baseline of grouped.
            grouped: the baseline of captured.
-Optimized  sorted_slices: changes masked. Pairs of token and expert are sorted by expert once. Each
-           expert computes a slice. The host reads the ends of all slices at once.
+Optimized  sorted_slices: changes masked. The pairs (token, expert) are sorted by expert once. Each
+           expert then computes one slice of them. The host reads the ends of all slices at once.
            grouped: changes sorted_slices. `grouped_mm` computes all experts in two products and
            reads the ends of the slices on the GPU. The host waits for nothing.
-           captured: changes grouped. The whole block is a CUDA graph. A graph cannot hold a side
-           that waits for the GPU, so this rung needs the one before it.
-Bound      The host for masked and sorted_slices: launches for each expert, and waits for the GPU.
-           The number of launches of grouped does not depend on the experts. captured is limited by
-           DRAM, because each expert's weights are read for a few tokens, and by the starts of about
-           thirty nodes of the graph.
-Seen       On an H100 machine, masked takes about twice as long as predicted, sorted_slices and
-           grouped three to four times. The costs count launches, but not the Python between them.
-           captured takes three quarters longer than its bytes and graph nodes predict. We did not
-           time its kernels one by one. `moe_dispatch_test.py` in chapter 15 measured the same
+           captured: changes grouped. The whole block is a CUDA graph. Code that waits for the GPU
+           cannot be captured, so this rung needs grouped.
+Bound      The host limits masked and sorted_slices: it launches kernels for each expert and waits
+           for the GPU. The number of launches of grouped does not depend on the number of experts.
+           captured is limited by DRAM, because each expert's weights are read for a few tokens, and
+           by the starts of about thirty nodes of the graph.
+Seen       On an H100 machine, masked takes about twice as long as predicted, and sorted_slices and
+           grouped three to four times as long. The costs count launches, but not the Python between
+           them. captured takes three quarters longer than its bytes and graph nodes predict. We did
+           not time its kernels one by one. `moe_dispatch_test.py` in chapter 15 measures the same
            layers.
 Use when   A model with experts serves few tokens at a time, as in decode. Take the rungs in this
-           order: sorting makes one product possible, and one product makes a graph possible. With
-           thousands of tokens, products take longer than launches, and all rungs gain less. The
-           next rung, a kernel that gathers and multiplies, is `fused` of `moe_dispatch_test.py` in
-           chapter 15, without norm and router.
+           order: sorting makes a grouped product possible, and the grouped product makes a graph
+           possible. With thousands of tokens, products take longer than launches, and all rungs
+           gain less. The next rung would be a kernel that gathers and multiplies: `fused` in
+           chapter 15's `moe_dispatch_test.py`, which has no norm or router.
 """
 
 import functools
@@ -131,8 +132,8 @@ def block_cost(tokens, width, hidden, experts, **starts):
 def masked_cost(tokens, width, hidden, experts):
     """Return the cost of masked.
 
-    For each expert, `nonzero` is five kernels and copies, and waits for the GPU. Others compare,
-    gather tokens and shares, multiply twice, apply SwiGLU in two, weight and add.
+    For each expert, `nonzero` takes five kernels and copies and waits for the GPU. Further kernels
+    compare, gather tokens and shares, multiply (2), apply SwiGLU (2), weight, and add.
     """
     each = Cost(launches=5 + 9, host_steps=6, syncs=1)
     return block_cost(tokens, width, hidden, experts, launches=ROUTING + 1) + experts * each
@@ -154,7 +155,7 @@ def captured_cost(tokens, width, hidden, experts):
 
 
 def work(tokens, width, hidden, experts):
-    used = min(experts, tokens * CHOSEN)  # weights of an expert that no token chose are not needed
+    used = min(experts, tokens * CHOSEN)  # the weights of experts without tokens are not read
     return Work(
         read=2 * used * 3 * width * hidden + 2 * tokens * width,
         write=2 * tokens * width,
@@ -175,7 +176,7 @@ rung = functools.partial(
         {"tokens": 2, "width": 64, "hidden": 24, "experts": 6},  # some have no token
     ],
     work=work,
-    bound="launch",  # the host's time is what the rungs remove
+    bound="launch",  # the rungs reduce the host's time
 )
 
 

@@ -1,12 +1,12 @@
-"""A training step from end to end: each rung removes what limits the rung below it.
+"""A training step from end to end: each rung removes the limit of the rung before it.
 
 Problem    One AdamW step of a decoder of `layers` blocks (`suites/ch13/transformer.py`) on `rows`
            sequences of `length` tokens. Weights, gradients and moments are bf16. The loss is
            returned. Each rung is a test of its own, and the last test compares the first rung with
            the last.
-Baseline   eager: one operation after the other, and torch's default AdamW. It works on lists of
-           tensors and counts its steps on the CPU. TF32 to bf16, the rung below this one, is
-           `amp_training` in chapter 13.
+Baseline   eager: one operation after the other, and torch's default AdamW, which works on lists of
+           tensors and counts its steps on the CPU. For the rung before this one, from TF32 to bf16,
+           see `amp_training` in chapter 13.
            compiled: the baseline of fused.
            fused: the baseline of captured.
 Optimized  compiled: changes eager. `torch.compile` of the model and its loss.
@@ -14,16 +14,15 @@ Optimized  compiled: changes eager. `torch.compile` of the model and its loss.
            number once. It counts its steps on the GPU.
            captured: changes fused. The whole step is one CUDA graph.
 Bound      eager: DRAM, for passes over activations and for the optimizer's passes over weights.
-           compiled saves about half of the passes over activations, and fused more than half of
-           those over weights. captured: tensor cores and DRAM, with no wait for the host.
+           compiled saves about half of the passes over activations. fused saves more than half of
+           the passes over weights. captured: tensor cores and DRAM, with no wait for the host.
 Seen       On an H100 machine, eager takes more than three times as long as predicted, and compiled
-           almost three times. The host is the limit of both there: the costs count launches, but
-           not the Python of modules, autograd and the optimizer. The other rungs are not recorded
-           yet.
+           almost three times. The host limits both: the costs count launches, but not the Python of
+           modules, autograd and the optimizer. The other rungs are not recorded yet.
 Use when   You tune a training loop: take the rungs in this order, because each one shows the next
-           limit. captured gains only if the GPU waits for the host, so it has a second, smaller
-           size. The update takes a smaller share of the step if a batch has more tokens. FP8 is the
-           next rung on Hopper: `fp8_linear` and `transformer_engine` in chapter 13.
+           limit. captured gains only if the GPU waits for the host, so its test has a second,
+           smaller size. The update takes a smaller share of the step if a batch has more tokens.
+           FP8 is the next rung on Hopper: `fp8_linear` and `transformer_engine` in chapter 13.
 """
 
 import copy
@@ -63,7 +62,7 @@ def reference(state, tokens, labels):
         moments["step"] = torch.tensor(float(moments["step"]))
     loss = reference_step(state, tokens, labels)
     for moments in begun.values():
-        moments["step"] = moments["step"].item()  # numbers are not compared: see `on_lists`
+        moments["step"] = moments["step"].item()  # a number is not compared: see `on_lists`
     return loss
 
 
@@ -107,7 +106,7 @@ def captured(state, tokens, labels):
 
 
 def products(width, tokens, length):
-    """Return the cost of a block's products and attention, in both passes."""
+    """Return the cost of a block's products and attention, forward and backward."""
     return (
         decoder_costs.linear_forward(width, tokens, 2, "bf16")
         + decoder_costs.linear_backward(width, tokens, 2, "bf16")
@@ -125,8 +124,8 @@ AT_ONCE = 320 << 16  # numbers that one launch of an operation on lists covers a
 def update_by_lists(layers, width):
     """Return the cost of AdamW on lists, which is 7 operations.
 
-    For each weight they read 11 numbers and write 7. For each of the 7 matrices and vectors of a
-    block, the host counts a step, reads it twice, and makes a result.
+    For each weight, the operations read 11 numbers and write 7. For each of a block's 7 matrices
+    and vectors, the host increments the step count, reads it twice, and creates a result.
     """
     weights = weights_of(layers, width) + VOCABULARY * width
     return Cost(
@@ -204,8 +203,8 @@ def work(layers, width, rows, length):
 
 LARGE = {"layers": 4, "width": 1024, "rows": 4, "length": 1024}
 SMALL = {"layers": 4, "width": 768, "rows": 4, "length": 512}
-# Small checks have embedding, norm and head, but no block. A block takes a CPU seconds to compile,
-# and `train_step` in chapter 13 checks the same model with one.
+# The small checks use a model without blocks, because compiling a block takes seconds on a CPU.
+# `train_step` in chapter 13 checks the same model with one block.
 NO_BLOCK = {"layers": 0, "width": 64, "rows": 2, "length": 17}
 ONE_BLOCK = {**NO_BLOCK, "layers": 1}
 rung = functools.partial(
@@ -264,7 +263,8 @@ def test_training_ladder(pair):
 
 
 class TestLossCurves:
-    """Both optimizers learn what float64 learns, up to what rounding explains."""
+    """With both optimizers, the loss falls as in float64, up to differences that rounding
+    explains."""
 
     STEPS = 200
     ALLOWED = 0.05  # of the first loss
@@ -272,7 +272,7 @@ class TestLossCurves:
     @pytest.fixture(autouse=True)
     def one_thread(self):
         before = torch.get_num_threads()
-        torch.set_num_threads(1)  # operations this small are slower on several
+        torch.set_num_threads(1)  # operations this small are slower on several threads
         yield
         torch.set_num_threads(before)
 
