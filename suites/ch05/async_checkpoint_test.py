@@ -1,21 +1,23 @@
 """Asynchronous checkpoint: let a thread write while the next steps run.
 
-Problem    Nine steps of SGD on a model of linear layers, in fp32. After the steps 3 and 6 the
-           weights are saved to a new file. The batches are the input. The files are mapped and
-           their tensors are returned, so the check compares what was written to the files. The
-           losses are returned too, and the weights after the last step are compared.
+Problem    Nine steps of SGD on a model of linear layers, in fp32. After steps 3 and 6, the weights
+           are saved to a new file. The batches are the input. The files are mapped and their
+           tensors are returned, so the check compares what was written to the files. The losses are
+           returned too, and the weights after the last step are compared.
 Baseline   blocking: `torch.save` of the weights, before the next step starts.
-Optimized  staged: blocking after a copy of the weights into pinned memory that is kept.
-           threaded: staged with `torch.save` in a thread, while the next steps run. The loop waits
-           for the copy into pinned memory, and for the last file before it uses that memory again.
+Optimized  staged: blocking, but the weights are first copied into pinned memory that is reused.
+           threaded: staged, but `torch.save` runs in a thread during the next steps. The loop waits
+           for the copy into pinned memory. Before it reuses that memory, it waits until the last
+           file is written.
 Bound      The host on blocking and staged: the GPU has nothing to do while a file is written.
            threaded is limited by the steps, or by the writing if a file takes longer than the steps
            between two files. The costs count the steps and the copies from the GPU, but not the
            writing, because no rate of it is measured. So blocking and staged take longer than
            predicted.
 Use when   A checkpoint takes long enough to be noticed, and host memory has room for a second copy.
-           On a CPU the thread takes cores from the steps. Write to a temporary name and rename the
-           file when it is complete: a process that is killed then leaves the last complete file.
+           On a CPU, the thread takes cores from the steps. Write to a temporary name, and rename
+           the file when it is complete. If the process is killed, the last complete file then
+           remains.
 """
 
 from concurrent.futures import ThreadPoolExecutor

@@ -1,16 +1,17 @@
 """Direct I/O: read a file that is not in the page cache, several blocks at a time.
 
 Problem    Load blocks of a file into one tensor on the GPU. The input says which blocks, and in
-           which order. The file is not in the page cache, as with data larger than memory. To make
-           sure of that, each call of every side ends by dropping the pages of the file, which is
-           timed. If memory were full, the kernel would drop pages too. All sides read into pinned
-           memory that is kept.
+           which order. The file is not in the page cache, as with data larger than memory. To
+           ensure this, every call ends by dropping the file's pages, and that is timed. With full
+           memory, the kernel would also have to drop pages. All sides read into pinned memory that
+           is kept.
 Baseline   buffered: one read at a time, through the page cache.
-Optimized  mapped: buffered with the file mapped, which is not timed. Page faults read the file in
-           pieces that the kernel chooses, which may be slower, so it claims nothing. torch may copy
-           a block with several threads, so it may have several page faults at a time.
-           advised: buffered with `POSIX_FADV_RANDOM`, so the kernel reads no more than a block.
-           Otherwise it also reads what follows, which is rarely the next block.
+Optimized  mapped: buffered, but the file is mapped, before the timed part. Page faults read the
+           file in pieces that the kernel chooses. That may be slower, so mapped claims no speedup.
+           torch may copy a block with several threads, so it may have several page faults at a
+           time.
+           advised: buffered with `POSIX_FADV_RANDOM`, so the kernel reads only the block. Without
+           this advice, it reads ahead, but the data that follows is rarely the next block.
            threads: advised with eight threads, so the disk has several requests at a time.
            direct: threads with `O_DIRECT`. The disk writes to the pinned memory, and no byte passes
            through the page cache.
@@ -18,9 +19,9 @@ Bound      The disk. buffered, mapped and advised leave it idle between two requ
            direct also copy all bytes on the CPU, and make pages and drop them. The costs count only
            the copy to the GPU, because no rate of the disk is measured. So all sides take longer
            than predicted.
-Use when   Data are larger than memory and each byte is read once: use direct. Addresses, offsets
-           and sizes must then be multiples of the disk's block. If data are read again soon and fit
-           in memory, the page cache is faster than any disk.
+Use when   The data is larger than memory and each byte is read once: use direct. It needs
+           addresses, offsets and sizes that are multiples of the disk's block size. If data is read
+           again soon and fits in memory, the page cache is faster than any disk.
 
 The page needs a disk. Where `O_DIRECT` does not exist, or where a file stays in memory (tmpfs), it
 is skipped.

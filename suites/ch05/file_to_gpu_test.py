@@ -3,16 +3,16 @@
 Problem    Load blocks of a file into one tensor on the GPU. The input says which blocks, and in
            which order. The file was written just before, so all sides find it in the page cache.
 Baseline   pageable: read the blocks into a new tensor in ordinary memory, and copy that to the GPU.
-Optimized  mapped: pageable with the file mapped, which is not timed. Each block is copied to the
-           GPU straight from the mapping. So there is one copy per block, and no tensor in host
+Optimized  mapped: pageable, but the file is mapped, before the timed part. Each block is copied to
+           the GPU straight from the mapping. So there is one copy per block, and no tensor in host
            memory.
-           kept: pageable with the tensor in host memory kept from call to call. Its pages exist
+           kept: pageable, but the tensor in host memory is reused by every call. Its pages exist
            already, so the kernel need not find and clear new ones.
-           pinned: kept with pinned memory, which the copy engine reads directly.
-           per_block: pinned with one copy per block, which runs while the next block is read. The
-           host waits once, at the end.
-           two_buffers: per_block with pinned memory for two blocks only. Before the host reads into
-           a buffer again, it waits for the last copy out of it.
+           pinned: kept, but in pinned memory, which the copy engine reads directly.
+           per_block: pinned, but with one copy per block, which runs while the next block is read.
+           The host waits once, at the end.
+           two_buffers: per_block, but with pinned memory for only two blocks. Before the host reads
+           into a buffer again, it waits for the last copy from that buffer.
 Bound      The host's copy out of the page cache. In per_block and two_buffers, PCIe works at the
            same time. In pageable and kept, the driver copies all bytes on the CPU once more. In
            mapped, only the driver copies them. The costs count PCIe alone, because no rate of

@@ -7,11 +7,11 @@ Problem    Decode JPEG files of pictures (3, side, side) into one fp32 tensor on
            differently.
 Baseline   one_thread: torchvision's `decode_jpeg` on the CPU, one file after another. Then the
            pictures are copied to the GPU.
-Optimized  threads: one_thread with a thread per core. The decoder releases Python's lock.
+Optimized  threads: one_thread, but with a thread per core. The decoder releases Python's GIL.
            on_gpu: one_thread with `device="cuda"` and all files in one call. This is nvJPEG, which
            uses the JPEG engines of the GPU if there are any.
-Bound      The CPU on one_thread and threads. In on_gpu, the limit is the GPU's JPEG engines. A GPU
-           without JPEG engines decodes with its SMs and the CPU together. PCIe then carries the
+Bound      The CPU limits one_thread and threads. The GPU's JPEG engines limit on_gpu. A GPU without
+           JPEG engines decodes with its SMs and the CPU together. With on_gpu, PCIe carries the
            files and not the pictures. The costs leave out the decoding, because no rate of it is
            measured. So all sides take longer than predicted.
 Use when   Decoding keeps the CPU from feeding the GPU. Use threads or worker processes first. They

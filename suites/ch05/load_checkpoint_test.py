@@ -1,13 +1,13 @@
 """Load a checkpoint: map the file and copy only the weights that this rank needs.
 
 Problem    A checkpoint holds the weights (width, width) of all experts of each layer, in bf16. One
-           rank loads an eighth of each layer's experts to the GPU. The input says which. The file
-           was written just before, so all sides find it in the page cache. Every call opens the
-           file again, because a process loads a checkpoint once.
+           rank loads an eighth of each layer's experts to the GPU. The input gives their numbers.
+           The file was written just before, so all sides find it in the page cache. Every call
+           opens the file again, because a process loads a checkpoint once.
 Baseline   whole: `torch.load` reads all weights into memory. Then the rank's weights are copied.
 Optimized  mapped: whole with `mmap=True`. Only the pages of the rank's weights are read.
-           safetensors: mapped in another format, by `safe_open` and `get_tensor`. It uses no
-           pickle, but it needs the library safetensors. Without it, the variant is skipped.
+           safetensors: mapped, but in the safetensors format, by `safe_open` and `get_tensor`. It
+           uses no pickle, but it needs the library safetensors. Without it, the variant is skipped.
 Bound      Host memory on whole, which copies every byte of the file. The other sides read the list
            of all weights, touch new pages, and copy the rank's weights to the GPU one by one. The
            costs count only these copies, because no rate of the host's work is measured. So all
@@ -54,7 +54,7 @@ def reference(state, chosen):
 
 
 def named(weights):
-    """Return each weight by its name, in memory of its own."""
+    """Return the weights by name, each in its own memory."""
     return {
         f"layers.{layer}.experts.{expert}": weight.clone()
         for layer, experts in enumerate(weights)

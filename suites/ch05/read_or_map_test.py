@@ -7,15 +7,15 @@ Baseline   seek: one `seek` and one `read` of Python per row. Python's buffer ha
 Optimized  into: seek by `os.preadv`, which reads into the row of the result, without a `bytes`
            object in between.
            mapped: into with the file mapped into memory, which is not timed. One `index_select`
-           copies the rows, so there is no Python per row, and torch may use several threads. There
-           are no system calls either, once each page was touched.
+           copies the rows, so there is no Python per row, and torch may use several threads. Once
+           each page has been touched, there are no system calls either.
 Bound      The host, for seek and into: each row costs Python and system calls. mapped is limited by
            memory latency and the copy to the GPU. The costs count only that copy, at the rate of
            pinned memory, because no rate of the host's work is measured. So all sides take longer
            than predicted.
-Use when   Map a file that is read often, at random, and that fits in the page cache. Read in larger
-           pieces when the data come from a disk: a mapping then waits for one page at a time, and
-           an I/O error kills the process.
+Use when   Map a file that fits in the page cache and is often read at random. If the data comes
+           from a disk, read it in larger pieces instead: a mapping waits for one page at a time,
+           and an I/O error kills the process.
 """
 
 from types import SimpleNamespace

@@ -2,20 +2,20 @@
 
 Problem    Write the weights (width, width) of a number of layers in bf16 from the GPU to a new
            file. The values are the input. Then the file is mapped and its tensors are returned. So
-           the check compares what was written to the file. The bytes end in the page cache. No side
-           waits for a disk.
+           the check compares what was written to the file. The bytes end up in the page cache, so
+           no side waits for a disk.
 Baseline   saved: `torch.save` to the file.
 Optimized  unchecked: saved without the CRC-32 of each tensor, by `set_crc32_options(False)`.
            `torch.load` does not check the CRC-32, but zip programs do.
-           staged: unchecked after a copy of the weights into pinned memory that is kept. Without
-           it, `torch.save` copies each weight into new pageable memory.
+           staged: unchecked, but the weights are first copied into pinned memory that is reused. In
+           the other sides, `torch.save` copies each weight into new pageable memory.
 Bound      The host: it copies all bytes into the page cache, and computes the CRC-32 on saved. In
            saved and unchecked, the driver also copies all bytes out of its own pinned memory. The
            costs count only the copies from the GPU, because no rate of the host's work is measured.
            So all sides take longer than predicted.
-Use when   The training loop waits for the checkpoint. Pinned memory of the checkpoint's size must
-           be free for staged, which gains nothing on a CPU. If the disk or the network is slower
-           than all this, use `async_checkpoint_test.py`.
+Use when   The training loop waits for the checkpoint. staged needs as much pinned memory as the
+           checkpoint, and gains nothing on a CPU. If the disk or the network is the limit, use
+           `async_checkpoint_test.py`.
 """
 
 import torch

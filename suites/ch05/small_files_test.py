@@ -1,14 +1,15 @@
 """Small files: pack them into one file and read a whole shard at a time.
 
-Problem    Load images of 3 x 32 x 32 bytes into one tensor on the GPU, in an order that is the
-           input. The order shuffles the shards of 64 images, and the images within each shard. The
-           files were written just before, so all sides read from the page cache.
+Problem    Load images of 3 x 32 x 32 bytes into one tensor on the GPU. Their order is the input.
+           The order shuffles the shards of 64 images, and the images within each shard. The files
+           were written just before, so all sides read from the page cache.
 Baseline   files: one file per image, by Python's `open` and `read`.
 Optimized  unbuffered: files by `os.open` and `os.preadv`, which reads into the image's row of the
            result. Python then makes no buffer and no `bytes` object.
-           packed: unbuffered with all images in one tar file, which is open already. An index, made
-           before the timed part, says where each image begins. There is still one read per image.
-           shards: packed with one read per shard. The images are then picked from memory.
+           packed: unbuffered, but all images are in one tar file, which is open already. An index,
+           made before the timed part, has the offset of each image. There is still one read per
+           image.
+           shards: packed, but with one read per shard. The images are then picked from memory.
 Bound      The host: system calls and Python's steps per image. shards makes few system calls. The
            costs count only the copy to the GPU, because no rate of the host's work is measured. So
            all sides take longer than predicted.
@@ -16,9 +17,9 @@ Use when   A data set has many small files. Use shards if shuffling within a sha
            packed serves any order. The gain grows on a disk or a network, where each file costs a
            round trip. It shrinks with larger images, because all sides copy the same bytes.
 
-The files have no names, so that none is left behind. They are opened through /proc. On one machine
-that took 4 us per file. A name that the kernel had cached took 2 us, in a folder of 20,000 files.
-So packed and shards gain less over files that have names.
+The files have no names, so no file can be left behind. They are opened through /proc. On one
+machine, that took 4 us per file. Opening a file by a name that the kernel had cached took 2 us, in
+a folder of 20,000 files. So packed and shards gain less over files that have names.
 """
 
 import io
@@ -57,7 +58,7 @@ def one_each(state, stack):
 
 
 def in_tar(state):
-    """Return a tar file of all images, and where in it each begins."""
+    """Return a tar file of all images, and the offset of each image."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as archive:
         for item, image in enumerate(state.images):

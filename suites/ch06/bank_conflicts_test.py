@@ -3,16 +3,16 @@
 Problem    Evaluate one polynomial of 32 coefficients for each row of an (rows, 32) fp32 matrix,
            each at its own x, by Horner's rule.
 Baseline   strided: a block copies 128 rows into shared memory, so that its loads are coalesced.
-           Then each thread walks its own row in 16-byte reads. The kernel writes them out, but the
-           compiler also makes them from a plain loop over floats. A 16-byte read serves 8 lanes at
-           a time. Their rows are 32 floats apart, so all 8 read from the same 4 of the 32 banks,
-           and wait for each other.
+           Then each thread walks its own row in 16-byte reads. The kernel has explicit 16-byte
+           reads, but the compiler also makes them from a plain loop over floats. Such a read serves
+           8 lanes at a time. Their rows are 32 floats apart, so all 8 read from the same 4 of the
+           32 banks, and wait for each other.
 Optimized  padded: changes strided. Four unused floats follow each row, so the rows are 36 floats
            apart. The 8 lanes read from all 32 banks. Rows of 33 floats, as in many textbooks, have
            no conflicts either, but they are not aligned to 16 bytes, so they need 4-byte reads,
            four times as many.
            swizzled: changes strided. Row r holds its groups of four coefficients in the order group
-           xor r % 8. The 8 lanes meet all 32 banks, without unused floats.
+           xor r % 8. The 8 lanes read from all 32 banks, without unused floats.
            straight: changes padded. No shared memory. A thread reads its row in eight 16-byte loads
            from global memory. A warp's lanes are 128 bytes apart, so each load touches 32 lines of
            the L1. It uses half of each sector, and a later load finds the other half in the L1.
@@ -21,9 +21,9 @@ Bound      DRAM for padded and swizzled: each coefficient is read once. Shared m
            its reads take eight times as long as without conflicts. That is only a little longer
            than its bytes take in DRAM, so conflicts cost much less here than in a kernel that reads
            each word several times.
-Seen       straight takes longer than its bytes predict. So does `launch_bounds_test.py`, whose
-           accesses use half of each sector too, and by about the same factor. We did not measure
-           which unit limits them.
+Seen       straight takes longer than predicted from its bytes. The kernels of
+           `launch_bounds_test.py`, whose accesses also use half of each sector, do so by about the
+           same factor. We did not measure which unit limits them.
 Use when   The lanes of a warp access shared memory at a large, even stride, as in rows whose length
            is a power of two. Pad or swizzle in units of the access: 4 bytes or 16. If each element
            is used once and a row fits in registers, also measure reads straight from global memory.

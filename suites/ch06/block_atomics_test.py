@@ -1,26 +1,26 @@
 """Block-aggregated atomics: add up in the block, because an address takes one atomic at a time.
 
 Problem    The dot product of two vectors of n fp32 elements.
-Baseline   per_thread: as many blocks as fit the GPU walk the vectors, and each thread keeps its own
-           sum. At the end, each thread adds its sum to the result by an atomic.
+Baseline   per_thread: as many blocks as fit on the GPU loop over the vectors, and each thread keeps
+           its own sum. At the end, each thread adds its sum to the result by an atomic.
 Optimized  per_warp: changes per_thread. The lanes of a warp add up their sums by shuffles, and one
            lane does the atomic.
            per_block: changes per_warp. The warps of a block also add up their sums, in shared
            memory, and one thread does the atomic.
            library: `torch.dot`, which is cuBLAS.
 Bound      DRAM: both vectors are read once. All atomics go to one address, so the L2 does them one
-           after another. They come at the end, when all threads are done at about the same time.
-           The machine code of per_thread has one RED per thread: the compiler does not combine fp32
+           after another. They come at the end, when all threads finish at about the same time. The
+           machine code of per_thread has one RED per thread: the compiler does not combine fp32
            atomics, because the order of additions changes an fp32 sum. The cost assumes that an
            atomic on one address takes as long as in `../ch07/histogram_test.py`, where integers are
            added.
 Seen       per_thread takes longer than predicted. Assume that all sides sum as fast as per_block.
-           Then an atomic takes 1.7 ns if all lanes of a warp do an atomic, and 1.2 ns if a single
-           lane does. The integer atomics of histogram take 1 ns. We did not measure why 32 lanes
-           take longer than one.
+           Then an atomic takes 1.7 ns if all lanes of a warp do one, and 1.2 ns if only one lane
+           does. The integer atomics of histogram take 1 ns. We did not measure why 32 lanes take
+           longer than one.
 Use when   Many threads update one fp32 sum. For an int32 sum on one address, the compiler combines
-           the atomics of a warp itself (REDUX in the machine code). For results that are the same
-           bits at every call, store the blocks' sums instead (`../ch07/reduction_test.py`).
+           the atomics of a warp itself (REDUX in the machine code). For bitwise reproducible
+           results, store the blocks' sums instead (`../ch07/reduction_test.py`).
 """
 
 import torch

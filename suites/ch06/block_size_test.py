@@ -1,10 +1,10 @@
-"""Block size: it determines how many threads fit an SM and how many blocks must start.
+"""Block size: it sets how many threads fit on an SM and how many blocks must start.
 
 Problem    a * x + y on n fp32 elements, one thread per element. The kernel is the same on both
            sides. The size names the number of threads per block.
 Baseline   usual: blocks of 256 threads.
-Optimized  resized: changes usual. Blocks of the size's number of threads. The cases are points of a
-           curve, so they claim no speedup.
+Optimized  resized: changes usual. The size of the case gives the number of threads per block. The
+           cases are points of a curve, so they claim no speedup.
 Bound      The start of blocks up to 128 threads: the GPU starts a limited number of blocks per
            second, whether a block has one warp or four. With half the threads per block, there are
            twice as many blocks. An SM of an H200 or B200 holds 2048 threads and 32 blocks, so it
@@ -13,8 +13,8 @@ Bound      The start of blocks up to 128 threads: the GPU starts a limited numbe
            threads on. An SM with room for 1536 threads, such as a GB10's, holds only one block of
            1024. A large block frees its place only when its last warp has ended, so part of the SM
            stays empty until then.
-Seen       usual, 512 and 1024 take longer than their bytes predict. The 2048 threads of an SM have
-           16 KiB of loads in flight. If a thread takes as long as in
+Seen       usual and blocks of 512 and 1024 threads take longer than predicted from their bytes. The
+           2048 threads of an SM have 16 KiB of loads in flight. If a thread takes as long as in
            `../ch07/vector_width_test.py`, the copy rate needs about 17 KiB here, because two of
            three bytes are loads. 512 and 1024 start fewer blocks than usual and are slower. That
            fits large blocks that wait for their last warp, but we did not measure the empty part of

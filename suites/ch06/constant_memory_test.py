@@ -3,8 +3,8 @@
 Problem    test_constant_memory evaluates one fixed polynomial of 64 coefficients at n fp32 points.
            test_table decodes n bytes of mu-law sound (G.711) into int16 by a table of 256 entries.
            The coefficients and the table are fixed by the problem, so they are in the kernel file.
-Baseline   series_in_global: the coefficients are in global memory. For each of them, every warp
-           executes a load, which the L1 serves.
+Baseline   series_in_global: the coefficients are in global memory. Every warp executes one load per
+           coefficient, which the L1 serves.
            decode_in_constant: the table is in constant memory, because it never changes.
 Optimized  series_in_constant: changes series_in_global. The coefficients are in constant memory.
            All lanes of a warp read the same one, so one uniform load (ULDC) brings two coefficients
@@ -25,12 +25,12 @@ Bound      test_constant_memory: issue, one multiply-add per coefficient, and th
            word per clock, which was not measured. decode_computed needs 13 integer instructions per
            code. An SM issues them at half the rate of multiply-adds, so they take longer than the
            bytes.
-Seen       decode_in_constant: its time comes to about two cycles of an SM for each different word,
-           twice what the cost assumes. No profile has confirmed it.
-           series_in_code takes longer than its instructions predict. A block issues next to nothing
-           until its points have come from DRAM, and an SM holds only 8 blocks, so it runs out of
-           instructions. The other two exceed their predicted times by a similar amount. We did not
-           measure how often the SM has nothing to issue.
+Seen       decode_in_constant takes about two cycles of an SM for each different word, twice as many
+           as the cost assumes. We did not confirm this with a profiler.
+           series_in_code takes longer than its instructions predict. A block issues almost no
+           instructions until its points arrive from DRAM. An SM holds only 8 blocks, so at times it
+           has nothing to issue. The other two exceed their predicted times by a similar amount. We
+           did not measure how often the SM has nothing to issue.
 Use when   All threads read the same few numbers in the same order, and the numbers are set before
            the launch. The arguments of a kernel are in constant memory too. If the numbers are
            known when you compile, write them as `constexpr`. A thread that evaluates several points

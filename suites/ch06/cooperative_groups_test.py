@@ -12,18 +12,18 @@ Bound      Launch for launches: the host takes longer to launch a step than the 
            kernels, but on the GPU, where a start takes less time. grid_sync pays for 63 barriers.
            At each of them, every block does an atomic on one address and waits for the slowest. The
            cost counts the atomics as in `block_atomics_test.py`. No rate of the wait was measured,
-           so its predicted time has none.
+           so the predicted time leaves the wait out.
            For this stencil there is a faster way than all three: a block that also loads 64 cells
            on each side computes all 64 steps without any barrier. It is not a variant, because it
-           works only if a cell depends on near cells. The stencil stands for steps that depend on
-           all of the previous step.
+           works only if a cell depends on nearby cells. The stencil is an example of steps that may
+           depend on the whole previous step.
 Seen       grid_sync is slower than captured: a barrier takes longer than the start of a kernel in a
            graph. Its atomics take about a third of it, if the cost is right. A block also waits
            until its stores have reached the L2, until its atomic has come back, and until it has
            read that the last block has arrived, one after the other. We measured none of these.
            launches: a launch through `cuda_module` takes the host more than twice as long as the
-           rate `launch`, which is that of an operator of torch. We did not measure which part of a
-           launch takes the time.
+           rate `launch` says, which was measured with a torch operator. We did not measure which
+           part of a launch takes the time.
 Use when   A barrier is needed between short steps, and threads can keep something from step to step
            in registers or shared memory, which is lost when a kernel ends. To save launches alone,
            capture a graph first: it needs no new kernel. All blocks of the grid must fit the GPU at

@@ -1,4 +1,4 @@
-"""Grid-stride loop: blocks start once, and prepare once what they need.
+"""Grid-stride loop: start fewer blocks, so that each prepares its data only once.
 
 Problem    test_grid_stride decodes n int32 codes from 0 to 255 by a table of 256 fp32 values.
            test_without_table multiplies n fp32 elements by a number.
@@ -18,12 +18,12 @@ Bound      DRAM, 4 bytes read and 4 written per element. The table is small and 
            kernels have one code or element per thread in flight, which is not enough for the full
            rate of DRAM (`../ch07/vector_width_test.py`). The kernels without a loop start a block
            for every 256 elements, and the starts alone take longer than the bytes.
-Seen       decode_stride and scale_stride take about the same time, so a table that is copied once
-           costs nothing. Both have 8 KiB in flight per SM, which explains why they miss the copy
-           rate. The kernels without a loop have as much in flight. On an SM, a block's start, its
-           wait for DRAM and its end follow one another. We did not measure how long each of these
-           takes. decode_code_first hardly gains, so the wait for the table is short. We did not
-           examine the library's kernel.
+Seen       decode_stride and scale_stride take about the same time, so copying a table once costs
+           almost nothing. Both have 8 KiB in flight per SM, which explains why they miss the copy
+           rate. The kernels without a loop also have 8 KiB in flight. But a block starts, waits for
+           DRAM and ends one after the other. We did not measure how long each of these takes.
+           decode_code_first hardly gains, so the wait for the table is short. We did not examine
+           the library's kernel.
 Use when   Each block first loads a table, sets up a random generator, or clears counters. Without
            such work the loop gains less, because it only saves the starts of blocks. Also use it
            when n may exceed the largest grid, or when the grid must stay the same for any n. To

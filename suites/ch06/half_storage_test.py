@@ -1,7 +1,7 @@
 """Half storage: convert bf16 in registers, and move several elements per access.
 
-Problem    SiLU of n bf16 elements, computed in fp32 and rounded to bf16 once. The data are bf16 on
-           all sides, and so is the result.
+Problem    SiLU of n bf16 elements, computed in fp32 and rounded to bf16 once. The input and the
+           result are bf16 on all sides.
 Baseline   widened: an fp32 kernel between two conversions, `x.float()` and `.bfloat16()`. Two fp32
            tensors pass through DRAM.
 Optimized  in_registers: changes widened. One kernel loads bf16, computes in fp32, and stores bf16.
@@ -17,8 +17,9 @@ Bound      DRAM for octets: 2 bytes read and 2 written per element, against 20 f
 Seen       pairs has as many threads, blocks and 4-byte accesses as `single` of `ilp_test.py`, and
            takes about as long. So it also has too few bytes in flight, and bf16 is not the cause.
            widened takes longer than predicted, and we did not measure its three kernels separately.
-           Its middle kernel makes twice as many accesses as that `single`. If it takes twice as
-           long, the two conversions take half as long again as their bytes. We cannot explain why.
+           Its middle kernel makes twice as many accesses as `single`. If this kernel takes twice as
+           long as `single`, the two conversions take half as long again as predicted from their
+           bytes. We cannot explain why.
 Use when   Tensors are in 16 bits and arithmetic needs 32. Do not convert a whole tensor for one
            elementwise kernel. Load at least 16 bytes per thread. Keep sums and exponentials in
            fp32.

@@ -1,4 +1,4 @@
-"""ILP: independent loads in one thread hide what the other warps cannot.
+"""ILP: independent loads in one thread hide latency that other warps cannot hide.
 
 Problem    test_ilp computes the sigmoid of n fp32 elements. test_long_chain integrates logistic
            growth for n elements, 256 steps of two dependent multiply-adds each.
@@ -20,11 +20,11 @@ Bound      test_ilp: DRAM. The 2048 threads of an SM have 8 KiB in flight with o
            longer than the bytes.
            test_long_chain: issue. With 16 warps per scheduler, another warp always has a step
            ready, so the four chains of growth_four gain nothing.
-Seen       in_turn has one load in flight per thread, as single has, but a quarter of the blocks, so
-           its gain is that of fewer starts. It takes about as long as scale_stride of
-           `grid_stride_test.py`, which has the same bytes in flight and no starts at all. It still
-           has too few bytes in flight. So does single, which also starts more blocks. We did not
-           measure how much time each of these takes.
+Seen       in_turn has one load in flight per thread, like single, but a quarter of the blocks, so
+           it gains from fewer block starts. It takes about as long as scale_stride of
+           `grid_stride_test.py`, which has the same bytes in flight and no starts at all. in_turn
+           still has too few bytes in flight. So does single, which also starts more blocks. We did
+           not measure how much time each of these two costs.
 Use when   A kernel waits for memory with all warps resident, or few warps fit an SM. Load all
            elements of a thread into registers before you use the first. It gains nothing where
            enough warps hide the latency, as in test_long_chain.

@@ -22,8 +22,8 @@ Seen       All kernels take longer than their bytes predict. `straight` of `bank
            did not measure whether the later loads or the spill cost the time. library takes many
            times as long as any of them. Each product of 4 x 4 is far too small for a tile of a
            matrix kernel, but we did not examine the kernel that `bmm` picks.
-Use when   A kernel fails to start because a block needs too many registers, or spills although its
-           blocks are small. Then declare the block size. Request a number of blocks per SM only if
+Use when   Declare the block size if a kernel cannot start because a block needs too many registers,
+           or if it spills although its blocks are small. Request a number of blocks per SM only if
            a measurement shows that more warps help, and check that nothing spills.
 """
 

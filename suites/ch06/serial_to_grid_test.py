@@ -1,4 +1,4 @@
-"""Serial to grid: a GPU is fast only when thousands of threads are at work.
+"""Serial to grid: a GPU is fast only with thousands of active threads.
 
 Problem    a * x + y on n fp32 elements. This page is a tutorial and claims no speedup: nobody would
            ship its baseline.
@@ -9,8 +9,8 @@ Optimized  one_block: changes one_thread. The 256 threads of one block share the
            library: `torch.add` with `alpha`.
 Bound      Latency for one_thread and one_block: a thread waits for its loads, and too few other
            threads run meanwhile. A cost does not include latency, so their predicted times are far
-           too short. At this n, whole_grid is over so soon that its start is a large part of its
-           time.
+           too short. At this n, whole_grid takes so little time that its launch is a large part of
+           it.
 Use when   You write your first kernel: start from whole_grid. A kernel of one thread or one block
            is right only for a few numbers, such as the last step of a sum.
 """

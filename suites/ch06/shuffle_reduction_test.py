@@ -1,12 +1,12 @@
 """Shuffle reduction: lanes of a warp pass values to each other without shared memory or barriers.
 
 Problem    The sums of short rows of int32, 1 GiB in total: rows of 256 and rows of 1024 elements.
-Baseline   shared_tree: a block of 256 threads has one row. It halves its 256 sums in shared memory
-           in 8 rounds, with a barrier after each.
+Baseline   shared_tree: a block of 256 threads has one row. It reduces its 256 sums in a tree in
+           shared memory, in 8 rounds with a barrier after each.
 Optimized  shuffle: changes shared_tree. Each warp adds up its 32 sums by five shuffles. One barrier
            is left, after which the first warp adds up the 8 sums of the warps.
-           redux: changes shuffle. One `__reduce_add_sync` replaces the five shuffles. It is for
-           integers.
+           redux: changes shuffle. One `__reduce_add_sync` replaces the five shuffles. It works only
+           for integers.
            warp_per_row: changes redux. Each warp has a row of its own. It needs neither shared
            memory nor a barrier. A lane also loads eight times as many elements, several of them at
            once. So part of its gain comes from more loads in flight, and part from fewer
@@ -14,16 +14,17 @@ Optimized  shuffle: changes shared_tree. Each warp adds up its 32 sums by five s
            library: `torch.sum`.
 Bound      DRAM for warp_per_row: every element is read once. Issue for the others in rows of 256
            elements: a thread loads one element, and issues dozens of instructions to find it and to
-           add up the block. Their instructions alone take longer than the bytes. So do the starts
-           of their blocks, one per row, which take longer than the instructions of redux. The steps
-           after the load also take time in which a block loads nothing. In rows of 1024, a thread
-           adds four elements with hardly more instructions, so they matter less.
+           add up the block. Their instructions alone take longer than the bytes. Starting one block
+           per row also takes longer than the bytes, and longer than the instructions of redux.
+           After its loads, a block also spends time without any load in flight. In rows of 1024, a
+           thread adds four elements with hardly more instructions, so they matter less.
 Seen       With a block per row, n = 256 takes longer than both instructions and starts, and so does
            shared_tree at n = 1024. A block stays on its SM for its start, its wait for DRAM and its
            steps, one after the other, and an SM has room for 8 blocks. At n = 256, a block of redux
            stays 0.86 us and one of shared_tree 1.25 us. A block of `../ch07/vector_width_test.py`
-           that copies 256 elements stays 0.8 us. So most of the time is start and wait, and we did
-           not measure how much each of them takes. We did not examine the library's kernel.
+           that copies 256 elements stays 0.8 us. So most of the time is the start of a block and
+           its wait for DRAM. We did not measure how long each of them takes. We did not examine the
+           library's kernel.
 Use when   A block needs a sum or a maximum: reduce inside warps first. If rows are short, give a
            row to a warp. If a kernel reduces once after long loops, it hardly matters how the block
            adds up its sums (`../ch07/reduction_test.py`).

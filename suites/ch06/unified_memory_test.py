@@ -10,14 +10,14 @@ Optimized  prefetched: changes on_demand. `cuMemPrefetchAsync` moves the buffer 
            copied: changes on_demand. A pinned buffer for the CPU and a second one on the GPU, with
            a copy between them. Nothing moves back, because the GPU changes nothing.
 Bound      The host: it writes the values, with one thread or several. No rate for that was
-           measured, so the predicted times leave it out. Then the bytes cross PCIe, and on
-           on_demand and prefetched they also cross back, although the CPU overwrites them: the
-           driver does not know that. The faults of on_demand take time in addition. A fault stops
-           the threads that caused it until the driver has moved the page. GPUs that share the CPU's
-           page tables, such as those of GH200 and GB10, may read a page where it is, and were not
-           measured.
-Use when   Data do not fit the GPU, or nobody knows which part of them a kernel will touch. Prefetch
-           what you know will be used. If CPU and GPU take turns with a buffer that fits, copy.
+           measured, so the predicted times leave it out. Then the bytes cross PCIe. In on_demand
+           and prefetched, they also cross back, because the driver cannot see that the CPU will
+           overwrite them. In on_demand, faults take additional time. A fault stops the threads that
+           caused it until the driver has moved the page. GPUs that share the CPU's page tables,
+           such as those of GH200 and GB10, may read a page where it is, and were not measured.
+Use when   The data does not fit on the GPU, or it is unknown which part of it a kernel will use.
+           Prefetch the parts that you know will be used. If the CPU and the GPU take turns with a
+           buffer that fits on the GPU, copy it.
 """
 
 import ctypes
