@@ -53,7 +53,7 @@ def reference(tokens, lengths, to_heads, up, down):
 
 
 def new_slots(tokens, lengths):
-    """Return empty slots. A free slot's `request` is a row of `out` that nobody reads."""
+    """Return empty slots. A free slot writes to a row of `out` that is not returned."""
     requests, longest, width = tokens.shape
     flags = {"device": tokens.device, "dtype": torch.long}
     return SimpleNamespace(

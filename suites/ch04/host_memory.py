@@ -1,4 +1,4 @@
-"""Host memory that several ranks of a machine map, pinned if there are GPUs."""
+"""Host memory shared by the ranks of a machine, pinned if there are GPUs."""
 
 from __future__ import annotations
 

@@ -55,10 +55,10 @@ def staged(x):
 
         def run():
             mine.copy_(x, non_blocking=True)
-            dist.all_reduce(flag)  # all ranks have written
+            dist.all_reduce(flag)  # all ranks have copied to the host
             out = torch.empty_like(x)
             out.copy_(theirs, non_blocking=True)
-            dist.all_reduce(flag)  # all ranks have read
+            dist.all_reduce(flag)  # all ranks have copied from the host
             return out
 
         yield run
@@ -82,7 +82,7 @@ def written(x):
     def run():
         handle.barrier(channel=0)  # the next rank no longer needs the data of the last call
         theirs.copy_(x)
-        handle.barrier(channel=0)  # the rank before has written
+        handle.barrier(channel=0)  # the previous rank has filled this rank's buffer
         return out
 
     yield run

@@ -18,11 +18,11 @@ Optimized  gathered: one shot by the library. All parts are gathered, then a sec
 Bound      Latency up to 1 MiB: launches, handshakes, and one crossing of NVLink. pushed crosses it
            once and waits for nothing else. gathered, one_shot, fused_copy and pushed send the whole
            input to every other rank. ring, two_shot and windowed send 2 (world - 1) / world of it.
-           With two ranks, both amounts are equal. With more ranks, the second amount is smaller, so
-           the first four sides pay off only for smaller messages than here. At 16 MiB, NVLink is
-           the limit. The messages stay in the L2, as they do right after a layer has computed them.
-           NVLink multicast was off (README), so torch's `multimem_all_reduce_` is not a side here,
-           and ring and windowed have fewer kernels to choose from.
+           With two ranks, both amounts are equal. With more ranks, ring, two_shot and windowed send
+           less, so the other four sides pay off only for smaller messages than here. At 16 MiB,
+           NVLink is the limit. The messages stay in the L2, as they do right after a layer has
+           computed them. NVLink multicast was off (README), so torch's `multimem_all_reduce_` is
+           not a side here, and ring and windowed have fewer kernels to choose from.
 Seen       Up to 64 KiB, all sides but pushed take a third to two thirds of the predicted time. So
            does two_shot at 1 MiB. The prediction uses the time of NCCL's smallest all-reduce in
            peaks.json. That time was measured in a graph of all-reduces only. Here a copy precedes

@@ -12,8 +12,8 @@ Optimized  staged: blocking, but the weights are first copied into pinned memory
 Bound      The host on blocking and staged: the GPU has nothing to do while a file is written.
            threaded is limited by the steps, or by the writing if a file takes longer than the steps
            between two files. The costs count the steps and the copies from the GPU, but not the
-           writing, because no rate of it is measured. So blocking and staged take longer than
-           predicted.
+           writing, because the rate of writing was not measured. So blocking and staged take longer
+           than predicted.
 Use when   A checkpoint takes long enough to be noticed, and host memory has room for a second copy.
            On a CPU, the thread takes cores from the steps. Write to a temporary name, and rename
            the file when it is complete. If the process is killed, the last complete file then

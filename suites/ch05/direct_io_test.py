@@ -17,14 +17,14 @@ Optimized  mapped: buffered, but the file is mapped, before the timed part. Page
            through the page cache.
 Bound      The disk. buffered, mapped and advised leave it idle between two requests. All sides but
            direct also copy all bytes on the CPU, and make pages and drop them. The costs count only
-           the copy to the GPU, because no rate of the disk is measured. So all sides take longer
+           the copy to the GPU, because the disk's rate was not measured. So all sides take longer
            than predicted.
 Use when   The data is larger than memory and each byte is read once: use direct. It needs
            addresses, offsets and sizes that are multiples of the disk's block size. If data is read
            again soon and fits in memory, the page cache is faster than any disk.
 
-The page needs a disk. Where `O_DIRECT` does not exist, or where a file stays in memory (tmpfs), it
-is skipped.
+The page needs a disk. It is skipped if `O_DIRECT` does not exist, or if files stay in memory
+(tmpfs).
 """
 
 import mmap

@@ -12,8 +12,8 @@ Optimized  threads: one_thread, but with a thread per core. The decoder releases
            uses the JPEG engines of the GPU if there are any.
 Bound      The CPU limits one_thread and threads. The GPU's JPEG engines limit on_gpu. A GPU without
            JPEG engines decodes with its SMs and the CPU together. With on_gpu, PCIe carries the
-           files and not the pictures. The costs leave out the decoding, because no rate of it is
-           measured. So all sides take longer than predicted.
+           files and not the pictures. The costs leave out the decoding, because the rate of
+           decoding was not measured. So all sides take longer than predicted.
 Use when   Decoding keeps the CPU from feeding the GPU. Use threads or worker processes first. They
            cost nothing if the cores are idle. Use on_gpu if they are not enough. Where the GPU has
            no JPEG engines, its SMs decode, and the training step then has fewer of them.

@@ -1,8 +1,8 @@
 """A baseline JPEG encoder from quantized coefficients, and a decoder in float64.
 
 The encoder writes real JPEG files: 8 x 8 blocks, YCbCr, all components at full resolution, Huffman
-codes. A page can thus draw coefficients at random and decode the files with any library. The exact
-picture follows from the coefficients alone, without a file.
+codes. So a page can draw coefficients at random and decode the files with any library. The exact
+picture is computed from the coefficients, without a file.
 """
 
 import heapq
@@ -15,9 +15,9 @@ ZIGZAG = sorted(
     range(64),
     key=lambda at: (sum(divmod(at, 8)), at % 8 if sum(divmod(at, 8)) % 2 == 0 else at // 8),
 )
-"""The place in a block, row by row, of each coefficient in the order of the file."""
+"""For each coefficient in file order, its row-major place in the block."""
 STEPS = torch.tensor([4 + 2 * sum(divmod(at, SIDE)) for at in ZIGZAG])
-"""The quantization steps, in the order of the file."""
+"""The quantization steps, in file order."""
 TO_RGB = [[1.0, 0.0, 1.402], [1.0, -0.344136286, -0.714136286], [1.0, 1.772, 0.0]]
 
 
@@ -75,14 +75,14 @@ def _bits(values):
 
 
 def _direct_tokens(coefficients):
-    """Return the tokens of the first coefficients: differences from the block before."""
+    """Return the tokens of the first coefficients: differences from the previous block."""
     first = coefficients[:, :, 0].long()
     size, bits = _bits(first.diff(dim=0, prepend=torch.zeros_like(first[:1])).flatten())
     return 64 * 4 * torch.arange(len(size)), size, bits, size
 
 
 def _alternating_tokens(coefficients):
-    """Return the tokens of the other coefficients: how many zeros, then a value."""
+    """Return the tokens of the other coefficients: a number of zeros, then a value."""
     table = coefficients.long().reshape(-1, 64).clone()
     table[:, 0] = 0
     block, at = table.nonzero(as_tuple=True)
@@ -127,7 +127,7 @@ def _huffman_codes(symbols):
 
 
 def _packed(kinds, codes):
-    """Return the bits of all tokens in the order of their places, filled up with ones."""
+    """Return the bits of all tokens in the order of their places, padded with ones."""
     placed = []
     for (place, symbol, bits, size), code in zip(kinds, codes, strict=True):
         table = torch.zeros(2, 256, dtype=torch.long)

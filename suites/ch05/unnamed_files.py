@@ -1,9 +1,8 @@
 """Files without a name, which the pages of this chapter write and read.
 
 A file exists until the process closes it or ends. So no file is left behind, even after SIGKILL.
-The files lie in `$TMPDIR`, or else in /tmp. Python's `tempfile` would also try other folders, at
-last the current one. Pages that read write the file before their timed part, so it is in the page
-cache.
+The files lie in `$TMPDIR`, or else in /tmp. Python's `tempfile` would also try other folders, even
+the current one. Pages that read write the file before their timed part, so it is in the page cache.
 """
 
 import errno
@@ -51,7 +50,7 @@ def bytes_of(tensor):
 
 
 def read_into(descriptor, view, offset=0):
-    """Fill `view` with the bytes of a file from `offset` on."""
+    """Fill `view` with the bytes of a file that begin at `offset`."""
     while view:
         count = os.preadv(descriptor, [view], offset)
         if count == 0:

@@ -1,4 +1,4 @@
-// out[0] += x[0] * y[0] + ... + x[n-1] * y[n-1]. All kernels walk x and y alike.
+// out[0] += x[0] * y[0] + ... + x[n-1] * y[n-1]. All kernels loop over x and y in the same way.
 //
 // per_thread: each thread adds its sum to the result by an atomic.
 // per_warp: the lanes of a warp first add up their sums by shuffles.
@@ -6,7 +6,8 @@
 
 constexpr unsigned BLOCK = 256, EACH = 4, WARPS = BLOCK / 32;
 
-// As many blocks as fit the GPU walk the elements, so a thread has one sum for many elements.
+// As many blocks as fit on the GPU loop over the elements, so a thread has one sum for many
+// elements.
 __device__ float walk(const float* __restrict__ x, const float* __restrict__ y, unsigned n) {
   const unsigned stride = gridDim.x * BLOCK;
   unsigned i = blockIdx.x * BLOCK + threadIdx.x;
@@ -25,7 +26,7 @@ __device__ float walk(const float* __restrict__ x, const float* __restrict__ y, 
   return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
-// The sum of a warp, in its lane 0. All 32 lanes must call this.
+// Return the sum of a warp, in lane 0. All 32 lanes must call this.
 __device__ float of_warp(float value) {
 #pragma unroll
   for (unsigned half = 16; half > 0; half /= 2) value += __shfl_down_sync(~0u, value, half);

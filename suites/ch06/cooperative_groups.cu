@@ -6,7 +6,7 @@
 #include <cooperative_groups.h>
 
 // Neither pointer is __restrict__, because a step reads what other blocks wrote in the same kernel.
-// The compiler could otherwise use loads that may return old values from the L1.
+// With __restrict__, the compiler could use loads that return old values from the L1.
 extern "C" __global__ void __launch_bounds__(256, 8)
     all_steps(float rate, const float* first, float* even, float* odd, unsigned n,
               unsigned count) {

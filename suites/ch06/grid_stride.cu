@@ -12,7 +12,7 @@ constexpr unsigned BLOCK = 256, ENTRIES = 256;
 static_assert(ENTRIES == BLOCK, "each thread copies one entry of the table");
 
 // Both call `body` for each element of this thread. The loop is not unrolled, so that a thread has
-// one load in flight, as it has with one thread per element.
+// one load in flight, as in the kernels with one thread per element.
 template <typename Body>
 __device__ void one_each(unsigned n, Body body) {
   const unsigned i = blockIdx.x * BLOCK + threadIdx.x;

@@ -10,8 +10,8 @@ constexpr unsigned BLOCK = 256, STEPS = 256;
 
 __device__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f + expf(-x)); }
 
-// `out` may be `x`, as far as the compiler knows. So it loads no element before it has stored the
-// previous one.
+// The compiler must assume that `out` and `x` overlap. So it loads no element before it has stored
+// the previous one.
 template <unsigned each>
 __device__ void one_by_one(const float* x, float* out, unsigned n) {
   const unsigned first = blockIdx.x * (BLOCK * each) + threadIdx.x;
@@ -22,8 +22,8 @@ __device__ void one_by_one(const float* x, float* out, unsigned n) {
   }
 }
 
-// The loads of a thread do not depend on each other, so they are on their way at the same time.
-// One test decides for the whole thread, so that no load waits for a test.
+// The loads of a thread do not depend on each other, so they are in flight at the same time. One
+// bounds check covers all elements of a thread, so no load waits for a check.
 template <unsigned each>
 __device__ void together(const float* x, float* out, unsigned n) {
   const unsigned first = blockIdx.x * (BLOCK * each) + threadIdx.x;

@@ -6,7 +6,7 @@
 
 constexpr unsigned BLOCK = 256, ROWS = 4;
 
-// The rows of b stay in registers, and a row of a makes a row of the product.
+// All rows of a and b are loaded into registers. Each row of a gives one row of the product.
 __device__ void multiply(const float4* __restrict__ a, const float4* __restrict__ b,
                          float4* __restrict__ out, unsigned n) {
   const unsigned m = blockIdx.x * blockDim.x + threadIdx.x;

@@ -149,10 +149,10 @@ __device__ void place(Tile& tile, const Carried& carried) {
   }
 }
 
-// A warp has 64 x 64 elements of C. A thread has 2 x 4 blocks of 4 x 4 of them, 32 rows and 16
-// columns apart. A warp reads 128 bytes of A or 64 of B at once, so there are no bank conflicts.
-// Lanes i and i ^ 2 read the same rows, lanes i and i ^ 1 the same columns. The hardware merges
-// such reads of 16 bytes.
+// A warp has 64 x 64 elements of C. Of these, a thread has 2 x 4 blocks of 4 x 4 elements. The
+// blocks start 32 rows and 16 columns apart. A warp reads 128 bytes of A or 64 of B at once, so
+// there are no bank conflicts. Lanes i and i ^ 2 read the same rows, lanes i and i ^ 1 the same
+// columns. The hardware merges such reads of 16 bytes.
 struct Place {
   int row, column;
 
