@@ -18,7 +18,7 @@ HELPER = "def twice(x):\n    return 2 * x\n"
 
 @pytest.fixture
 def committed(page, gpu, commit):
-    """A page on a simulated GPU, committed. A changed `doubled` is 2 % slower."""
+    """A committed page on a simulated GPU. If `doubled` is changed, it is 2 % slower."""
     gpu(**SLOWER)
     path = page()
     commit()
@@ -104,7 +104,7 @@ def test_the_old_side_imports_the_old_library_from_pythonpath(page, gpu, commit,
     library.write_text(HELPER)
     commit()
     (pytester.path / "conftest.py").open("a").write("# changed\n")
-    assert compare("-o", "pythonpath=src").ret == 0  # the same in both trees
+    assert compare("-o", "pythonpath=src").ret == 0  # the same in the old and the new tree
     change(library, "2 * x", "x * 2")
     assert_regressed(compare("-o", "pythonpath=src"))
 

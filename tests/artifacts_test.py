@@ -14,7 +14,7 @@ from pytest_aisp.results.row import Row
 HEALTHY = ("first", "middle", "zenith")
 CASE = "ch99/{}_test.py::test_doubling[doubled-n1001]"
 WORKERS = {"alone": [], "n2": ["-n2"]}
-# From the first result on: no file grows beyond one and a half of it, and nothing is synced.
+# From the first result on, no file grows beyond 1.5 times its size, and nothing is synced.
 FULL = """
 
 
@@ -39,7 +39,7 @@ def test_a_run_survives_a_full_disk_and_reports_it_once(page, gpu, pytester, wor
     for name in HEALTHY:
         page(name=f"{name}_test.py")
     update = ["--aisp-update-expectations", "--aisp-processes=1"]
-    options = WORKERS[workers] or update  # with workers nothing is recorded
+    options = WORKERS[workers] or update  # a run with workers records nothing
     result = pytester.runpytest_subprocess("--aisp-artifacts=kept", *options)
     result.stdout.fnmatch_lines(
         [
@@ -124,7 +124,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_runs(page, p
 
 
 def refused(pytester, *options):
-    """Return the lines of the refusal of a run."""
+    """Return the lines with which a run is refused."""
     result = pytester.runpytest_inprocess("--aisp-check", "--aisp-artifacts=out", *options)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     return result.errlines[:-1]
@@ -211,7 +211,7 @@ def test_an_unusable_lock_folder_fails_the_case_with_a_way_out(page, pytester, m
     )
 
 
-# Half a line, as a run leaves it that was killed while it wrote one
+# Half a line, as left by a run that was killed while it wrote the line
 
 
 def test_a_half_written_line_is_reported_and_the_others_are_replayed(page, gpu, pytester):

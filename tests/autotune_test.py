@@ -31,7 +31,7 @@ def test_triton_compilations_are_counted_and_other_listeners_called(monkeypatch)
     compilation = triton.knobs.compilation
     monkeypatch.setattr(compilation, "listener", lambda **facts: heard.append(facts["src"].name))
     keeping = InterferenceMonitor()
-    keeping.begin()  # listens once, however often it begins
+    keeping.begin()  # a second start adds no second listener
     source = triton.compiler.ASTSource(JITFunction(stored_one), {"x": "*fp32"})
     triton.compile(source, target=GPUTarget("cuda", 90, 32))
     assert "1 Triton kernel compiled inside a timed window" in str(keeping.look())

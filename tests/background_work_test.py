@@ -1,4 +1,4 @@
-"""Threads that still work after a call are told from idle ones, on a busy machine too."""
+"""Threads that still work after a call are distinguished from idle ones, also on a busy machine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ IN_LIBRARY_CODE = (textwrap.wrap, "words " * 200_000)
 
 @pytest.fixture(params=["free", "busy"], autouse=True)
 def machine(request):
-    """Pin this process to one core, which two busy loops share on the busy machine."""
+    """Pin this process to one core. On the busy machine, two busy loops run on the same core."""
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
     count = {"free": 0, "busy": 2}[request.param]

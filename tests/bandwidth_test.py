@@ -66,7 +66,7 @@ def test_hops_are_compared_within_their_kind():
 
 
 class FakeCopier:
-    """A copier with the given rates in GB/s by ordered pair."""
+    """A copier with a rate in GB/s for each ordered pair of GPUs."""
 
     def __init__(self, nbytes, rates=None, *, loses=()):
         self.nbytes, self.rates, self.loses, self.asked = nbytes, rates or {}, loses, []

@@ -33,7 +33,7 @@ def test_a_baseline_that_waits_while_the_other_side_computes_is_remarked():
         (7.9, 0.98),
         (0.04, 0.05),  # both sides wait, for a file or for child processes
         (0.3, 0.5),  # other processes take both sides' core
-        (1.0, 0.03),  # the optimized side waits, which is its own affair
+        (1.0, 0.03),  # only the optimized side waits: no remark about the baseline
     ],
 )
 def test_an_honest_share_is_a_note(shares):
@@ -82,7 +82,7 @@ def test_a_baseline_that_hardly_uses_what_the_other_side_uses_is_remarked():
         " or a sleep in the baseline"
     )
     assert unused_limit({"eager": 50e-3, "fused": 1e-3}, 0.6, "copy") is None  # 1.2 %
-    assert unused_limit(seconds, 0.4, "copy") is None  # the other side does not use it either
+    assert unused_limit(seconds, 0.4, "copy") is None  # the optimized side does not use it either
 
 
 def test_a_baseline_that_hardly_uses_the_limit_is_shown(page, gpu, pytester):

@@ -19,8 +19,8 @@ SPREAD = 0.0025
 class Simulated:
     """A search among versions with the given times in microseconds.
 
-    A version whose time is None cannot be measured. `unclear` has the commits whose measurements do
-    not count, as often as given. `errors` are added to the first measurement of a commit.
+    A version whose time is None cannot be measured. `unclear` has the number of measurements of a
+    commit that do not count. `errors` are added to a commit's first measurement.
     """
 
     def __init__(self, *times, noise=0.0, seed=0, kept=None, unclear=(), code=None, errors=None):

@@ -62,7 +62,7 @@ def runs(pytester, zygote, worker_zygote, monkeypatch, tmp_path):
 def history(page, gpu, git, pytester):
     """Commit a page on a simulated GPU, then one version after another; return the commits.
 
-    A version is the code of `doubled`, and its time. If the code is None, another file changes.
+    A version is the code of `doubled` and its time. If the code is None, another file changes.
     """
 
     def write(*versions):
@@ -88,7 +88,7 @@ def original_measure():
 
 @pytest.fixture
 def simulated(original_measure, pytester, monkeypatch):
-    """Replace the runs of pytest: `doubled` gets the time that stands in its code, ``# 1.05``.
+    """Replace the runs of pytest: the time of `doubled` is the number in its code, ``# 1.05``.
 
     Return the subjects of the measured commits. A callable at `at` runs before that measurement.
     Commits in `broken` cannot be measured.

@@ -1,4 +1,4 @@
-"""What a test body asserts besides its pair's claims counts for the case's verdict."""
+"""A test body's own assertions count for the case's verdict, as its pair's claims do."""
 
 from __future__ import annotations
 

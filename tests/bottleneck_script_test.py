@@ -1,4 +1,4 @@
-"""`aisp bottleneck`: scripts of every kind, their exit codes, and that all is restored."""
+"""`aisp bottleneck`: scripts of every kind, their exit codes, and what is restored afterwards."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def script(tmp_path, restored):
 
 
 def measure(path, *arguments, plan=QUICK, gpu=False):
-    """Return the JSON of a script that was measured by ticks, its exit code, and the ticks."""
+    """Measure a script on a clock of ticks; return its JSON, its exit code, and the ticks."""
     ticks = FakeMachine(gpu, tick=1.0)
     result = bottleneck_result(path, arguments, plan=plan, as_json=True, instruments=ticks)
     return json.loads("".join(result.lines)), result.code, ticks
@@ -296,7 +296,7 @@ def test_spawned_workers_of_a_script_are_timed(tmp_path):
 
 
 def test_optimizer_steps_can_be_profiled():
-    """The annotation of a step begins inside one of PyTorch's own, and ends in the next."""
+    """A step's annotation begins inside one of PyTorch's own and ends inside the next."""
     weights = torch.nn.Linear(2, 2)
     stepper = torch.optim.SGD(weights.parameters(), lr=0.1)
     finder = LoopFinder(Plan(1, 3), CpuProfile())

@@ -23,7 +23,7 @@ from pytest_aisp.util.cli_result import CliError
 
 
 class Loader:
-    """An iterable whose batches take the seconds in `waits`, and its iterator `made` seconds."""
+    """An iterable whose iterator takes `made` seconds, and each batch the seconds in `waits`."""
 
     def __init__(self, machine, waits, made=0.0):
         self.machine, self.waits, self.made = machine, waits, made
@@ -262,7 +262,7 @@ def test_time_inside_another_stage_counts_only_for_the_inner_one(monkeypatch):
 
 
 class Subclass(Data):
-    """Inherits its `__getitem__`."""
+    """A dataset that inherits `__getitem__`."""
 
 
 def test_only_items_of_the_loaders_own_datasets_are_timed():

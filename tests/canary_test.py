@@ -1,4 +1,4 @@
-"""The canary: a side against itself, unchanged and slowed down. Exit code 17 if it fails."""
+"""The canary: a side timed against itself, unchanged and slowed down. If it fails, exit code 17."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which cases of a page a change can touch, from the page's syntax."""
+"""Which cases of a page a change can affect, derived from the page's syntax."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A side has changed if anything differs that it may use, however it reaches it."""
+"""A side has changed if anything that it may use differs, however the side refers to it."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ HELPER, JSON = "chapter/helper.py", "chapter/tuning.json"
 NUMBER = '{"factor": 2}'
 READ = "json.loads((Path(__file__).parent / 'tuning.json').read_text())['factor']"
 
-# For each kind of reach: the page's parts, and other files.
+# For each way to refer to something: the page's parts, and other files.
 KINDS = {
     "a method": ({"defs": TWICE + CLASS, "body": "return Doubler().method(x)"}, {}),
     "a global instance": (

@@ -1,6 +1,6 @@
 """Sides that break the rules of comparison, and sides that keep them.
 
-All pages are checked in one run, by one worker process; each test asks what was said of its page.
+One run checks all pages in one worker process. Each test reads its page's part.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Two public checklists of how GPU benchmarks cheat, and what catches each cheat here.
+"""Two public checklists of cheats in GPU benchmarks, and what catches each cheat here.
 
-The first has 40 cheats seen in public benchmarks, the second the 95 validity issues that the
-harness of a public course names. Nothing is ticked by hand: the state of an `Item` follows from the
-exploits and tests it names, and `checklists_test.py` checks that they exist.
+The first has 40 cheats seen in public benchmarks, and the second has the 95 validity issues that
+the harness of a public course lists. The state of an `Item` is not set by hand. It follows from the
+exploits and tests that the item names. `checklists_test.py` checks that these exist.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Item:
 
     Attributes:
         cheat: in a few words.
-        exploits: names of exploits that do it and are caught, separated by spaces.
-        tests: names of other tests that prove it, separated by spaces. A name that is not unique
-            has its file before it: ``file.py::test_name``.
-        why: why it cannot happen here, or what the design does about it.
+        exploits: names of exploits that cheat in this way and are caught, separated by spaces.
+        tests: names of other tests that prove that it is caught, separated by spaces. A name that
+            is not unique has its file before it: ``file.py::test_name``.
+        why: why the cheat cannot happen here, or how the design prevents it.
         open: what is not proved, or not done.
     """
 

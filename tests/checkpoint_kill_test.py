@@ -1,4 +1,4 @@
-"""A checkpoint that is killed in the middle: the one before stays readable and complete."""
+"""If saving a checkpoint is killed midway, the previous checkpoint stays readable and complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`aisp results checksums`: edited results, and results that no given run recorded, are refused."""
+"""`aisp results checksums` refuses edited results, and results that no given run recorded."""
 
 from __future__ import annotations
 
@@ -296,7 +296,7 @@ def test_values_with_a_forged_checksum_are_refused(file, capsys, change, why):
     forged = {**stored.results, "b": replace(stored.results["b"], **change)}
     file.write_text(store.dump(replace(stored, results=forged)))
     git("add", ".")
-    assert seals(capsys)[0] == 0  # unedited is all that a checksum can say
+    assert seals(capsys)[0] == 0  # a checksum only proves that results are unedited
     assert_unproved(capsys, "b", why)
 
 

@@ -93,7 +93,7 @@ def service(request):
 
 
 def variables(service, **more):
-    """Return what the runner of a service sets."""
+    """Return the environment variables that a service's runner sets."""
     github = {"GITHUB_API_URL": service.url, "GITHUB_REPOSITORY": "o/r", "AISP_PULL": "7"}
     github |= {"GITHUB_SERVER_URL": "https://github.com", "GITHUB_RUN_ID": "3"}
     gitlab = {"CI_API_V4_URL": service.url, "CI_MERGE_REQUEST_PROJECT_ID": "5"}
@@ -104,7 +104,7 @@ def variables(service, **more):
 
 @pytest.fixture
 def post(tmp_path, service):
-    """Run the script beside a comment of the gate."""
+    """Run the script in a folder with a comment of the gate."""
     (tmp_path / "gate-comment.md").write_text(TEXT)
     names = ("AISP_PULL", "AISP_TOKEN", "AISP_COMMENT", "CI_MERGE_REQUEST_IID")
     clean = {name: value for name, value in os.environ.items() if name not in names}

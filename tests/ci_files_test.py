@@ -1,6 +1,6 @@
-"""The CI kit, as far as it can be checked without the services.
+"""The parts of the CI kit that can be checked without GitHub and GitLab.
 
-Files are held against the services' schemas, expressions against declared inputs, and shell against
+Files are checked against the services' schemas, expressions against declared inputs, and shell with
 shellcheck. The steps run here with fake `python` and `sbatch` programs and the real `aisp`.
 """
 
@@ -47,7 +47,7 @@ def steps(file):
 
 
 def called():
-    """Return the workflow of the README that calls ours."""
+    """Return the README's workflow, which calls our reusable one."""
     example = re.search(r"```yaml\n(.*?)```", (CI / "README.md").read_text(), re.DOTALL)[1]
     return pytest.importorskip("ruamel.yaml").YAML(typ="safe", pure=True).load(example)
 
@@ -165,7 +165,7 @@ def test_hook_checks_stored_results():
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """Put fake programs on the path and a run with a red case beside them. Return a shell."""
+    """Put fake programs on PATH, and a run with a red case into the folder. Return a shell."""
     for name, text in {
         "python": PYTHON.format(code=1),
         "sbatch": SBATCH,

@@ -210,7 +210,7 @@ def test_pytest_runs_and_its_exit_code_is_returned(tmp_path, capfd):
 
 @pytest.fixture
 def completions(tmp_path, monkeypatch, capsys):
-    """Return a function that completions a line, split into words as bash splits them."""
+    """Return a function that completes a line, split into words as bash splits them."""
     pages = fake_catalog(tmp_path, [case("ch10:gemm"), case("ch10:group"), case("ch07:scan")])
     monkeypatch.setattr(catalog, "collect", lambda *targets: pages)
     monkeypatch.setenv("_AISP_COMPLETE", "complete_bash")

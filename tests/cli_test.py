@@ -1,4 +1,4 @@
-"""The command line itself: starting it, help, errors of options, sizes and tables."""
+"""The command line itself: start, help, errors in options, sizes, and tables."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def judged(path):
 
 
 def rewritten(path, out, change):
-    """Write to `out` the rows of `path`, each trial through `change`."""
+    """Write the rows of `path` to `out`, with `change` applied to each trial."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     for row in rows:
         if row["kind"] == "trial":

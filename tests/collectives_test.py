@@ -42,7 +42,7 @@ class Third(process_group.SingleProcess):
 
 @pytest.fixture
 def third(monkeypatch):
-    """Simulate rank 1 of three. `at` is an index where collectives return a wrong value."""
+    """Simulate rank 1 of 3. Collectives return a wrong value at the index `at`."""
     monkeypatch.setattr(process_group, "_current", Third())
     wrong = SimpleNamespace(at=None)
 

@@ -1,4 +1,4 @@
-"""Runs of a case at a commit: where Python imports from, and what a row says."""
+"""Runs of a case at a commit: where Python imports from, and how a row is read."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_python_imports_from_the_worktree_but_not_another_plugin(tmp_path, monke
 
 @pytest.fixture
 def row():
-    """Return a row whose optimized side ran at the given speedups of its old version."""
+    """Return a row in which the optimized side has these speedups over its old version."""
 
     def make(*values, **fields):
         results = [

@@ -104,7 +104,7 @@ FILES = {"ch99/page_test.py": PAGE, "ch99/helper.py": "", "other.py": ""}
 
 @pytest.fixture
 def changing(pytester, git):
-    """Commit a page below `bench`, then each change, a dictionary of files or git's words."""
+    """Commit a page below `bench`, then each change: a dictionary of files, or a git command."""
 
     def commit(*changes):
         root = pytester.path / "bench"

@@ -190,7 +190,7 @@ def error_of(old, new, root=Path()):
 
 @pytest.fixture
 def run(tmp_path):
-    """Write a run like the recorded one, each line changed, and return its folder."""
+    """Write a copy of the recorded run with each line changed; return its folder."""
 
     def run(change, name="run", why=(), ended=True):
         artifacts = Artifacts(tmp_path / name)
@@ -311,7 +311,7 @@ def result(value):
 
 @pytest.fixture
 def repository(tmp_path):
-    """A repository with stored results of two commits, the second one slower, and a run's peaks."""
+    """A repository with a run's peaks, and stored results of two commits. The second is slower."""
     root = tmp_path / "repository"
     file = root / "baselines" / "a-gpu" / "ch01.json"
     file.parent.mkdir(parents=True)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 os.environ["HYPOTHESIS_NO_PLUGINS"] = "1"  # selenium brings trio, whose plugin each run imports
 import hypothesis
 import pytest
-import torch  # once, out here: pytester's in-process runs would load it twice and die
+import torch  # once, at module level: pytester's in-process runs would load it twice and crash
 from zygote import Zygote
 
 from pytest_aisp.isolation import monkeypatches
@@ -90,13 +90,13 @@ INI = """
 
 @pytest.fixture(autouse=True, scope="session")
 def original_functions() -> None:
-    """Store the watched functions before a test replaces some of them."""
+    """Store the original functions that the plugin watches, before a test replaces some."""
     monkeypatches.remember()
 
 
 @pytest.fixture(autouse=True)
 def no_ci(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A test sets CI itself if it is about CI."""
+    """Unset CI. A test that is about CI sets it itself."""
     monkeypatch.delenv("CI", raising=False)
 
 
@@ -107,7 +107,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Exclude collected items from garbage collection, which each engine task runs."""
+    """Exclude collected items from garbage collection, because each engine task collects."""
     gc.collect()
     gc.freeze()
 
@@ -131,7 +131,7 @@ def worker_zygote() -> Iterator[Zygote]:
 
 @pytest.fixture(scope="module")
 def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Fork the worker processes of a module's tests from one that has imported what they need."""
+    """Fork a module's worker processes from a process that has imported what they need."""
     from pytest_aisp.worker import client
 
     zygote = Zygote.new("torch._dynamo")
@@ -150,7 +150,7 @@ def pytester(
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> pytest.Pytester:
-    """Fork what `runpytest_subprocess` starts; its own processes too unless `new_processes`."""
+    """Fork runs of `runpytest_subprocess`, and their processes unless `new_processes`."""
     for name in [name for name in os.environ if name.startswith("PYTEST_XDIST")]:
         monkeypatch.delenv(name)  # a run that a test starts is not in an xdist worker
     popen = pytester.popen
@@ -246,7 +246,7 @@ RECORDED: dict[str, str] = {}
 
 @pytest.fixture
 def recorded(pytester: pytest.Pytester) -> Callable[[], None]:
-    """Store results of the pages in ch99 from three processes; once for the same pages."""
+    """Store results of the pages in ch99 from three processes. Cached for equal pages."""
 
     def record() -> None:
         files = [pytester.path / "conftest.py", *sorted((pytester.path / "ch99").glob("*_test.py"))]
@@ -278,7 +278,7 @@ class Outcome(NamedTuple):
 
 @pytest.fixture(scope="module")
 def module_cache() -> dict[str, Any]:
-    """Return what the tests of a file share, such as a run, which takes seconds."""
+    """Return a cache for what a file's tests share, such as a run that takes seconds."""
     return {}
 
 

@@ -1,4 +1,4 @@
-"""Controls over several draws of the inputs: one unlucky draw condemns no page. Exact sums."""
+"""Controls over several draws of the inputs: one unlucky draw does not fail a page. Exact sums."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def constant(x):
 
 
 def checked(side, other, expected):
-    """Check two sides on inputs whose mean hardly depends on the draw."""
+    """Check two sides on inputs whose mean is nearly the same in each draw."""
 
     @compare(
         baseline=side,

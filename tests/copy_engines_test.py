@@ -1,6 +1,6 @@
 """All-reduces by copy engines (suites/ch04/copy_engines.py), run on CPUs.
 
-Shared memory stands in for symmetric memory, and a Gloo barrier for its barrier.
+Shared memory replaces symmetric memory, and a Gloo barrier replaces its barrier.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The CPU's load: which waits for a core come from other processes, and what happens to a block."""
+"""The CPU's load: which waits for a core other processes cause, and how they affect a block."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CORES = 2
 
 @pytest.fixture
 def load(monkeypatch):
-    """Return a `CpuLoad` whose readings a test gives as (waited, own, busy, stolen) per second."""
+    """Return a `CpuLoad` with made-up readings: (waited, own, busy, stolen) per second."""
 
     def make(*rates):
         at = CpuReading(0.0, 0.0, 0.0, 0.0, 0.0)
@@ -57,7 +57,7 @@ def test_a_block_that_waited_for_a_core_is_measured_again(load):
         ((0.02, 1.0, 2.0, 0.0), False),  # a wait of 2 % disturbs nothing
         ((6.0, 1.95, 2.0, 0.0), False),  # eight threads on two cores wait for each other
         ((0.4, 0.6, None, 0.0), True),  # the system hides the other processes
-        ((0.3, 0.7, 0.77, 0.0), False),  # others have used 7 % of a core, which explains no wait
+        ((0.3, 0.7, 0.77, 0.0), False),  # 7 % of a core for others explains no wait
         ((0.08, 0.7, 0.77, 0.0), True),  # but a wait of 8 %
     ],
 )
@@ -72,7 +72,7 @@ def test_time_that_the_host_took_is_reported(load):
 
 
 def test_a_competitor_on_this_machine_is_counted_and_a_child_is_not(monkeypatch):
-    """Real counters: they only grow, and a child's CPU time is this process's own."""
+    """Uses real counters. They only grow, and a child's CPU time counts as this process's own."""
     before = cpu_load.read_cpu()
     spin = "import time; t = time.process_time()\nwhile time.process_time() < t + 0.3: pass"
     subprocess.run([sys.executable, "-c", spin], check=True)

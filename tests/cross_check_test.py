@@ -1,4 +1,4 @@
-"""Several clocks and the profiler time the same work: which differences are errors."""
+"""Several clocks and the profiler time the same work. Which differences between them are errors?"""
 
 from __future__ import annotations
 

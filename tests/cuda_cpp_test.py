@@ -806,7 +806,7 @@ PACKAGE = Path(cuda_cpp.__file__).parents[1]
 
 
 def own_kernels():
-    """Yield each .cu file that a module of the package asks for, and the kernels it launches."""
+    """Yield each .cu file that the package compiles, and the kernels that it launches."""
     for module in sorted(PACKAGE.rglob("*.py")):
         text = module.read_text()
         found = re.findall(r'cuda_module\("(.+?\.cu)"\)\.(\w+)', text)

@@ -1,4 +1,4 @@
-"""CUDA faults: a kernel that breaks its process costs no other case its verdict."""
+"""CUDA faults: if a kernel breaks its process, other cases still get their verdicts."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ def test_a_captured_graph_keeps_its_nodes_and_is_instantiated(recorded):
 
 
 def test_a_captured_step_stays_alive(recorded, monkeypatch):
-    """Otherwise the tensors that only the step refers to would be freed under the graph."""
+    """If the step were freed, its tensors would be freed too, and the graph still uses them."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "graph", lambda *args, **options: contextlib.nullcontext())
     monkeypatch.setattr(cuda_graph, "_stream", lambda device: torch.cuda.current_stream())

@@ -1,4 +1,4 @@
-"""The timer of a GPU on a fake one: how windows are built, sized and cross-checked.
+"""The timer for GPUs on a fake GPU: how windows are built, sized and cross-checked.
 
 The fake's events read the host's clock, and its graphs call the captured function again.
 """
@@ -82,7 +82,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(device, "load_nvml", lambda: None)
     monkeypatch.setattr(cross_check, "gpu_timestamps", lambda: None)
     monkeypatch.setattr(l2, "latency_reader", lambda: lambda: state.latency.pop(0))
-    # Sides run on the CPU, so no work is late. How busy the host is must not matter.
+    # Sides run on the CPU, so no work is queued late. A busy host must not change that.
     monkeypatch.setattr(cross_check, "HOST", 60.0)
     monkeypatch.setattr(cross_check, "LATE", 60.0)
     monkeypatch.setattr(cross_check, "LATE_QUEUED", 60.0)
@@ -110,7 +110,7 @@ def pool_of(**changes):
         **{"bound": "dram", **changes},
     )
     def test_it(pair):
-        """Nothing: only its declaration is used."""
+        """Do nothing: only the declaration is used."""
 
     pool = InputPool(pair_of(test_it), {"n": 4096}, "cpu", 1, 2)
     pool.lay_slots(4)

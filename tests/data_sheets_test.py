@@ -1,4 +1,4 @@
-"""Predictions from the data sheets of GPUs that nobody here has."""
+"""Predictions from data sheets, for GPUs that have not been measured."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ def judged(value, votes, gates):
 
 
 def alike(value, gates):
-    """Return the verdict where every vote repeats the first value."""
+    """Return the verdict if every vote equals the first value."""
     return judged(value, [value] * verdict.ATTEMPTS, gates)
 
 
@@ -341,7 +341,7 @@ def test_the_error_needs_more_than_two_laps_of_equal_length():
 
 
 class Even:
-    """A window that always takes as long."""
+    """A window whose calls always take the same time."""
 
     calls = counted = repeats = 1
 

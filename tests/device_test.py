@@ -71,7 +71,7 @@ def test_the_power_cap_is_not_reported(telemetry):
 
 @pytest.fixture
 def others(monkeypatch, telemetry):
-    """Return the shares of the GPU that other processes use, by name, with a fake NVML."""
+    """Return the GPU shares of other processes, by process name, with a fake NVML."""
 
     def shares(**answers):
         telemetry(**answers)

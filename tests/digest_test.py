@@ -1,6 +1,6 @@
-"""A comment is no change: a loss stays `regressed`, and `--aisp-against` compares nothing.
+"""Editing a comment is no change: a loss stays `regressed`, and `--aisp-against` compares nothing.
 
-Results with digests of text, which earlier versions stored, are still compared.
+Results that earlier versions stored, with digests of text, are still compared.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ def test_against_takes_a_comment_for_no_change(pages, gpu, pytester):
 
 
 def test_a_stored_result_names_the_blobs_of_its_files(pages, gpu, recorded, pytester):
-    """With them, the code that was recorded can be built again."""
+    """From these blobs, the recorded code can be built again."""
     gpu(added=2e-5, doubled=1e-5)
     recorded()
     path = pytester.path / "baselines" / "simulated-gpu" / "ch99.json"

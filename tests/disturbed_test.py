@@ -15,7 +15,7 @@ WHO = "20 blocks were disturbed: thermal slowdown (simulated)"
 
 @pytest.fixture
 def restless(page, gpu, pytester):
-    """A page of two cases, of which a GPU that throttles always disturbs each; nobody waits."""
+    """A page of two cases on a GPU that throttles and so disturbs both. No pauses."""
 
     def write(*, noise=ALWAYS, wait="0", **parts):
         gpu(added=2e-5, doubled=1e-5, noise=noise)

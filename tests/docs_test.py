@@ -1,4 +1,4 @@
-"""The documents are right: tables, links, commands, options, pages."""
+"""The documents match the code: tables, links, commands, options, pages."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_red_test_in_the_readme_is_the_output_of_pytest(pytester):
 
 
 def without_numbers(printed):
-    """Return printed lines as one, with a placeholder for each measured number."""
+    """Join printed lines into one, with a placeholder for each measured number."""
     joined = " ".join(re.sub(r"^E +", "", line) for line in printed.splitlines())
     return re.sub(r"-?\d+\.\d+(e[+-]\d+)?", "NUMBER", " ".join(joined.split()))
 
@@ -252,7 +252,7 @@ def commit_twice(folder):
     "line", [x for x in LINES if not TESTED_ELSEWHERE & {*x[:2]}], ids=" ".join
 )
 def test_command_line_in_the_documents_runs(line, tmp_path, monkeypatch, capsys):
-    """On pages that were told of: what collecting and running pytest do has tests of its own."""
+    """Runs with a given list of pages. Other tests are about collecting and running pytest."""
     if line[1] == "export":
         pytest.importorskip("pytest_benchmark")
     names = ("ch03:threads", "ch10:gemm", "ch10:split_k")
@@ -266,7 +266,7 @@ def test_command_line_in_the_documents_runs(line, tmp_path, monkeypatch, capsys)
         shutil.copytree(ROOT / "tests/data/run", tmp_path / folder)
     history.add_result([tmp_path / "mon"], tmp_path / "history")
     commit_twice(tmp_path)
-    shutil.rmtree(tmp_path / "baselines/simulated-gpu")  # of two products none is the one meant
+    shutil.rmtree(tmp_path / "baselines/simulated-gpu")  # with two, none could be chosen
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(catalog, "collect", lambda targets=None, *, tell: found)
     monkeypatch.setattr(catalog, "Popen", lambda command: SimpleNamespace(wait=lambda: 0))

@@ -96,7 +96,7 @@ def check(path, module, function, variant, seed):
 
 
 def names(case):
-    """Return the names of a case in `GPU_ONLY`: its page's, its test's and its own."""
+    """Return the names that may stand for a case in `GPU_ONLY`: page, test and case."""
     path, _, function, variant = case
     return name_of(path), f"{name_of(path)}-{function}", f"{name_of(path)}-{variant}"
 

@@ -1,4 +1,4 @@
-"""A fake of `cuda.bindings.driver` that knows only graphs."""
+"""A fake of `cuda.bindings.driver` that has only graphs."""
 
 from __future__ import annotations
 

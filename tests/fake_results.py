@@ -108,7 +108,7 @@ def artifacts(
     code: int | None = 0,
     **manifest: object,
 ):
-    """Write the folder of a run; with no exit code of one that was killed."""
+    """Write the folder of a run. Without an exit code, the run was killed."""
     left = Artifacts(folder)
     machine = MachineFacts(name="a GPU", product="nvidia-h200", arch="sm90", gpus=["GPU-0"])
     plain = {

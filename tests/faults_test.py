@@ -1,4 +1,4 @@
-"""A side that crashes or hangs, and an interrupted run: other cases keep their verdicts."""
+"""If a side crashes or hangs, or a run is interrupted, other cases keep their verdicts."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ def test_a_difference_from_the_table_is_reported(codes, message):
 
 
 def by_the_table(feature, target):
-    """Return what the assembler would, from the table."""
+    """Return what the assembler would return according to the table."""
     arch, suffix = re.fullmatch(r"(sm_\d+)([af]?)", target).groups()
     least = ASSEMBLED[feature].get(arch.replace("_", ""))
     if least is not None and (suffix == "a" or least in ("", suffix)):

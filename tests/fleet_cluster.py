@@ -99,7 +99,7 @@ class RayCluster:
 
 
 def processes_of(folder: Path) -> list[int]:
-    """Return the pytest processes of nodes, and the worker processes, that run in `folder`."""
+    """Return the nodes' pytest processes and worker processes that run in `folder`."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:

@@ -19,7 +19,7 @@ LOG = '#!/bin/sh\necho "{name} $*" >> "$LOG"\n{then}\n'
 
 @pytest.fixture
 def shell(tmp_path, monkeypatch):
-    """Put stand-ins on the path, which log what they are asked. Return a shell and the log."""
+    """Put fake programs that log their arguments on PATH. Return a shell and the log."""
     stand_ins = {"aisp": "", "ray": "", "hostname": "echo head.example"}
     stand_ins |= {"python": "exit ${CODE:-0}", "scontrol": "printf 'n1\\nn2\\nn3\\n'"}
     stand_ins |= {"timeout": "", "ssh": 'shift; sh -c "$1"'}

@@ -1,4 +1,4 @@
-"""Who runs what in a fleet, on a simulated cluster whose clock jumps from event to event."""
+"""Which node of a fleet runs which case, on a simulated cluster with a simulated clock."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def test_a_case_that_kills_its_node_is_given_up_after_two_and_named():
 
 
 def test_a_case_before_one_that_kills_its_node_is_not_blamed():
-    """The seat is lost before the message arrives that the case before has ended."""
+    """The seat is lost before the message that the previous case has ended arrives."""
     fleet = Cluster(works(20), [node("n1"), node("n2"), node("n3")], killers=["case7"])
     begin = fleet._begin
 

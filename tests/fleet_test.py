@@ -46,7 +46,7 @@ def products(cluster):
 
 @pytest.fixture
 def own_nodes(cluster):
-    """Add nodes for one test, and kill them behind it."""
+    """Add nodes for one test, and kill them after it."""
     added = []
 
     def add(name, product, **options):

@@ -1,4 +1,4 @@
-"""The comment of `aisp ci gate` on a pull request, read as GitHub and GitLab read Markdown."""
+"""The comment of `aisp ci gate` on a pull request, rendered as by GitHub and GitLab."""
 
 from __future__ import annotations
 

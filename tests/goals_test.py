@@ -27,7 +27,7 @@ JOULES = {"baseline": 2e-3, "optimized": 1e-3, "noise": 0.01}
 
 @pytest.fixture
 def counting_gpu(gpu):
-    """Put a simulated GPU in place that counts what it is told to."""
+    """Simulate a GPU whose counters return the given amounts."""
 
     def install(**goals):
         gpu(added=2e-5, doubled=1e-5, details={"goals": goals})
@@ -112,7 +112,7 @@ ASKS = {
 
 @pytest.fixture
 def judged(gpu, pytester):
-    """Run the pages where variants take so many MiB; return the run, its cases, their verdicts."""
+    """Run pages whose variants take this many MiB; return the run, its cases, their verdicts."""
 
     def judge(mib, watts, *options):
         names = {"memory": 600 << 20, "reserved": 700 << 20}
@@ -380,7 +380,7 @@ class Clock:
 
 
 class Call:
-    """A window of so many calls."""
+    """A window with a given number of calls."""
 
     def __init__(self, clock, calls):
         self.clock, self.calls, self.repeats = clock, calls, 2
@@ -481,7 +481,7 @@ def test_doubling(pair):
 
 @pytest.fixture
 def count(pytester, monkeypatch):
-    """Ask an engine in this process what the sides of `PROCESSES` take of a goal."""
+    """Ask an engine in this process for a goal's amount of each side in `PROCESSES`."""
     from pytest_aisp.worker.engine import Engine
 
     monkeypatch.setitem(metrics.COUNTERS, "fragmentation", metrics.COUNTERS["fragmentation"])

@@ -1,4 +1,4 @@
-"""Honest pages of everyday code pass, as surely as the exploits fail."""
+"""Honest pages of everyday code pass."""
 
 from __future__ import annotations
 

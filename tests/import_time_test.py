@@ -1,4 +1,4 @@
-"""What an import loads: `lint-imports` checks who may import whom, these tests what runs."""
+"""Which modules an import loads. (`lint-imports` checks which module may import which.)"""
 
 from __future__ import annotations
 

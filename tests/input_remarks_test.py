@@ -1,4 +1,4 @@
-"""Inputs with which a wrong side may be right are remarked, and those of honest pages are not."""
+"""Inputs on which a wrong side may look right get a remark. Inputs of honest pages get none."""
 
 from __future__ import annotations
 

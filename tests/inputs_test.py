@@ -1,4 +1,4 @@
-"""What both sides get: slots, values, states, one GPU; and how long a window is."""
+"""What both sides get: slots, values, states, one GPU. And the length of a window."""
 
 from __future__ import annotations
 

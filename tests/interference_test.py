@@ -1,4 +1,4 @@
-"""Events besides a side's work are counted between blocks, and disturb the block they were in."""
+"""Events that are not a side's work are counted per block, and disturb the block."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def quiet(monkeypatch):
 
 @pytest.fixture
 def dynamo(monkeypatch):
-    """Counters of Dynamo in which only the test counts."""
+    """Counters of Dynamo that only the test changes."""
     counters: dict[str, dict[str, int]] = {}
     utils = SimpleNamespace(counters=counters)
     monkeypatch.setitem(sys.modules, "torch._dynamo.utils", utils)

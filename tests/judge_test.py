@@ -1,4 +1,4 @@
-"""`judge` accepts honest candidates, and refuses all others for the reason that is true."""
+"""`judge` accepts honest candidates, and refuses all others for the right reason."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ TIMER = {"target": "pytest_aisp.timing.fake_device:simulate"}
 
 @pytest.fixture(scope="module")
 def judges(forked, tmp_path_factory):
-    """Return a function that returns the judge of a problem. It keeps all of them."""
+    """Return a function that returns the judge of a problem. Judges are cached."""
     made = {}
 
     def judge_of(text=PROBLEM, **options):

@@ -8,7 +8,7 @@ from pytest_aisp.timing.l2 import ATTEMPTS, LINE, Latency, measure, pointer_chai
 
 
 class Cache:
-    """A cache that holds its lines until a round of `work` evicts them, if it does."""
+    """A cache that keeps its lines. A round of `work` may evict them."""
 
     def __init__(self, *, evicts, hit=270.0, miss=620.0):
         self.evicts, self.hit, self.miss = evicts, hit, miss
@@ -27,7 +27,7 @@ class Cache:
 
 
 def test_a_lower_clock_after_the_work_is_no_warm_l2():
-    """A load from DRAM takes the same time, and thus fewer cycles, when work lowers the clock."""
+    """If work lowers the clock, a load from DRAM takes the same time, but fewer cycles."""
     cache = Cache(evicts=True, miss=720.0)
     assert Latency(287, 619, 720).cold is False
 

@@ -1,4 +1,4 @@
-"""What a side leaves behind costs only its own case, and is never blamed on another side."""
+"""What a side leaves behind affects only its own case, and no other side is blamed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An old page imports the modules of its own tree, not those of today's tree."""
+"""An old page imports the modules of its own tree, not those of the current tree."""
 
 from __future__ import annotations
 

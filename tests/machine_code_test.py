@@ -1,4 +1,4 @@
-"""A side whose kernels are as they were after compiling is not timed against its old version."""
+"""If a side's compiled kernels are unchanged, it is not timed against its old version."""
 
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ def write_page(page):
 def why_timed(write_page, tmp_path, fresh_imports):
     """Write a page and a changed version of it; return why each changed side must be timed.
 
-    The text is empty for a side that launches the same, and None if not only kernels differ. With
-    `sass`, return the difference of the variant's SASS instead.
+    The text is empty for a side that launches the same code, and None if more than kernels differ.
+    With `sass`, return the difference of the variant's SASS instead.
     """
 
     def run(old="", new="", *, files=FILES, changed=None, sass=False, **parts):
@@ -120,7 +120,7 @@ UNCHANGED = {"baseline": "", "optimized": ""}
 
 
 def test_another_version_of_the_plugin_is_no_change(why_timed):
-    """As in a clone of this repository: both versions of a side run with today's plugin."""
+    """As in a clone of this repository: both versions of a side run with the current plugin."""
     plugin = "../pytest_aisp/__init__.py"
     files = {**FILES, plugin: "OLD = 1\n"}
     assert why_timed(files=files, changed={plugin: "NEW = 1\n"}) == {}
@@ -278,7 +278,7 @@ def test_a_side_whose_launches_are_not_known_is_timed(why_timed, body, why):
 
 
 def test_a_grid_that_depends_on_the_gpu_is_unchanged(why_timed):
-    """The host's code is equal, so the grid is equal on each GPU."""
+    """The host's code is unchanged, so on each GPU the grid is unchanged."""
     count = "torch.cuda.get_device_properties(x.device).multi_processor_count"
     body = f"kernels.scale[{count}, 256](x, out, x.numel())"
     assert why_timed(*RENAMED, body=body) == UNCHANGED

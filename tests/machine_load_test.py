@@ -1,4 +1,4 @@
-"""`aisp machine doctor` measures who uses the machine before it says that nothing harms."""
+"""`aisp machine doctor` measures other use of the machine before it reports no problems."""
 
 from __future__ import annotations
 

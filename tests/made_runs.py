@@ -54,7 +54,7 @@ extern "C" __global__ void doubled(const float* x, float* out) { out[threadIdx.x
 
 
 def made(count: int, *, started: str = "2026-11-22T07:52:10+00:00", **run: Any) -> dict[str, Any]:
-    """Return what `results.json` holds of a run of `count` cases; `run` replaces fields of it."""
+    """Return the contents of `results.json` for `count` cases; `run` replaces some fields."""
     return {
         "schema": 1,
         "run": {**manifest(started), **run},
@@ -173,7 +173,7 @@ def timing(seconds: tuple[float, float], seed: int = 0, blocks: int = 20) -> dic
 
 
 def sampled(folder: Path, number: int, one: dict[str, Any]) -> dict[str, str] | None:
-    """Write the samples of a case that was timed; return what it says of them."""
+    """Write the samples of a timed case; return the case's entry about them."""
     if not (one["samples"] and one["seconds"]):
         return one["samples"]
     both = (one["seconds"]["baseline"], one["seconds"]["optimized"])
@@ -184,7 +184,7 @@ def sampled(folder: Path, number: int, one: dict[str, Any]) -> dict[str, str] | 
 
 
 def timeline(*kernels: int) -> dict[str, Any]:
-    """Return what torch's profiler left of both sides: a copy, and `kernels` on two streams."""
+    """Return a profiler's timeline of both sides: a copy, and `kernels` on two streams."""
     sides = [
         {
             "bars": [[7, 0, 0, 4], *[[7 + n % 2, 1, 2 + 3 * n, 2.5] for n in range(count)]],
@@ -198,7 +198,7 @@ def timeline(*kernels: int) -> dict[str, Any]:
 
 
 def laid(folder: Path, results: dict[str, Any], *, pages: bool = False) -> Path:
-    """Write a run's folder: results, samples of what was timed, and its pages where asked."""
+    """Write a run's folder: results, samples of timed cases, and optionally its pages."""
     (folder / "samples").mkdir(parents=True)
     (folder / "profile").mkdir()
     (folder / "profile" / "timeline.json").write_text(json.dumps(timeline(8, 5)))

@@ -1,4 +1,4 @@
-"""The parameters of malloc that a side leaves behind do not slow the other side down."""
+"""If a side changes malloc's parameters, that does not slow the other side down."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def allocating(x):
 
 
 def left_bad(x):
-    """Make malloc map each large block anew."""
+    """Make malloc map each large block of memory anew."""
     libc = ctypes.CDLL(None)
     libc.mallopt(TRIM_THRESHOLD, 0)
     libc.mallopt(MMAP_THRESHOLD, 64 << 10)

@@ -108,7 +108,7 @@ def test_the_clocks_are_asked_of_the_first_visible_gpu(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     nvml = Nvml()
     monkeypatch.setattr(device, "load_nvml", lambda: nvml)
-    # What this driver does not say is None.
+    # Facts that this driver does not give are None.
     monkeypatch.setattr(Nvml, "nvmlDeviceGetMaxClockInfo", staticmethod(lambda: 1), raising=False)
     assert device.clocks() == {
         "sm_mhz": 1001,
@@ -124,7 +124,7 @@ def test_the_clocks_are_asked_of_the_first_visible_gpu(monkeypatch):
 
 
 class Config:
-    """A configuration with these options and this ini key, as pytest would have read them."""
+    """A pytest configuration with these options and this ini key."""
 
     def __init__(self, root, arguments="", ini=""):
         args = arguments.split()
@@ -187,7 +187,7 @@ def test_a_replayed_folder_is_not_overwritten(pytester):
 
 @dataclass(frozen=True)
 class Folders:
-    """The part of the settings that is about folders."""
+    """The settings that are about folders."""
 
     artifacts: Path | None = None
     replay: Path | None = None

@@ -70,7 +70,7 @@ def test_a_case_has_its_own_spread_between_sessions():
     pool = models.session_sd(results, "graph")
     own, other = (models.session_sd(results, "graph", each) for each in (quiet, noisy))
     assert own < pool < other
-    assert models.session_sd(results, "graph", results[2]) == pool  # of another clock
+    assert models.session_sd(results, "graph", results[2]) == pool  # measured with another clock
 
 
 def simulated(model, sessions, chapters=60, every=1):

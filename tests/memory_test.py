@@ -22,7 +22,7 @@ NAME = "doubling_test.py::test_doubling[doubled-n1001]"
 
 @pytest.fixture
 def needs(gpu):
-    """Simulate a GPU on which both sides need so many MiB."""
+    """Simulate a GPU on which the sides need the given numbers of MiB."""
 
     def install(baseline, optimized, **more):
         peaks = {"baseline": int(baseline * MIB), "optimized": int(optimized * MIB)}

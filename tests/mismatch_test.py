@@ -1,4 +1,4 @@
-"""The message about a wrong output says what its errors look like, and what to do."""
+"""The message about a wrong output describes its errors, and says what to do."""
 
 from __future__ import annotations
 
@@ -261,7 +261,7 @@ def test_a_baseline_that_computes_something_else_is_named():
     ("name", "pair"), [pytest.param(name, pair, id=name) for _, name, pair in honest_pages()]
 )
 def test_an_honest_baseline_that_fails_is_not_accused(name, pair, narrow):
-    """Honest rounding errors must not look like a fault."""
+    """The message must not call honest rounding errors a fault."""
     size = pair.sizes[0]
     reference = Reference(InputPool(pair, size, "cpu", 1, 2))
     wrong = ""

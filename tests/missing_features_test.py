@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture
 def load(monkeypatch):
-    """Import a page of the suites as on a machine that was patched before."""
+    """Import a page of the suites. The test has patched the machine's features before."""
     monkeypatch.syspath_prepend(str(ROOT))
     loaded = []
 

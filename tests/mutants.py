@@ -1,4 +1,4 @@
-"""Mutants: wrong sides, made from a page's honest side, that every page must refuse."""
+"""Mutants: wrong sides, made from a page's honest side. Every page must refuse them."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ MANY_ROUNDINGS = 4
 
 
 def units_of(pair):
-    """Return by how many units `nearly` is off on the page of `pair`."""
+    """Return the error of `nearly` on the page of `pair`, in units."""
     size = next(s for s in (*pair.check_sizes, *pair.cpu_sizes, *pair.sizes) if is_plain(s))
     return DEEP if (pair.work_at(size, 2).roundings or 1) > MANY_ROUNDINGS else SHALLOW
 
 
 def mutate(mutant, honest, units):
-    """Return the wrong side that `mutant` makes of the honest one, prepared if that is."""
+    """Return the wrong side that `mutant` makes from the honest side, prepared if that one is."""
 
     def unmarked(*inputs):
         return honest(*inputs)
@@ -95,7 +95,7 @@ def by_address(honest):
 
 
 def nearly(honest):
-    """Return the right answer, off by 0.1 % or by a few units if its type is coarser."""
+    """Return the right answer with an error of 0.1 %, or of a few units if its type is coarser."""
 
     def wrong(*inputs):
         def off(t):

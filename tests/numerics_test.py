@@ -19,7 +19,7 @@ from pytest_aisp.worker.loader import pair_of
 
 
 def leaf_of(function, *inputs, dtype="float32", precision=None, **work):
-    """Return the expected output of `function`, with the bound that a page would get."""
+    """Return the expected output of `function`, with the error bound of a page."""
 
     def side(*values):
         return function(*values)
@@ -221,7 +221,7 @@ def test_noise_moves_few_elements_as_many_bounds_as_many_elements(count):
 
 
 def test_a_small_output_gets_no_more_noise_than_a_large_one_beside_it():
-    """A tolerance may refuse the noise in the large one and accept it in the small one."""
+    """A tolerance may refuse this noise in the large output and accept it in the small one."""
     torch.manual_seed(0)
     small, large = torch.ones(1, dtype=torch.float64), torch.randn(999, dtype=torch.float64)
     leaves = [Leaf("a", small, small * 1e-4), Leaf("b", large, large.abs() * 1e-2)]
