@@ -16,9 +16,9 @@ Bound      NVLink, in both directions at once. staged is limited by PCIe, which 
            engine. The barriers of written matter only for small messages. NVLink multicast was off
            (README). A message to one GPU does not use it.
 Seen       sent takes longer than predicted at 64 MiB. The prediction uses the rate of a peer copy,
-           and NCCL comes near that rate only with larger messages. In the README's plot, NCCL's
-           all-to-all, which also sends and receives 64 MiB there, takes within 10 % of the stored
-           time of sent.
+           and NCCL comes near that rate only with larger messages. The README's plot has an
+           all-to-all by NCCL that also sends and receives 64 MiB. Its time is within 10 % of the
+           stored time of sent.
 Use when   Use NCCL's send and receive by default. Write into symmetric memory when the same buffers
            are used again and again, or when the SMs should stay free for compute. Stage through the
            host only if the GPUs cannot reach each other.

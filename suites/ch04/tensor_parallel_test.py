@@ -17,12 +17,12 @@ Bound      Tensor cores. NVLink is hidden behind them, except for the last part'
 Seen       halves, quarters and eighths take longer than predicted, by over 25 % at an inner
            dimension of 3584 and by less at 8192. The prediction uses the rate of an all-reduce of
            512 MiB, and NCCL is slower with the smaller parts (see the README's plot). But even at
-           the plot's rates, the products would hide every part but the last. copied is within an
-           eighth of its prediction. It sends the same bytes at the same time, but without NCCL's
-           kernels. So most of the loss probably comes from NCCL's kernels and the products, which
-           slow each other down. Neither a high priority nor fewer NCCL channels helped. The stored
-           times are of CUDA graphs, without the work of the host. For copied, the host makes
-           several calls per part.
+           the plot's rates, the products should hide the all-reduces of all parts except the last.
+           copied is within an eighth of its prediction. It sends the same bytes at the same time,
+           but without NCCL's kernels. So most of the loss probably comes from NCCL's kernels and
+           the products, which slow each other down. Neither a high priority nor fewer NCCL channels
+           helped. The stored times are of CUDA graphs, without the work of the host. For copied,
+           the host makes several calls per part.
 Use when   The product takes longer than its all-reduce, and both are long enough to be cut into
            parts. Use quarters with NCCL. Use copied in CUDA graphs, where it gains most.
 """

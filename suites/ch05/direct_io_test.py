@@ -184,7 +184,7 @@ def copied(count, size):
     work=lambda count, size: Work(wire=count * size),
     bound="host",
     costs=dict.fromkeys((buffered, mapped, advised, threads, direct), copied),
-    # The readers live on from call to call, and a mapping reads the disk in page faults.
+    # The reading threads are kept from call to call, and a mapping reads the disk by page faults.
     conditions=Conditions(owns=["threads", "page_faults"]),
     at_least={"cpu": "yardstick"},
 )

@@ -123,7 +123,7 @@ def sends_files(pictures, side):
     work=lambda pictures, side: Work(wire=packed(pictures, side), write=12 * pictures * side**2),
     bound="host",
     costs={one_thread: sends_pictures, threads: sends_pictures, on_gpu: sends_files},
-    conditions=Conditions(owns=["threads"]),  # the pool lives on from call to call
+    conditions=Conditions(owns=["threads"]),  # the thread pool is kept
 )
 def test_jpeg_decode(pair):
     pair.assert_equivalent()

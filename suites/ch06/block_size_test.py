@@ -1,7 +1,7 @@
 """Block size: it sets how many threads fit on an SM and how many blocks must start.
 
 Problem    a * x + y on n fp32 elements, one thread per element. The kernel is the same on both
-           sides. The size names the number of threads per block.
+           sides. Each size of the page has its number of threads per block.
 Baseline   usual: blocks of 256 threads.
 Optimized  resized: changes usual. The size of the case gives the number of threads per block. The
            cases are points of a curve, so they claim no speedup.
@@ -20,7 +20,7 @@ Seen       usual and blocks of 512 and 1024 threads take longer than predicted f
            fits large blocks that wait for their last warp, but we did not measure the empty part of
            an SM.
 Use when   You choose a block size: start with 128 to 256 threads, and measure half and twice as
-           many. If a kernel needs many registers or much shared memory, fewer threads fit an SM.
+           many. If a kernel needs many registers or much shared memory, fewer threads fit on an SM.
            Then the size of a block also decides how much of the SM stays unused.
 """
 

@@ -118,7 +118,7 @@ def evaluated(n, instructions, loads=0):
     Args:
         instructions: how many a point issues, counted in the machine code for sm_90. Each takes the
             slot of a multiply-add.
-        loads: of coefficients from the L1, which is also shared memory.
+        loads: coefficients per point that are loaded from the L1, which is also shared memory.
     """
     return Cost(
         read=4 * n,

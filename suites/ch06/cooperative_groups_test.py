@@ -26,8 +26,8 @@ Seen       grid_sync is slower than captured: a barrier takes longer than the st
            part of a launch takes the time.
 Use when   A barrier is needed between short steps, and threads can keep something from step to step
            in registers or shared memory, which is lost when a kernel ends. To save launches alone,
-           capture a graph first: it needs no new kernel. All blocks of the grid must fit the GPU at
-           once.
+           capture a graph first: it needs no new kernel. All blocks of the grid must fit on the GPU
+           at once.
 """
 
 import torch

@@ -5,13 +5,14 @@ Problem    test_grid_stride decodes n int32 codes from 0 to 255 by a table of 25
 Baseline   decode_each: one thread per element, in blocks of 256. Each block first copies the table
            into its shared memory, for 256 look-ups.
            scale_each: one thread per element, in blocks of 256.
-Optimized  decode_stride: changes decode_each. As many blocks as fit the GPU copy the table once.
-           Then their threads walk the codes, a whole grid apart, until none is left.
+Optimized  decode_stride: changes decode_each. It starts as many blocks as fit on the GPU, and each
+           block copies the table once. Then its threads loop over the codes, a whole grid apart.
            decode_code_first: changes decode_each. A thread loads its code before it waits for the
            table, so that both loads are in flight at the same time.
            decode_through_l1: changes decode_each. The table is not copied. The L1 keeps it.
            library: `torch.index_select`.
-           scale_stride: changes scale_each. As many blocks as fit the GPU walk the elements.
+           scale_stride: changes scale_each. As many blocks as fit on the GPU loop over the
+           elements.
 Bound      DRAM, 4 bytes read and 4 written per element. The table is small and every block of an SM
            reads it, so it comes from the L1 or the L2 and costs few bytes. It costs time:
            decode_each waits for the table first and then for the codes, one after the other. All

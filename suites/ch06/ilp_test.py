@@ -25,7 +25,7 @@ Seen       in_turn has one load in flight per thread, like single, but a quarter
            `grid_stride_test.py`, which has the same bytes in flight and no starts at all. in_turn
            still has too few bytes in flight. So does single, which also starts more blocks. We did
            not measure how much time each of these two costs.
-Use when   A kernel waits for memory with all warps resident, or few warps fit an SM. Load all
+Use when   A kernel waits for memory with all warps resident, or few warps fit on an SM. Load all
            elements of a thread into registers before you use the first. It gains nothing where
            enough warps hide the latency, as in test_long_chain.
 """
@@ -144,7 +144,7 @@ def test_ilp(pair):
     sizes=[{"n": 2**25}],
     check_sizes=[{"n": 1023}, {"n": st.integers(33, 2000)}],
     # No flops: the rate of fp32 was measured in matrix products. A chain in registers may run
-    # faster, and the harness would take that for skipped work.
+    # faster than that rate, and the harness would report skipped work.
     work=lambda n: Work(read=4 * n, write=4 * n),
     bound="issue",
     costs=dict.fromkeys([growth_single, growth_four], stepped),

@@ -11,9 +11,9 @@ Optimized  bounded: changes unbounded. `__launch_bounds__(256)`. Up to 255 regis
            it also spills a register.
            library: `torch.bmm`.
 Bound      DRAM: two matrices read and one written per thread. bounded needs 38 registers for
-           sm_90, so 6 blocks fit an SM. Their threads have six or more loads of 16 bytes in flight,
-           far more than DRAM needs, so the two additional blocks of eight_blocks gain nothing. It
-           may lose, because it loads some rows later and spills.
+           sm_90, so 6 blocks fit on an SM. Their threads have six or more loads of 16 bytes in
+           flight, far more than DRAM needs, so the two additional blocks of eight_blocks gain
+           nothing. It may lose, because it loads some rows later and spills.
            The matrices of neighboring threads are 64 bytes apart, so all three kernels use half of
            each sector per access, and find the other half in the L1.
 Seen       All kernels take longer than their bytes predict. `straight` of `bank_conflicts_test.py`
