@@ -18,9 +18,9 @@ Optimized  padded: changes strided. Four unused floats follow each row, so the r
            the L1. It uses half of each sector, and a later load finds the other half in the L1.
            There is no library variant, because no library evaluates a polynomial per row.
 Bound      DRAM for padded and swizzled: each coefficient is read once. Shared memory for strided:
-           its reads take eight times as long as without conflicts. That is only a little longer
-           than its bytes take in DRAM, so conflicts cost much less here than in a kernel that reads
-           each word several times.
+           its reads take eight times as long as without conflicts. These reads take only a little
+           longer than the transfers from DRAM. So conflicts cost much less here than in a kernel
+           that reads each word several times.
 Seen       straight takes longer than predicted from its bytes. The kernels of
            `launch_bounds_test.py`, whose accesses also use half of each sector, do so by about the
            same factor. We did not measure which unit limits them.

@@ -8,11 +8,11 @@ Optimized  captured: changes launches. The same kernels in a CUDA graph, which t
            grid_sync: changes launches. One cooperative kernel. Its blocks all run at once, and wait
            for each other by `grid.sync()` after each step.
 Bound      Launch for launches: the host takes longer to launch a step than the GPU needs for it.
-           The cells stay in the L2, and a step on them is short. captured pays for 64 starts of
-           kernels, but on the GPU, where a start takes less time. grid_sync pays for 63 barriers.
-           At each of them, every block does an atomic on one address and waits for the slowest. The
-           cost counts the atomics as in `block_atomics_test.py`. No rate of the wait was measured,
-           so the predicted time leaves the wait out.
+           The cells stay in the L2, and a step on them is short. captured also starts 64 kernels,
+           but the GPU starts them, which takes less time. grid_sync pays for 63 barriers. At each
+           of them, every block does an atomic on one address and waits for the slowest. The cost
+           counts the atomics as in `block_atomics_test.py`. No rate of the wait was measured, so
+           the predicted time leaves the wait out.
            For this stencil there is a faster way than all three: a block that also loads 64 cells
            on each side computes all 64 steps without any barrier. It is not a variant, because it
            works only if a cell depends on nearby cells. The stencil is an example of steps that may
