@@ -233,7 +233,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
 def test_the_cpu_can_be_measured(tmp_path, monkeypatch):
     import torch
 
-    # Rates are no more exact than that here, and some CPUs have caches of 500 MB.
+    # Rates are not more exact than this on a CPU, and some CPUs have caches of 500 MB.
     monkeypatch.setattr(measure_peaks, "_last_level_caches", lambda: 0)
     monkeypatch.setattr(measure_peaks, "WINDOWS", 3)
     before = torch.backends.cuda.matmul.fp32_precision

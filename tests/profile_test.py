@@ -1,4 +1,4 @@
-"""`--aisp-profile`: which files it writes, where it links them, and that verdicts stay."""
+"""`--aisp-profile`: the files it writes, the links to them, and that verdicts do not change."""
 
 from __future__ import annotations
 
@@ -350,7 +350,7 @@ CALLED: list[str] = []
 
 @pytest.fixture
 def cuda(monkeypatch):
-    """Replace what torch asks of a GPU, and record the order of calls."""
+    """Replace torch's CUDA functions, and record the order of calls."""
 
     @contextmanager
     def range_(name):

@@ -1,4 +1,4 @@
-"""pytest-benchmark beside us: both sides in its results, our timer under its fixture, `export`."""
+"""With pytest-benchmark: both sides in its results, our timer in its fixture, and `export`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A page on several ranks: what is right, and what one rank alone may do wrong."""
+"""A page on several ranks: correct pages, and pages on which one rank does something wrong."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ FAULTS = {
         "reference must return a list with the outputs of each of 2 ranks; it returned Tensor",
     ),
 }
-# Rank 0 leaves a collective that no other meets; the page after it, the healthy last, must not.
+# Rank 0 starts a collective without the others. It must not affect the next page, which is healthy.
 UNEVEN = "dist.get_rank() or dist.all_reduce(x.clone(), async_op=True); raise ValueError('no')"
 FAULTS["yields"] = (UNEVEN, f"other at n=33: ValueError: no, {AT}")
 HEALTHY = ("first", "zenith")
@@ -176,7 +176,7 @@ def ranks():
 
 
 def quiet(text: str) -> None:
-    """Hear no progress."""
+    """Ignore progress."""
 
 
 def test_ranks_answer_several_tasks_and_end_together(ranks, tmp_path):
@@ -235,7 +235,7 @@ def test_ranks_of_two_launchers_measure_together(ranks, tmp_path, unused_port):
     replies = {}
 
     def ask(number: int) -> None:
-        # Each has drawn a seed of its own: the ranks use the first one's.
+        # Each launcher has drawn a seed. All ranks use the first launcher's.
         # Two ranks on a busy machine scatter more than what an answer remembered by value saves.
         timing = task(path, TimeTask, seed=number, budget=SHORT, without=("repeats",))
         tasks = (task(path, seed=number), timing)
@@ -346,7 +346,7 @@ def test_untrusted_sides_on_ranks_are_refused(page, pytester):
     [(1, 0, ["b"]), (1, 1, ["a"]), (2, 0, ["a", "b"]), (2, 1, ["a", "b"])],
 )
 def test_a_case_leases_all_its_gpus_in_one_order(monkeypatch, gpus, worker, leased):
-    """Whoever holds one of them is waited for, and nobody waits in a ring."""
+    """A case waits for the holder of each GPU, and cases never wait for each other in a ring."""
     from pytest_aisp.session import run_context
 
     taken = []

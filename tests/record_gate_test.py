@@ -73,7 +73,7 @@ def test_a_loss_of_one_percent_is_red_without_any_option(recorded, run, pytester
 
 def test_many_small_losses_add_up(recorded, run, commit, gpu):
     path = recorded()
-    for number in range(5):  # each is 0.2 %, which no comparison with the commit before sees
+    for number in range(5):  # each step is 0.2 %, too small for the commit gate
         gpu(**{**SECONDS, "doubled": 0.99e-5 * 1.002 ** (number + 1)})
         change(path, *((OLD, NEW) if number % 2 == 0 else (NEW, OLD)))
         commit()

@@ -1,4 +1,4 @@
-"""A red verdict is red in pytest, whatever the page's test does about it."""
+"""A red verdict fails in pytest, whatever the page's test does."""
 
 from __future__ import annotations
 

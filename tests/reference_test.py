@@ -207,7 +207,7 @@ def test_products_of_a_state_of_any_type_are_rounded_once_per_product(dtype, sha
 
 
 def test_a_reference_is_freed_with_its_last_user():
-    """A cycle would keep its outputs in memory: the collector skips objects from earlier cases."""
+    """The collector skips older objects, so a reference cycle would keep the outputs in memory."""
     made = reference_of(updating)
     made.leaves((0,), None)
     alive = weakref.ref(made)

@@ -1,4 +1,4 @@
-"""A side that remembers answers is told from one whose values the hardware has seen."""
+"""A side that remembers answers is distinguished from one that gains from warm hardware."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ def test_a_side_that_refuses_altered_values_is_not_accused(machine):
 
 
 def other_processes(seed):
-    """Return a slowdown between 1 and 20 times, other in each call."""
+    """Return a random slowdown between 1 and 20 times, different in each call."""
     rng = random.Random(seed)
     return lambda: rng.choice([1, 1, 1, 2, 5, 20]) * rng.uniform(1, 1.2)
 

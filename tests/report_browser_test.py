@@ -81,7 +81,7 @@ class User:
 
 
 def precise(variant, precision, error):
-    """Return a case of a page whose sides differ in precision, so that they have a figure."""
+    """Return a case of a page whose sides differ in precision, and so have a figure."""
     errors, page = {"exact": 1e-7, variant: error}, "ch01/precise_test.py"
     times = {"baseline": 1e-2, "optimized": 1e-3 if precision == "tf32" else 5e-4}
     names = {"id": f"{page}::{variant}", "page": page, "chapter": "ch01", "size": {"n": 8}}

@@ -1,4 +1,4 @@
-"""Votes, reruns of cases, and cases that are traced or debugged."""
+"""Votes, reruns of cases, and cases that run under a tracer or debugger."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ def test_a_traced_case_can_be_checked(page, pytester):
     result.stdout.fnmatch_lines(["=* 1 checked in *"])
 
 
-# As coverage's own .pth file starts it in every process of a user's.
+# Coverage's .pth file starts coverage in each process of a user in the same way.
 EVERYWHERE = """
 import os, sys
 

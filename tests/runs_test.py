@@ -414,7 +414,7 @@ def test_a_recording_of_an_older_version_is_refused(tmp_path):
 
 def test_latest_points_at_the_newest_run(tmp_path):
     first, second = stamped(tmp_path / "made"), stamped(tmp_path / "made")
-    assert first != second  # though of one second
+    assert first != second  # although within one second
     latest = tmp_path / "made" / "latest"
     assert latest.is_symlink()
     assert latest.resolve() == second

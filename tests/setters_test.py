@@ -1,4 +1,4 @@
-"""A setting that a side changes inside its call and restores is found; libraries may do so."""
+"""A side that changes a setting in its call and restores it is found. Libraries may do this."""
 
 from __future__ import annotations
 

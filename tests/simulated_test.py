@@ -1,4 +1,5 @@
-"""A timer that a conftest provides is named wherever its times are, and passes for no real one."""
+"""If a conftest provides the timer, its name is shown with its times, and it never passes as
+real."""
 
 from __future__ import annotations
 

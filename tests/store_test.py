@@ -677,7 +677,7 @@ def test_spreads_are_pooled_by_clock():
     stored = [result(), result(processes=(0.5,)), result(clock="cpu"), two]
     assert pooled(stored, "graph") == [stored[0].own_spread, two.own_spread]
     assert pooled(stored, "host") == []
-    known = 0.0705**2  # of one further session; four are assumed
+    known = 0.0705**2  # of one more session; four are assumed
     assert session_sd(stored, "graph") == pytest.approx(
         math.sqrt((4 * 0.01**2 + known) / 5), rel=0.01
     )
@@ -1089,7 +1089,7 @@ def die(*args):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-# Long enough for a writer that does not wait to be done; one that waits costs the test this long.
+# A writer that does not wait is done within this time. A writer that waits takes all of it.
 PATIENCE = 0.5
 
 

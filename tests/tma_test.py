@@ -1,4 +1,4 @@
-"""Tensor maps: what the accelerator cannot address is refused, and what goes to cuda.core."""
+"""Tensor maps: tensors that TMA cannot address are refused; the arguments passed to cuda.core."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pytest_aisp.kernels.fake_gpu import fake_gpu
 
 @pytest.fixture
 def encoded(monkeypatch):
-    """Return what would be handed to the driver, on a GPU that is only pretended."""
+    """Return the arguments that the driver would get, on a fake GPU."""
     calls = []
     monkeypatch.setattr(
         arguments, "_encode_tensor_map", lambda *given: calls.append(given) or "descriptor"

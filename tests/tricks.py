@@ -1,4 +1,4 @@
-"""The table at the top of docs/reference/validity.md: what becomes of each class of trick.
+"""The table at the top of docs/reference/validity.md: how each class of tricks is handled.
 
 `checklists_test.py` checks that the exploits and tests exist, and that whatever is refused or
 visible is proved by at least one of them.

@@ -1,4 +1,5 @@
-"""Triton pages: checked in the interpreter where no GPU is, their kernels part of the source."""
+"""Triton pages: without a GPU they are checked in the interpreter, and kernels are part of the
+source."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def _checklist(items: Sequence[Item], categories: Sequence[str] = ()) -> Iterato
 
 
 def _what_catches(item: Item, shown: Sequence[FoundExploit]) -> str:
-    """Return the protections that catch the exploits, what else does, and what is open."""
+    """Return the protections that catch exploits, other ways to catch them, and open items."""
     names = {name for one in shown for name in one.exploit.protections}
     parts = [", ".join(f"`{name}`" for name in PROTECTIONS if name in names), item.why]
     parts += [f"*Open:* {item.open}"] if item.open else []

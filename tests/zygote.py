@@ -1,4 +1,4 @@
-"""Processes that need not import torch again, because they are forked from one that has.
+"""Processes that are forked from one that has imported torch, and so start without importing it.
 
 A run of pytest spends seconds on imports before its first line, and so does each of its worker
 processes. `Zygote` imports once and forks a process for each run, with the arguments, environment,

@@ -228,8 +228,8 @@ INSTRUCTIONS, INSTRUCTIONS_FP4 = 19, 35  # per element, counted in the code for 
 
 
 def eager_cost(rows, k):
-    # To fp32, absolute values, largest of each block; scaled, cut off, rounded. The six kernels
-    # between them have one element per block.
+    # Convert to fp32, absolute value, largest of each block; later scale, clamp, round. Six kernels
+    # in the middle have one element per block.
     largest = passes(rows * k, (2, 4), (4, 4), (4, 4 / MX))
     return largest + Cost(launches=6) + passes(rows * k, (4, 4), (4, 4), (4, 1))
 
