@@ -226,7 +226,7 @@ def fused(weights, x, chosen, shares):
     parts = torch.empty(pairs, width, device=x.device)
     # An upper bound on the tiles, because the host does not know how many each expert fills.
     tiles = triton.cdiv(pairs, BLOCK) + min(experts, pairs)
-    # Triton 3.9's interpreter multiplies the bits of bf16. With fp32 the products are the same.
+    # Triton 3.9's interpreter takes bf16 for integers. In fp32, the products are the same.
     kind = {"PRODUCT": tl.bfloat16 if x.is_cuda else tl.float32, "N": 64, "K": 64}
     kind |= {"EXPERTS": experts, "PADDED": triton.next_power_of_2(experts), "BLOCK": BLOCK}
     up_kernel[triton.cdiv(hidden, 64), tiles](

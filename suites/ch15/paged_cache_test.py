@@ -126,7 +126,7 @@ def row_attention(q, keys, values, lengths, ends, table=None):
         HEAD=head,
         PAGE=PAGE,
         ROWS=ROWS,
-        # Triton 3.9's interpreter multiplies the bits of bf16. With fp32 the products are the same.
+        # Triton 3.9's interpreter takes bf16 for integers. In fp32, the products are the same.
         PRODUCT=tl.bfloat16 if q.is_cuda else tl.float32,
         num_stages=4,
     )

@@ -62,7 +62,7 @@ def part_bytes(items, chunks, rows, width):
 
 
 def product_type(tensor):
-    # Triton 3.9's interpreter multiplies the bits of bf16. With fp32 the products are the same.
+    # Triton 3.9's interpreter takes bf16 for integers. In fp32, the products are the same.
     return tl.bfloat16 if tensor.is_cuda else tl.float32
 
 

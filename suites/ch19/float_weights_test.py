@@ -156,7 +156,7 @@ def bf16(w, x):
 def linear(x, w, scales, bits):
     (rows, k), n = x.shape, len(w)
     out = torch.empty(rows, n, device=x.device, dtype=x.dtype)
-    # Triton 3.9's interpreter multiplies the bits of bf16. With fp32 the products are the same.
+    # Triton 3.9's interpreter takes bf16 for integers. In fp32, the products are the same.
     product = tl.bfloat16 if x.is_cuda else tl.float32
 
     def grid(meta):

@@ -161,7 +161,7 @@ def split_and_multiplied(x, w, count, dtype):
     (m, k), n = x.shape, len(w)
     out = torch.empty(m, n, device=x.device)
     x_parts, w_parts = parts_of(x, count, dtype), parts_of(w, count, dtype)
-    # Triton 3.9's interpreter multiplies the bits of bf16. With fp32 the products are the same.
+    # Triton 3.9's interpreter takes bf16 for integers. In fp32, the products are the same.
     bf16 = dtype == torch.bfloat16 and x.is_cuda
 
     def grid(meta):

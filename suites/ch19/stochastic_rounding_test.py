@@ -19,7 +19,7 @@ Seen       On an H100, in_fp32 takes as long as its DRAM traffic and its steps o
            So they probably do not overlap. Its cost assumes that they do.
 Use when   There is no memory for fp32 copies, or the optimizer's step takes long. A single weight
            is less exact: its error is up to one last bit, while rounding to nearest has an error of
-           at most half a bit. But the error is zero on average. So the errors of many steps cancel,
+           at most half of it. But the error is zero on average. So the errors of many steps cancel,
            and small steps are not lost. With rounding to nearest, the weights of the second test
            would not move at all, and its check would refuse them. The check accepts an error of
            bf16: in each weight in the first test, and in the distance in the second.
