@@ -83,7 +83,7 @@ class InputPool:
         self.rng = random.Random(self.seed)
 
     def value_set(self, k: int) -> Inputs:
-        """Return value set `k`. Each set is drawn when it is first requested."""
+        """Return the `k`-th set of values. Each set is drawn when it is first requested."""
         if k not in self.values:
             if not self._keeps_all:
                 self.values.clear()

@@ -199,7 +199,7 @@ def _is_waiting(stack: list[str]) -> bool:
 
 
 def _position(stack: list[str]) -> str:
-    """Return the innermost line in the page, such as ``, in summed (page_test.py:12)``."""
+    """Return the innermost line outside of libraries, such as ``, in summed (page_test.py:12)``."""
     for frame in map(_FRAME.match, stack):
         if frame and not frame["file"].startswith(libraries()):
             return f", in {frame['name']} ({os.path.basename(frame['file'])}:{frame['line']})"

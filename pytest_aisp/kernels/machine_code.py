@@ -2,7 +2,7 @@
 
 A side runs twice on a fake GPU, because its first call may do more than the others. Each launch is
 recorded with its grid and block, its arguments, and the machine code of its kernel. Kernels that
-libraries launch are not visible. Instead, the calls of torch's operators are recorded.
+libraries launch are not visible. Instead, calls to torch's operators are recorded.
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ def _completed(old: Result, new: Result, table: Environments) -> Result:
 
 
 def recorded_result(recorded: Recording, environment: str, samples: str | None) -> Result:
-    """Return the result to store for the values that a row `recorded`.
+    """Return the result to store for a row's values, which are `recorded`.
 
     Args:
         environment: the key of the run's environment.

@@ -138,7 +138,7 @@ class HoldTask(CaseTask, frozen=True, kw_only=True, tag="hold"):
 
 
 class WindowTask(CaseTask, frozen=True, kw_only=True, tag="window"):
-    """Time a window of `copy` 0 or 1 of the held side. With `refresh`, write new values first.
+    """Time a window of copy 0 or 1 of the held side. With `refresh`, write new values first.
 
     If `refresh` is ``last``, before the last block, some of the values are drawn only then.
     """

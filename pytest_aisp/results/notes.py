@@ -43,7 +43,7 @@ def _many(number: float, kind: str) -> str:
 
 
 def memory_note(peaks: Mapping[str, int]) -> tuple[str, bool]:
-    """Return a text about the memory of both sides, and whether memory is traded for speed.
+    """Return a note on both sides' memory, and whether memory is traded for speed.
 
     Args:
         peaks: peak bytes of ``baseline`` and ``optimized``, not including the inputs.
@@ -74,7 +74,7 @@ def launch_bound(
 
 
 def launch_bound_note(times: Mapping[str, float]) -> str:
-    """Return a text about launch-bound sides."""
+    """Return a note on launch-bound sides."""
     said = ", ".join(f"{name} {ratio:.1f}x" for name, ratio in times.items())
     return f"as called {said} longer: launch-bound without a graph"
 
@@ -90,7 +90,7 @@ def predicted_note(
 
 
 def cpu_note(names: Sequence[str], shares: Sequence[float]) -> tuple[str, bool]:
-    """Return a text about the CPU time of both sides, and whether the baseline waits.
+    """Return a note on the CPU time of both sides, and whether the baseline waits.
 
     Args:
         names: the baseline and the variant.

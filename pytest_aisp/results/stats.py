@@ -162,7 +162,7 @@ def _variance(values: Sequence[float]) -> float:
 def interval(
     value: float, spread: float, processes: int = 1, *, session: float = 0.0, sessions: int = 1
 ) -> tuple[float, float]:
-    """Return the printed 99 % interval of ln(speedup) around a mean of `processes` values.
+    """Return the 99 % interval of ln(speedup) to print, for a mean over `processes` processes.
 
     If `session`, the spread between sessions, is 0, the interval is valid only within the same
     session. With a larger `session`, it covers other sessions too.

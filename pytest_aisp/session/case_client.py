@@ -178,7 +178,7 @@ class CaseClient:
         return result
 
     def neighbor(self) -> str:
-        """Return a text about the process that took the most GPU time from a timing; or empty."""
+        """Return a note on the process that took the most GPU time from a timing; or empty."""
         return max(self.neighbors)[1] if self.neighbors else ""
 
     def time(self, replicate: int, worker: Worker | None = None) -> TimeResult:

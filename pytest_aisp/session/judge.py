@@ -110,7 +110,7 @@ def _claim_gates(claim: Claim | None, timing: Timing) -> list[Gate]:
 
 
 def _other_clock(stored: StoredResult, mine: models.Result, timing: Timing) -> str:
-    """Return a text that says why the stored result, which is on another clock, is not compared."""
+    """Return why the stored result, which is on another clock, is not compared, as a message."""
     keys = ("no graph", "no queue")
     why = next((f": {timing.details[k]}" for k in keys if k in timing.details), "")
     return (

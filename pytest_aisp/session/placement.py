@@ -104,7 +104,7 @@ def _compiled(
 
 
 def _need(case: Case, machine: Machine) -> str:
-    """Return a text that names what `case` needs and this machine lacks."""
+    """Return a message that names what `case` needs and this machine lacks."""
     if machine.arch == "cpu":
         here = "there is none here"
     elif len(machine.gpus) < case.gpus:

@@ -222,7 +222,7 @@ class RunContext:
         """Return the stored peaks of `product`, or None.
 
         Args:
-            measure: True to measure missing peaks, if this run records results.
+            measure: True to measure peaks that are not stored yet. Only a run that records does.
         """
         if product not in self._peaks:
             path = peaks_module.path_of(self.settings.baselines, product)

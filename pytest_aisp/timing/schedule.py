@@ -339,8 +339,8 @@ def extra_calls(counted: int, planted: float) -> int:
 def calls_to_plant(calls: int, slots: int, planted: float) -> int:
     """Return a number of calls near `calls` that whole extra calls can slow by nearly `planted`.
 
-    The number is a multiple of `slots`. For 1 %, 100 calls need one extra call, which is exact, but
-    101 calls would need two.
+    The number is a multiple of `slots`. For 1 %, one extra call in 100 is exact. 101 calls
+    would need two extra calls, almost 2 %.
     """
     if not planted:
         return calls

@@ -46,8 +46,8 @@ class Version(Struct, frozen=True):
     """A commit, with a hash of each file that a page may use at that commit.
 
     Attributes:
-        files: the hashes, keyed by path below the root. They ignore comments and formatting. If the
-            commit lacks the page, there are none.
+        files: the hashes, keyed by path below the root. They ignore comments and formatting. Empty
+            if the page does not exist at that commit.
         page: the path of the page at the commit, below the root.
     """
 
@@ -109,7 +109,7 @@ def _deepen(root: Path) -> str:
 
 
 def _not_before(root: Path, good: str, first: Commit, bad: str, last: Commit) -> str:
-    """Return a text that says why `first` is not an ancestor of `last`, and what to do."""
+    """Say why `first` is not an ancestor of `last`, and what to do."""
     if try_git(root, "merge-base", "--is-ancestor", last.sha, first.sha) is not None:
         return (
             f"--bad={bad} is older than --good={good}\nExchange them:\n"

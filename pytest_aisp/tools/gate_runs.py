@@ -30,7 +30,7 @@ class GateRun:
         products: the products for which the run timed a case or counted metrics.
         invalid: the reason why the run's verdicts are ignored, or an empty string.
         unfinished: the reason why some cases may be missing, or an empty string.
-        disturbed: a text about the cases whose measurement was disturbed, or an empty string.
+        disturbed: a note on the cases whose measurement was disturbed, or an empty string.
         lines: the journal's lines, one for each case.
         commit: the first digits of the commit that was measured, or an empty string.
         options: the settings of the run.

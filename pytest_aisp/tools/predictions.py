@@ -331,7 +331,7 @@ def _data_sheet_side(
 def _assumptions(
     sheet: DataSheet, reached: Mapping[str, float], sides: Sequence[SideFromDataSheet]
 ) -> Iterator[str]:
-    """Yield lines with the data sheet's source, the assumptions, and the rates that it lacks."""
+    """Yield the data sheet's source, the assumptions, and the rates missing from the sheet."""
     yield f"not measured: {sheet.source}"
     listed = ", ".join(f"{name} {share:.0%}" for name, share in reached.items())
     yield f"assumed: rates reach the share of the data sheet that {REFERENCE} reaches ({listed})"

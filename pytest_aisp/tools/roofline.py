@@ -88,7 +88,7 @@ def roofline_result(
 ) -> CliResult:
     """Return a table of the results of `products` and `targets`.
 
-    The results of a chapter are sorted by their share, the largest last.
+    Within a chapter, results are sorted by their share of the roofline limit, largest last.
     """
     limits = {name: stored_peaks(catalog.baselines, name) for name in products}
     rows = [p for name in products for p in points(catalog, name, targets, limits[name])]

@@ -9,7 +9,7 @@ Optimized  foreach: looped with each of the 8 operations applied to lists of ten
            fused: foreach with one kernel for the whole update, in 3 launches.
 Bound      The host on every side, because the data are small. looped is limited by launches,
            foreach and fused by Python code.
-Seen       foreach and fused take longer than predicted. The cost counts calls of torch, but not the
+Seen       foreach and fused take longer than predicted. The cost counts calls to torch, but not the
            Python loops of `torch.optim` over the parameters. These loops explain the difference. A
            check on a CPU used parameters of one element. It replaced the update's kernels (except
            the square roots of foreach) by functions that do nothing. There, fused takes as long as

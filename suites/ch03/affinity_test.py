@@ -15,7 +15,7 @@ Bound      Latency. The data stay in the caches of the cores, and each operation
            another core's cache. On an idle machine the kernel rarely moves threads, so close is
            neutral.
 Use when   Each process gets its own cores, on a host with several sockets or with other busy
-           processes. Take care that two processes do not bind their threads to the same cores: each
+           processes. Make sure that two processes do not bind their threads to the same cores: each
            process starts with the first core that it may use. Sharing cores is far slower than no
            binding. Teams that stream from memory and never wait for each other may be faster with
            spread, because it uses the memory channels of both sockets.

@@ -12,9 +12,9 @@ Optimized  mapped: buffered, but the file is mapped, before the timed part. Page
            time.
            advised: buffered with `POSIX_FADV_RANDOM`, so the kernel reads only the block. Without
            this advice, it reads ahead, but the data that follows is rarely the next block.
-           threads: advised with eight threads, so the disk has several requests at a time.
-           direct: threads with `O_DIRECT`. The disk writes to the pinned memory, and no byte passes
-           through the page cache.
+           threads: changes advised. Eight threads read, so the disk has several requests at a time.
+           direct: changes threads. Files are opened with `O_DIRECT`: the disk writes to the pinned
+           memory, and no byte passes through the page cache.
 Bound      The disk. buffered, mapped and advised leave it idle between two requests. All sides but
            direct also copy all bytes on the CPU, and make pages and drop them. The costs count only
            the copy to the GPU, because the disk's rate was not measured. So all sides take longer

@@ -74,10 +74,10 @@ def one_path(x, kind):
 
 
 def issued(random, ordered):
-    """Return the cost, as a function of the size, from the instructions per step in each order."""
+    """Return a cost function, given the instructions per step for random and for ordered input."""
 
     def stepped(n, order):
-        # An instruction takes the slot of a multiply-add, which is two operations.
+        # Each instruction takes the issue slot of a multiply-add, which is two operations.
         ops = 2 * STEPS * n * (random if order == "random" else ordered)
         return Cost(read=8 * n, write=4 * n, ops={"fp32": ops}, launches=1)
 

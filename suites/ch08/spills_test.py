@@ -78,7 +78,7 @@ def library(a):
 
 
 def factored(n, spills=0):
-    slots = 2 * (ISSUED + spills) * n  # an instruction takes the slot of a multiply-add
+    slots = 2 * (ISSUED + spills) * n  # each takes the issue slot of a multiply-add
     l2 = 4 * (LOWER + spills) * n
     return Cost(read=4 * LOWER * n, write=4 * n, l2=l2, ops={"fp32": slots}, launches=1)
 

@@ -7,9 +7,9 @@ Optimized  All but library are kernels of `nvidia-cutlass-dsl`, which is optiona
            tile, the warps and the order of tiles of triton_tiles, but the code names the layouts
            and the instructions.
            staged: tiles come through registers into shared memory, then `ldmatrix` and `mma.sync`.
-           ring: of staged. The tensor memory accelerator (TMA) fetches into a ring of three tiles,
-           two steps ahead. So both the unit that fetches and the distance change.
-           wgmma: of ring. The tensor cores read shared memory themselves (`wgmma`), 64 x 128
+           ring: changes staged. The tensor memory accelerator (TMA) fetches into a ring of three
+           tiles, two steps ahead. So both the unit that fetches and the distance change.
+           wgmma: changes ring. The tensor cores read shared memory themselves (`wgmma`), 64 x 128
            results per warpgroup.
            library: `torch.matmul`.
 Bound      Tensor cores for library. By the costs, the L2 limits triton_tiles, ring and wgmma,

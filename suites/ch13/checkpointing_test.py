@@ -1,7 +1,7 @@
 """Activation checkpointing: save memory by computing the forward pass twice.
 
 Problem    Gradients of the mean loss of 8 decoder blocks of width 1024 (RMS norm, rotary attention,
-           SwiGLU) for 8 x 1024 tokens, in bf16. There is no optimizer, since it has no activations.
+           SwiGLU) for 8 x 1024 tokens, in bf16. There is no optimizer: one stores no activations.
 Baseline   stored: autograd keeps what each operation needs for its backward.
 Optimized  checkpointed: the baseline with `torch.utils.checkpoint` around each block. It keeps only
            the block's input and recomputes the block in the backward pass (Chen et al.,

@@ -18,9 +18,9 @@ Seen       There is no measured rate for opening a file, so the prediction for f
            At the rate `host_step`, these calls are about a third of the measured time. We cannot
            explain the rest. All sides spend this time, so the speedup of in_memory is lower than
            the time for the files suggests.
-Use when   All data fit in host memory. Then no epoch needs system calls to read them. Put the data
-           on the GPU only if it has memory to spare: on_gpu only saves the small copies of the
-           batches.
+Use when   The whole dataset fits in host memory. Then no epoch needs system calls to read it. Put
+           the data on the GPU only if it has memory to spare: on_gpu only saves the small copies of
+           the batches.
 """
 
 import tempfile

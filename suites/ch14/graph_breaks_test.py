@@ -143,7 +143,7 @@ def blocks(layers, rows, width, **starts):
     ),
     bound="host",
     costs={
-        # The matrix product, one kernel up to the comparison, and scaling (in cond, or a copy).
+        # The product, one fused kernel through the comparison, and scaling (cond: or a copy).
         broken: lambda **size: blocks(**size, launches=3, syncs=1),
         cond: lambda **size: blocks(**size, launches=3, syncs=1),
         where: lambda **size: blocks(**size, launches=2),

@@ -103,7 +103,7 @@ def row_attention(q, keys, values, lengths, ends, table=None):
         keys, values: of shape (requests, kv_heads, length, head), or (pages, kv_heads, PAGE, head)
             with a table.
         lengths: how many tokens each request has.
-        ends: how many tokens of each request are read. At least its length.
+        ends: how many tokens of each request are read, at least the request's length.
         table: the pages of each request, of shape (requests, pages).
     """
     q, out = q.contiguous(), torch.empty_like(q, memory_format=torch.contiguous_format)

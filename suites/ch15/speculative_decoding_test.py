@@ -30,7 +30,7 @@ Seen       On an H100, all recorded sides take longer than predicted by about th
            them alone. speculative and fewer_waits differ by less than the confidence interval.
            draft_model and the curve over `percent` are not recorded yet.
 Use when   Few sequences are decoded at a time, and guesses are often right: code, quotes from the
-           prompt, answers of a fixed form. The table of successors represents drafts that cost
+           prompt, answers of a fixed form. The table of successors stands for any draft that costs
            almost nothing, such as n-grams of the prompt. With a large batch, tensor cores are busy,
            so a rejected guess costs as much as an accepted one. Measure the acceptance rate on your
            own text. The curve shows the share of right guesses from which speculation pays. A

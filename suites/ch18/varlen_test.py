@@ -22,14 +22,14 @@ Bound      Tensor cores, for all but the short sequences. padded computes the sc
            queries, so the L2 takes longer to deliver keys and values than the tensor cores take for
            the products. A program's exponentials come after its products.
 Seen       Only sequences of up to 512 tokens are recorded, on an H100. All sides take about twice
-           as long as predicted, and looped takes even longer. A program of packed and nested has at
-           most a few tiles of keys, so its start and its end probably take as long as its products.
+           as long as predicted, and looped takes even longer. In packed and nested, a program has
+           only a few tiles of keys, so its start and its end probably take as long as its products.
            A call of looped has few programs, which do not fill the GPU. We did not record which
            kernel PyTorch chose for padded, which has a mask. packed and nested take the same time.
-Use when   The lengths of a batch differ. The gain depends on how many scores belong to padding, and
-           scores grow with the square of the length. A call per sequence is enough only if each
-           sequence fills the GPU. If all lengths are nearly equal, padding is simpler. Sorting
-           requests by length reduces the padding, if there are enough requests to sort.
+Use when   The sequences of a batch differ in length. The gain depends on how many scores belong to
+           padding, and scores grow with the square of the length. A call per sequence is enough
+           only if each sequence fills the GPU. If all lengths are nearly equal, padding is simpler.
+           Sorting requests by length reduces the padding, if there are enough requests to sort.
 """
 
 import pytest

@@ -20,9 +20,10 @@ Bound      DRAM for bf16, streamed and fp8. The L2 of an H100 is too small for t
            but should take longer. The products always have 16 rows, so 1 row and 16 rows should
            take the same time.
 Seen       On an H100, streamed takes as long as bf16 and as long as predicted. fp8 takes a third
-           longer than predicted, and fp4 half as long again. fp6 takes almost twice as long as
-           predicted and is slower than bf16. 1 row and 16 rows take the same time, as expected.
-           Loads and conversions probably overlap only in part. We did not profile the loop.
+           longer than predicted, and fp4 half as long again as predicted. fp6 takes almost twice as
+           long as predicted and is slower than bf16. 1 row and 16 rows take the same time, as
+           expected. Loads and conversions probably overlap only in part. We did not profile the
+           loop.
 Use when   A product has few rows and large weights, as in a decode step. Use fp6 if memory is
            scarce and four bits lose too much accuracy: e2m3 has as many mantissa bits as e4m3, and
            the scale of 32 weights makes up for its smaller range. int4 with a scale per 128 weights

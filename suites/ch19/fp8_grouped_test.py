@@ -38,9 +38,9 @@ Use when   There are many experts, or the layer is part of a captured graph. A l
            a router on the host, or a fixed capacity per expert (`../ch17/capacity_test.py`).
            cuBLASLt needs each product's scales aligned to 16 bytes. So in the first test, groups
            have multiples of 4 rows, as if a dispatcher had padded them. In the second test, groups
-           have any number of rows. The check accepts the error that rounding x, W and the outputs
-           by 2^-4 of each value would cause. All FP8 sides lose the same accuracy, because they
-           quantize in the same way and sum in the tensor cores. For scales per block, see
+           can have any number of rows. The check accepts the error that rounding x, W and the
+           outputs by 2^-4 of each value would cause. All FP8 sides lose the same accuracy, because
+           they quantize in the same way and sum in the tensor cores. For scales per block, see
            `fp8_blocks_test.py`.
 """
 

@@ -16,8 +16,8 @@ Bound      The host limits eager and compiled: a step computes one token, but la
            and by the starts of the kernels in the graph.
 Seen       eager_captured and captured take much longer than predicted. The rate `graph_node` was
            measured with a kernel that adds to one number, and the kernels of a step do more. Also,
-           products with one row probably do not read their weights at the full rate of DRAM. We
-           timed no kernel on its own. eager and compiled take about twice as long as predicted or
+           products with one row probably do not read their weights at the full rate of DRAM. We did
+           not time any kernel alone. eager and compiled take about twice as long as predicted or
            more, probably because most operators take the host longer than the addition with which
            the rate `launch` is measured. On an H100, eager took longer when timed with
            eager_captured than when timed with compiled. Probably the host was slower then, so the
