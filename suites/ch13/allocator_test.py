@@ -1,4 +1,4 @@
-"""Allocator settings: which ones keep growing caches from fragmenting GPU memory?
+"""Allocator settings: those that keep growing caches from fragmenting GPU memory.
 
 Problem    Caches of 16 layers grow from 1024 to 4096 tokens, 64 at a time. Each cache is a (tokens,
            width) bf16 tensor. `cat` replaces it with a longer one, as in text generation with
