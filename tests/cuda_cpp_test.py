@@ -714,9 +714,9 @@ def compilations(monkeypatch):
     """Count what really is compiled."""
     real, seen = nvrtc.compile_source, []
 
-    def counted(core, source, options):
+    def counted(core, source, options, libraries):
         seen.append(options["arch"])
-        return real(core, source, options)
+        return real(core, source, options, libraries)
 
     monkeypatch.setattr(nvrtc, "compile_source", counted)
     return seen

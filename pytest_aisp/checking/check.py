@@ -186,7 +186,8 @@ def _less_exact(
 def _other_values(reference: Reference) -> Iterator[Reference]:
     """Yield the reference for other draws of the inputs. Yield nothing if there are several ranks.
 
-    With several ranks, a rank on which the check passes would not run the sides again.
+    If there were several, a rank whose check has passed would not run the sides again, and the
+    other ranks would wait for it.
     """
     if current_group().world == 1:
         yield from (redrawn(reference, draw) for draw in range(1, OTHER_DRAWS + 1))

@@ -97,16 +97,17 @@ def _cached(module: CudaModule, target: str, source: str, kernels: Sequence[str]
     options["ptxas_options"] = [*as_list(options.get("ptxas_options")), "-v"]
     sources = {**module.sources, str(module.path): source}
     try:
-        compiler += map(os.path.getsize, _linked(options))
+        libraries = _linked(options)
     except CompileError as error:
         raise _error(module, target, f"\n{error}") from None
+    compiler += map(os.path.getsize, libraries)
     key = repr((compiler, kernels, sorted(options.items()), sorted(sources.items())))
     home = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
     entry = Path(home, "pytest-aisp", f"{hashlib.sha256(key.encode()).hexdigest()}.cubin")
     if cached := _read(entry):
         return cached
     try:
-        code, log = compile_source(core, source, options)
+        code, log = compile_source(core, source, options, libraries)
     except CompileError as error:
         message = f"\n{error}"
         if "cannot open source file" in message and not _toolkit():
@@ -127,13 +128,14 @@ def _error(module: CudaModule, target: str, message: str) -> CompileError:
     return CompileError(f"{what} for {target} {how}", f"{what} {how}")
 
 
-def compile_source(core: ModuleType, source: str, options: Options) -> tuple[bytes, str]:
+def compile_source(
+    core: ModuleType, source: str, options: Options, libraries: Sequence[str] = ()
+) -> tuple[bytes, str]:
     """Compile `source`. Return the machine code and the compiler's log, or raise `CompileError`.
 
-    Relocatable code is linked with CUDA's device runtime, without which it cannot be loaded.
+    Relocatable code must be linked with `libraries`, which `_linked` returns, to be loadable.
     """
     log = io.StringIO()
-    libraries = _linked(options)
     try:
         program = core.Program(source, "c++", core.ProgramOptions(**options))
         compiled = program.compile("cubin", logs=log)

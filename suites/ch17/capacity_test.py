@@ -107,8 +107,8 @@ def grouped(state, x, expert):
     kept = (ends - first).clamp(max=room)
     last = kept.cumsum(0)
     fits = rank < room
-    # A dropped token goes to the last row, after all groups. The products do not write rows after
-    # the last group. The gate computes these rows, but nothing else reads them.
+    # A dropped token goes to the last row, after all groups. The products leave the rows after the
+    # last group unwritten. The gate still processes those rows, but nothing uses the results.
     place = torch.where(fits, (last - kept)[ordered] + rank, tokens)
     rows = x.new_zeros(tokens + 1, x.shape[1])
     rows[place] = x[order]

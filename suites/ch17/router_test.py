@@ -192,7 +192,7 @@ def test_router(pair):
 
 
 @rungs(
-    # With many tokens, `topk` takes nearly all the time of both of_all and of_chosen.
+    # With many tokens, of_all and of_chosen both spend nearly all their time in `topk`.
     optimized=[Variant(of_chosen, at_least="neutral"), Variant(fused, at_least={"sm90": 13})],
     sizes=[{"tokens": 1 << 19, "experts": 64}],
     check_sizes=[{"tokens": 17, "experts": 6}],

@@ -16,7 +16,7 @@ Optimized  absorbed: changes expanded. The weights are applied to queries and ou
            and the mean.
            library: like absorbed, with `scaled_dot_product_attention` for scores, softmax and mean.
            All heads become queries of a single head. PyTorch chooses the kernel.
-Bound      fused with 16 heads: DRAM, because the latent cache is read once. With 128 heads, each
+Bound      fused: DRAM with 16 heads, because the latent cache is read once. With 128 heads, each
            byte takes 8 times as many operations, so the tensor cores take about as long as DRAM.
            expanded: DRAM. It reads 320 numbers per token and head instead of 576 per token.
            library: the L2. Only PyTorch's memory-efficient kernel supports this head dimension. Its
