@@ -183,6 +183,49 @@ def cache_of_rows(machine):
     return side
 
 
+def selective(share, overhead):
+    """Return a function that makes an honest side whose work depends on its values.
+
+    Args:
+        share: returns how many of the values need work.
+        overhead: seconds of a call with a count that is new, such as those of an allocation.
+    """
+
+    def side_of(machine):
+        counts = set()
+
+        def side(x):
+            left = int(share(x.float()).sum())
+            machine.spend(1e-6 * left + overhead * (left not in counts))
+            counts.add(left)
+            return x + 1
+
+        return side
+
+    return side_of
+
+
+SELECTIVE = {
+    "cascade": selective(lambda x: (x.abs() < 0.5) | (x.std() < 0.75), 0.01),
+    "more": selective(lambda x: x.abs() < 0.5, 0.01),
+    "fewer": selective(lambda x: x.abs() > 0.5, 0.01),
+    "as many": selective(lambda x: x > 0, 0.01),
+}
+
+
+def cache_for_the_usual_scale(machine):
+    """Return a side that keeps answers, but not for values whose scale shows that they changed."""
+    known = memo(machine)
+
+    def side(x):
+        if x.std() > 0.75:
+            return known(x)
+        machine.spend(0.0101)
+        return x.sum()
+
+    return side
+
+
 @pytest.mark.parametrize("inputs", ALL)
 @pytest.mark.parametrize("most", [1000, 2])
 def test_a_side_that_remembers_answers_is_refused(machine, inputs, most):
@@ -199,6 +242,19 @@ def test_a_side_that_waits_for_repeated_values_is_refused(machine, keeps):
 def test_a_side_that_knows_values_by_their_beginning_is_refused(machine):
     with pytest.raises(SideError, match=REMEMBERS):
         check(memo(machine, key=lambda tensors: tensors[0][:4].tolist().__repr__()), floats)
+
+
+@pytest.mark.parametrize("inputs", [floats, halves, eighths])
+def test_a_cache_for_the_usual_scale_is_refused(machine, inputs):
+    known = cache_for_the_usual_scale(machine)
+    with pytest.raises(SideError, match=REMEMBERS):
+        check(lambda x: known(x.float()), inputs)
+
+
+@pytest.mark.parametrize("inputs", [floats, halves])
+@pytest.mark.parametrize("side", SELECTIVE)
+def test_work_that_depends_on_values_is_no_memory_of_answers(machine, side, inputs):
+    check(SELECTIVE[side](machine), inputs, n=10_000)
 
 
 @pytest.mark.parametrize("inputs", [floats, halves, integers, ids])
@@ -253,7 +309,7 @@ def test_a_side_that_remembers_answers_is_refused_on_a_busy_machine(machine):
 
 def test_a_machine_that_is_too_busy_to_tell_accuses_nobody(machine):
     rng = random.Random(0)
-    machine.slowdown = lambda: rng.choice([1, 1000, 1000])
+    machine.slowdown = lambda: rng.choice([1, 1000, 1000, 1000])
     check(memo(machine), floats, n=200)
 
 
