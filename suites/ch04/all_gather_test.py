@@ -11,10 +11,13 @@ Bound      NVLink. A copy reads and writes the whole result in DRAM, which takes
            long as its transfer over NVLink. NVLink multicast was off (README). With multicast, a
            rank would send its rows only once, but it would receive the same bytes, so this would
            save no time.
-Seen       All three sides take longer than predicted, by about the same amount. The predictions use
-           the rate of NCCL's all-reduce. Its all-gather is slower: the README's plot shows the rate
-           at this size. At the plot's rate, all three predictions are within 5 % of the stored
-           times.
+Seen       On two GPUs, all three sides take longer than predicted, by about the same amount. The
+           predictions use the rate of NCCL's all-reduce. Its all-gather is slower: the README's
+           plot shows the rate at this size. At the plot's rate, all three predictions are within
+           5 % of the stored times. On four GPUs, the gains are almost the same. No link rates are
+           stored for four GPUs. At the all-reduce rate of two GPUs, the costs of all three sides
+           are within a few percent of the times on four. So NCCL's all-gather comes closer to that
+           rate on four GPUs than on two.
 Use when   Always gather into one tensor if the next kernel reads one tensor. A list costs two
            copies of the whole result.
 """

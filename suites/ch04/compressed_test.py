@@ -12,11 +12,14 @@ Bound      NVLink. In each of its two phases, int8 sends 33 bytes per 32 element
            and of the sum. int8 keeps 7 bits of the largest element of a block. NVLink multicast was
            off (README). With four GPUs or more, multicast could shorten fp32 and bf16, but not
            int8, because the switch cannot add blocks with scales.
-Seen       fp32 takes slightly longer than predicted, and bf16 and int8 exceed their predictions by
-           more. The predictions use the rate of an all-reduce as large as that of fp32. bf16 has a
-           smaller message, and int8 uses all-to-all and all-gather, so both get a lower rate. With
-           the rates of the README's plot at these sizes, the predictions are within 20 % of the
-           stored times.
+Seen       On two GPUs, fp32 takes slightly longer than predicted, and bf16 and int8 exceed their
+           predictions by more. The predictions use the rate of an all-reduce as large as that of
+           fp32. bf16 has a smaller message, and int8 uses all-to-all and all-gather, so both get a
+           lower rate. With the rates of the README's plot at these sizes, the predictions are
+           within 20 % of the stored times. On four GPUs, both variants gain more, because a rank
+           sends more bytes there, and casts and scales are a smaller part of the time. No link
+           rates are stored for four GPUs. At the rates of two GPUs, all three costs are within a
+           tenth of the times on four.
 Use when   The links limit the step and the optimizer tolerates the error, as data-parallel training
            with gradients in bf16 does. On NVLink, int8 is rarely worth its error. It pays between
            machines, where links are many times slower.

@@ -15,9 +15,9 @@ Bound      NVLink, hidden behind the tensor cores. A layer's all-reduce and its 
            all-reduce remain. bucketed copies gradients into buckets. That pays off only if layers
            are smaller than here. NVLink multicast was off (README). With four GPUs or more, it
            could shorten NCCL's all-reduces.
-Seen       Every side takes longer than predicted. The prediction uses the rate of an all-reduce of
-           512 MiB. A layer has 32 MiB and a bucket 128, and NCCL is slower with those (see the
-           README's plot). At the plot's rates, after_backward is within about 5 % of its
+Seen       On two GPUs, every side takes longer than predicted. The prediction uses the rate of an
+           all-reduce of 512 MiB. A layer has 32 MiB and a bucket 128, and NCCL is slower with those
+           (see the README's plot). At the plot's rates, after_backward is within about 5 % of its
            prediction. The sides that overlap NCCL's all-reduces still take about a tenth longer
            than predicted. copied, which does not use NCCL, takes a quarter longer. In all of these,
            products and reductions slow each other down. The README's table shows this for copied:
@@ -25,9 +25,19 @@ Seen       Every side takes longer than predicted. The prediction uses the rate 
            priority nor fewer NCCL channels helped. The stored times are of CUDA graphs, except
            those of ddp, which cannot be captured. Without a graph, copied is slower than
            after_backward, because the host makes several calls per layer for it. Without a graph,
-           bucketed is the fastest.
+           bucketed is the fastest. On four GPUs, bucketed gains as much as on two, and per_layer
+           and prioritized gain a little less. copied, the fastest side on two GPUs, gains nothing
+           on four, even in its graph: at the link rates of two GPUs, its cost is less than two
+           thirds of its time. Each sum takes three copies in and three out there, one after
+           another, and each share is half as large. We did not measure whether the copies, the
+           additions or the barriers take so long. ddp takes longer than after_backward on four
+           GPUs, but its interval includes no change. It is the only side timed as called. per_layer
+           takes almost twice as long as called as in its graph there, and would lose to
+           after_backward, too. So the host's work on hooks and calls probably explains why ddp does
+           not gain.
 Use when   Always overlap the reduction with backward in data-parallel training. DDP does that
-           already. Use copy engines only in a CUDA graph.
+           already, but measure it: on four GPUs it gains nothing here. Use copy engines only in a
+           CUDA graph, and only on two GPUs.
 """
 
 import functools

@@ -17,8 +17,12 @@ Bound      NVLink, in both directions at once. staged is limited by PCIe, which 
            (README). A message to one GPU does not use it.
 Seen       sent takes longer than predicted at 64 MiB. The prediction uses the rate of a peer copy,
            and NCCL comes near that rate only with larger messages. The README's plot has an
-           all-to-all by NCCL that also sends and receives 64 MiB. Its time is within 10 % of the
-           stored time of sent.
+           all-to-all by NCCL that also sends and receives 64 MiB on two GPUs. Its time is within
+           10 % of the stored time of sent on two. On four GPUs, sent takes over half longer at 64
+           MiB than on two, and the same time at 512 MiB. We did not measure why. written takes the
+           same time on two and on four GPUs. staged takes half longer on four than on two, and half
+           longer than the PCIe rate of one GPU predicts, probably because four GPUs share the
+           host's memory. So the speedups on four GPUs are larger because staged is slower.
 Use when   Use NCCL's send and receive by default. Write into symmetric memory when the same buffers
            are used again and again, or when the SMs should stay free for compute. Stage through the
            host only if the GPUs cannot reach each other.

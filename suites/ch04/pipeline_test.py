@@ -17,14 +17,18 @@ Bound      Tensor cores, and the bubble, in which a rank has nothing to do. m mi
            keeps those of all m. With v blocks per rank, interleaving takes m + (p - 1) / v times as
            long. NVLink multicast was off (README). Only the gather could use it, and it would not
            become faster.
-Seen       Each time is within 25 % of its prediction, but interleaved should win and loses. It
-           sends each microbatch over NVLink more often: on two ranks, interleaved makes 24
-           transfers and gpipe 8. The prediction counts as waits only the transfers that fill and
-           drain the pipeline. If the ranks waited for all transfers, they would lose more than the
-           smaller bubble saves. We did not measure how long they wait, so we cannot explain the
-           loss.
+Seen       On two GPUs, each time is within 25 % of its prediction, but interleaved should win and
+           loses. On four GPUs, it loses more: at the link rates of two GPUs, its cost is two thirds
+           of its time, while the costs of the other sides are within 15 % of theirs. interleaved
+           sends each microbatch over NVLink more often. It makes 24 transfers on two ranks and 112
+           on four, and gpipe makes 8 and 48. The prediction counts as waits only the transfers that
+           fill and drain the pipeline. If the ranks waited for all transfers, they would lose more
+           than the smaller bubble saves. We did not measure how long they wait, so we cannot
+           explain the loss. 1F1B takes as long as gpipe on two GPUs, and is slightly faster on
+           four. It needs less memory on both.
 Use when   Use 1F1B instead of GPipe whenever activations limit the batch. Interleave when there are
-           few microbatches per rank and each computes much longer than its transfer takes.
+           few microbatches per rank and each computes much longer than its transfer takes. At the
+           sizes of this page, interleaving loses on two and on four GPUs.
 """
 
 from types import SimpleNamespace

@@ -13,12 +13,15 @@ Bound      NVLink. Both sides send the same number of bytes, so the gain is memo
            NVLink multicast was off (README). With four GPUs or more, it could shorten the
            all-reduce of replicated, but not the reduce-scatter and the all-gather. Then sharded
            could be slower than replicated.
-Seen       sharded takes longer than predicted. The prediction uses the rate of NCCL's all-reduce.
-           Its reduce-scatter and all-gather are slower, and with their rates in the README's plot
-           the prediction is within 5 % of the stored time.
+Seen       On two GPUs, sharded takes longer than predicted. The prediction uses the rate of NCCL's
+           all-reduce. Its reduce-scatter and all-gather are slower, and with their rates in the
+           README's plot the prediction is within 5 % of the stored time. On four GPUs, sharded
+           gains more than on two, because a rank updates a quarter of the parameters. No link rates
+           are stored for four GPUs. At the rate of two GPUs, both costs are within a few percent of
+           the times on four.
 Use when   Moments and master weights limit the model or the batch. Sharding them cost no time on
-           two GPUs without multicast. If that is not enough, shard gradients and parameters too
-           (ZeRO stages 2 and 3, FSDP).
+           two and on four GPUs without multicast. If that is not enough, shard gradients and
+           parameters too (ZeRO stages 2 and 3, FSDP).
 """
 
 from types import SimpleNamespace

@@ -14,17 +14,24 @@ Bound      Tensor cores. NVLink is hidden behind them, except for the last part'
            more parts, the last all-reduce is shorter, but each product is smaller and leaves more
            SMs idle in its last wave. NCCL's kernels also occupy some SMs. NVLink multicast was off
            (README). With four GPUs or more, it could shorten NCCL's all-reduces.
-Seen       halves, quarters and eighths take longer than predicted, by over 25 % at an inner
-           dimension of 3584 and by less at 8192. The prediction uses the rate of an all-reduce of
-           512 MiB, and NCCL is slower with the smaller parts (see the README's plot). But even at
-           the plot's rates, the products should hide the all-reduces of all parts except the last.
-           copied is within an eighth of its prediction. It sends the same bytes at the same time,
-           but without NCCL's kernels. So most of the loss probably comes from NCCL's kernels and
-           the products, which slow each other down. Neither a high priority nor fewer NCCL channels
-           helped. The stored times are of CUDA graphs, without the work of the host. For copied,
-           the host makes several calls per part.
+Seen       On two GPUs, halves, quarters and eighths take longer than predicted, by over 25 % at an
+           inner dimension of 3584 and by less at 8192. The prediction uses the rate of an
+           all-reduce of 512 MiB, and NCCL is slower with the smaller parts (see the README's plot).
+           But even at the plot's rates, the products should hide the all-reduces of all parts
+           except the last. copied is within an eighth of its prediction. It sends the same bytes at
+           the same time, but without NCCL's kernels. So most of the loss probably comes from NCCL's
+           kernels and the products, which slow each other down. Neither a high priority nor fewer
+           NCCL channels helped. The stored times are of CUDA graphs, without the work of the host.
+           For copied, the host makes several calls per part.
+           halves gain nothing at 3584 on either number of GPUs. On four GPUs, quarters gain a
+           little more than on two. copied gains less at 8192, and at 3584 it loses to whole: at the
+           link rates of two GPUs, its cost is little more than half of its time. Each sum takes
+           three copies in and three out there, one after another, of half the size. We did not
+           measure whether the copies, the additions or the barriers take so long. The products of
+           8192 hide more of it.
 Use when   The product takes longer than its all-reduce, and both are long enough to be cut into
-           parts. Use quarters with NCCL. Use copied in CUDA graphs, where it gains most.
+           parts. Use quarters with NCCL. In CUDA graphs, copied gains most on two GPUs. On four, it
+           gains only if the products are long.
 """
 
 import torch
