@@ -16,13 +16,18 @@ Bound      With one block per SM, latency: a tile is 4 KiB, and the latency of a
            us. At the full rate of a copy, an SM would receive 5 KiB in that time. one_buffer also
            has no loads in flight during the filter. With six blocks per SM, DRAM: while one block
            filters, others load, so all sides take about the same time.
-Seen       On an H100, all three kernels take about two thirds longer than predicted with one block
-           per SM, so their ratios are as predicted. With two blocks per SM, one_buffer again takes
-           two thirds longer, and the other two take a third longer. We did not time the filter
-           alone. With two warps per scheduler, the filter probably waits for shared memory most of
-           the time. two_buffers has one barrier less than loaded_ahead, but is not faster. An
-           earlier version of loaded_ahead gained nothing: it loaded the next tile after the
-           barrier, and the compiler moved these loads behind the filter.
+Seen       With one block per SM, all three kernels take longer than predicted: by two thirds on an
+           H100, and by half on an H200. So their ratios are as predicted. With two blocks per SM on
+           an H100, one_buffer again takes two thirds longer, and the other two take a third longer.
+           With four, one_buffer takes a quarter longer, and the other two take a twelfth longer.
+           With six, all three are within about an eighth of their prediction, and one_buffer is
+           almost as fast as the others. We did not time the filter alone. With two warps per
+           scheduler, the filter probably waits for shared memory most of the time. two_buffers has
+           one barrier less than loaded_ahead, but is not faster at any number of blocks. An earlier
+           version of loaded_ahead gained nothing: it loaded the next tile after the barrier, and
+           the compiler moved these loads behind the filter. library takes many times as long as its
+           memory traffic, and loses to all kernels on both GPUs. We did not record which kernel
+           cuDNN launches.
 Use when   Few blocks fit on an SM because a tile or its accumulators are large, as in a matrix
            product. With many blocks per SM, one buffer is enough and leaves shared memory for more
            blocks. Use `cp.async` or TMA if the loads would need too many registers
