@@ -20,6 +20,15 @@ Bound      Tensor cores for library. By the costs, the L2 limits triton_tiles, r
            which prefetches. wgmma should take about as long as triton_tiles, which has the same
            products on Hopper. But wgmma waits for the products of each step, and relies on a second
            block on the SM meanwhile, while Triton lets the products of one step run into the next.
+Seen       On an H100, the kernels in CuTe lose to triton_tiles. staged takes as long as predicted:
+           it does not prefetch. ring takes over a third longer than predicted. The costs take
+           `mma.sync` to be as fast as `wgmma`, but on Hopper it reaches less than two thirds of the
+           tensor cores' peak (arXiv 2501.12084). wgmma, which changes only that instruction, is
+           within a tenth of its prediction. It stays a little behind triton_tiles, as expected from
+           its wait for each step's products. library launches cuBLAS's kernel
+           `nvjet_sm90_hsh_128x256_64x4`, whose larger tiles read less from the L2. The time of
+           triton_tiles differs by an eighth between its four pairs, probably with the clock rate.
+           So compare a side only with the triton_tiles of its own pair.
 Use when   A kernel needs a layout or an instruction that Triton does not choose, and must be built
            without a C++ compiler. For a plain product, call the library. If Triton reaches the same
            instructions, its code is far shorter.

@@ -29,9 +29,10 @@ Seen       On an H200, unfused takes up to two fifths longer than its memory tra
            takes three fifths longer with rows of 4096 and 32768, and as long as predicted with rows
            of 256. We did not time its kernels alone. With rows of 4096, compiled takes a fifth
            longer than fused. We did not look at its code. With rows of 32768, fused takes as long
-           as its memory traffic, although its SMs do not load all the time. On an H100 with rows of
-           262144, clustered takes a tenth longer than its memory traffic, and compiled takes as
-           long as its three passes.
+           as its memory traffic, although its SMs do not load all the time. On an H200, clustered
+           takes slightly longer than fused with rows of 32768. With rows of 262144, it takes a
+           fifth longer than its memory traffic. On an H100 with rows of 262144, clustered takes a
+           tenth longer than its memory traffic, and compiled takes as long as its three passes.
 Use when   Always fuse a softmax. Keep a row in registers if it fits, and in a cluster's shared
            memory if it does not. On GPUs without clusters, use the online method. If the softmax is
            part of attention or of a loss, do not write its result at all: see attention_test.py and
