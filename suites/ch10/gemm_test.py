@@ -32,19 +32,19 @@ Bound      Tensor cores from wide on, at the rate that the power limit allows. T
            its products. Two blocks share an SM, but the stored time shows little overlap between
            them.
 Seen       cp_async takes half longer than predicted, and tma over a quarter longer. tma fills the
-           same ring, and its threads compute no addresses. We did not measure whether that is the
-           cause. On Hopper, `mma.sync` reaches less than two thirds of the tensor cores' peak
-           (arXiv 2501.12084). The cost does not include this limit, and shared memory would still
-           take longer. At the power limit the clock rate drifts, and so does the time of mma_sync.
-           Compare only sides that were timed in turn. In test_gemm, a side's share of the library's
-           rate is the ratio of two speedups over mma_sync, so it has the errors of both speedups.
-           test_gemm_beside_the_library times stored and multicast in turn with the library. Both
-           take as long as the library, within two percent, on an H100 and on an H200. The order of
-           the middle rungs depends on the GPU. On an H100, specialized is slower than wgmma, and
-           back_to_back is faster than both. On an H200, specialized is faster than wgmma, and
-           back_to_back is slower than both. four_tiles gains nothing on an H100, and gains on an
-           H200. persistent gains nothing on an H200, and multicast gains nothing on either. We did
-           not measure why.
+           same ring in less time, and its threads compute no addresses. We did not measure whether
+           that is the cause. On Hopper, `mma.sync` reaches less than two thirds of the tensor
+           cores' peak (arXiv 2501.12084). The cost does not include this limit, and shared memory
+           would still take longer. At the power limit the clock rate drifts, and so does the time
+           of mma_sync. Compare only sides that were timed in turn. In test_gemm, a side's share of
+           the library's rate is the ratio of two speedups over mma_sync, so it has the errors of
+           both speedups. test_gemm_beside_the_library times stored and multicast in turn with the
+           library. Both take as long as the library, within two percent, on an H100 and on an H200.
+           The order of the middle rungs depends on the GPU. On an H100, specialized is slower than
+           wgmma, and back_to_back is faster than both. On an H200, specialized is faster than
+           wgmma, and back_to_back is slower than both. four_tiles gains nothing on an H100, and
+           gains on an H200. persistent gains nothing on an H200, and multicast gains nothing on
+           either. We did not measure why.
 Use when   Call the library. Write this kernel only for a product that the library does not have,
            and start with wide tiles, a warp that only loads, and TMA. Add multicast only if it is
            faster than stored for your sizes.
