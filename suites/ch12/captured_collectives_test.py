@@ -10,6 +10,11 @@ Optimized  captured: changes eager. All layers as one CUDA graph on each rank, w
 Bound      The host limits eager and around_collectives: it calls torch.distributed for each layer.
            The latency of the all-reduces, which run one after another, limits captured. A message
            of 8 rows is so short that its size hardly matters.
+Seen       On two H200s, captured is within a tenth of its prediction. eager takes almost five times
+           as long as predicted, and around_collectives more than three times. The costs count
+           launches at the rate of an operator of torch. A call of torch.distributed takes the host
+           longer than that. around_collectives still makes all of those calls, so it gains far less
+           than captured.
 Use when   A tensor-parallel model decodes with small batches. All ranks must capture and replay the
            same collectives in the same order, or they wait forever. Use one communicator for a
            graph, and call no eager collective on this communicator during a replay. To make the
