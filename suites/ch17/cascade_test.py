@@ -15,6 +15,12 @@ Optimized  cascade: changes large. A linear model, fitted to easy inputs, labels
            the first layer computes every input.
 Bound      Tensor cores. large multiplies every input by all its matrices, and cascade only the hard
            inputs. The second largest part is the wait for the number of hard inputs.
+Seen       On an H100, large takes as long as predicted, and early_exit a third longer. We did not
+           time its parts alone. cascade is not recorded yet. The plugin refused it, because it was
+           much faster on inputs that it had seen before than on slightly altered ones. That is the
+           sign of a side that remembers answers, but cascade keeps none. On the altered inputs it
+           took about as long as large. So its linear model was probably unsure of them, and the
+           large network labelled most of them.
 Use when   Most inputs are easy, and the small model's scores show when it is not sure. Measure the
            accuracy at your threshold, because a wrong label costs more than the time it saves.
            `TestAccuracy` shows that labels are wrong without a threshold. An early exit needs no
