@@ -17,11 +17,19 @@ Bound      eager: DRAM, because each step reads and writes all scores. tiled: th
            products, because the warps of a program run the same phase at the same time. There is no
            variant with warps that only load: Triton 3.9 fails to compile this loop with
            `warp_specialize`, for Hopper and for Blackwell.
-Seen       Only sides without a mask are recorded, with 1024 and 16384 tokens on an H100. cudnn
-           takes a quarter longer than predicted, and at 16384 tokens longer than the same call in
+Seen       All cases were recorded on an H100. Without a mask, cudnn takes a fifth to a third longer
+           than predicted, and at 16384 tokens longer than the same call in
            `cuda_attention_hopper_test.py`. The clock of the GPU was probably lower when it was
            timed together with eager. tuned takes a quarter to a half longer than predicted, and
-           descriptors less than that: their only difference is how tiles are loaded.
+           descriptors less than that: their only difference is how tiles are loaded. eager takes up
+           to a quarter longer. We did not time its kernels alone.
+           With the causal mask, every side is further from its prediction: tiled by up to two
+           fifths, eager, descriptors, cudnn and flash by more, and tuned by up to twice. Causal
+           programs have between one tile of keys and all of them, and the costs do not count SMs
+           that wait for the longest program. We did not measure how much of the time that explains.
+           At 1024 tokens with the mask, tuned is slower than tiled, and descriptors hardly faster.
+           Their programs have twice the queries of tiled, so there are half as many.
+           cudnn is the fastest side everywhere. flash is slower than every kernel in Triton.
 Use when   You need attention that no library has: Triton takes the least code. Use descriptors, and
            tune the tile sizes. For plain or causal attention call the library. The same ladder in
            CUDA C++ is in `cuda_attention_hopper_test.py`.
