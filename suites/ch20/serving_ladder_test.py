@@ -35,10 +35,13 @@ Bound      All sides but captured: the number of steps. Launches limit each step
            tokens. So launches limit its prompts, too. captured removes the launches of steps. Then
            DRAM and the starts of the graph's kernels limit a step. The GPU waits for the host only
            between two steps and for the launches of prompts.
-Seen       On an H100 machine, static and continuous both take about two and a half times as long as
-           predicted. So their ratio is as predicted. The costs count launches at the rate of a bare
-           launch, and the eager decoder's Python takes longer than that. The other rungs are not
-           recorded yet.
+Seen       On H100 and H200 machines, all sides take about two to two and a half times as long as
+           predicted, so most ratios are as predicted. The costs count launches at the rate of a
+           bare launch, and the eager decoder's Python takes longer than that. captured still
+           computes its prompts eagerly. paged gains nothing by itself, as predicted: its interval
+           includes 1, and so does that of prefix_cached, which gains somewhat less than predicted.
+           captured gains somewhat more. The same side takes up to half longer on one H100 machine
+           than on another, so compare only the sides of one test.
 Use when   You build a server, or want to know which of these techniques to add to yours. Each rung
            gains most on certain requests: the first on answers of different lengths, the second on
            long contexts of different lengths, and the third on equal beginnings. The last gains

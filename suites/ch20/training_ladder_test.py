@@ -16,9 +16,14 @@ Optimized  compiled: changes eager. `torch.compile` of the model and its loss.
 Bound      eager: DRAM, for passes over activations and for the optimizer's passes over weights.
            compiled saves about half of the passes over activations. fused saves more than half of
            the passes over weights. captured: tensor cores and DRAM, with no wait for the host.
-Seen       On an H100 machine, eager takes more than three times as long as predicted, and compiled
-           almost three times. The host limits both: the costs count launches, but not the Python of
-           modules, autograd and the optimizer. The other rungs are not recorded yet.
+Seen       On H100 and H200 machines, eager takes about four times as long as predicted, and
+           compiled two to three times. The host limits both: the costs count launches, but not the
+           Python of modules, autograd and the optimizer. That also limits fused, which takes more
+           than twice as long as predicted, and over four times at the smaller size. So fused gains
+           little over compiled, and its interval includes 1. captured removes that limit. It gains
+           nearly twice at the larger size and over three times at the smaller one. It still takes a
+           third longer than predicted at the larger size, and half longer at the smaller one. We
+           did not time its kernels alone.
 Use when   You tune a training loop: take the rungs in this order, because each one shows the next
            limit. captured gains only if the GPU waits for the host, so its test has a second,
            smaller size. The update takes a smaller share of the step if a batch has more tokens.
