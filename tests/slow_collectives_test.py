@@ -20,6 +20,7 @@ from pytest_aisp.worker.collective_arrivals import (
     Meeting,
     Operation,
     SideArrivals,
+    aligned,
     meetings,
     operations,
 )
@@ -241,18 +242,57 @@ def test_operations_of_a_call_are_on_rank_0s_clock():
     assert end == at("end of the call", 8, 8)
 
 
+def recorded_on_a_gpu(ahead=0.0, late=0.0):
+    """Return the events of two calls on a rank, whose kernels seem to run `ahead` seconds later.
+
+    Args:
+        late: seconds by which the rank is late at its all-reduce.
+    """
+    events = []
+    for t in (0, 20):
+        wait = t + ahead
+        events += [
+            event("nccl:all_reduce", t + 0.5, t + 0.6, shapes=[[1]], dtypes=["float"]),
+            event("ncclDevKernel_AllReduce_Sum_f32_RING_LL(x)", wait + 1, wait + 2, device="CUDA"),
+            event("aisp-call", t + 2.1, t + 11),
+            event("nccl:send 0->1", t + 3, t + 3.1, shapes=[[5]], dtypes=["float"]),
+            event("ncclDevKernel_SendRecv(x)", wait + 5, wait + 6, device="CUDA"),
+            event("nccl:all_reduce", t + 4, t + 4.1, shapes=[[8]], dtypes=["float"]),
+            event(
+                "ncclDevKernel_AllReduce_Sum_f32_RING_LL(x)",
+                wait + 7 + late,
+                wait + 10,
+                device="CUDA",
+            ),
+        ]
+    return events
+
+
 def test_on_a_gpu_the_kernels_tell_the_times():
-    recorded = [
-        event("aisp-call", 0, 9),
-        event("nccl:send 0->1", 1, 1.1, shapes=[[5]], dtypes=["float"]),
-        event("nccl:all_reduce", 2, 2.1, shapes=[[8]], dtypes=["float"]),
-        event("ncclDevKernel_SendRecv(x)", 3, 4, device="CUDA"),
-        event("ncclDevKernel_AllReduce_Sum_f32_RING_LL(x)", 5, 6, device="CUDA"),
-    ]
-    ((send, reduced, _),) = operations(recorded, 0.0)
-    assert (send, reduced) == (at("send", 3, 4), at("all_reduce", 5, 6, 32))
-    with pytest.raises(PageError, match="2 operations of NCCL launched 1 kernels in one call"):
-        operations(recorded[:-1], 0.0)
+    (start, send, reduced, end), _ = operations(recorded_on_a_gpu(), 0.0)
+    assert (start.name, start.end) == ("start of the call", 2)
+    assert (send, reduced, end.end) == (at("send", 5, 6), at("all_reduce", 7, 10, 32), 11)
+    # A kernel belongs to its operation, even if the GPU's clock puts it outside the call.
+    (_, send, _, _), (_, then, _, _) = operations(recorded_on_a_gpu(ahead=9), 0.0)
+    assert (send.start, then.start) == pytest.approx((14, 34))
+    with pytest.raises(PageError, match="6 operations of NCCL launched 5 kernels: which"):
+        operations(recorded_on_a_gpu()[:-1], 0.0)
+
+
+def test_the_error_of_a_gpus_clock_makes_no_straggler():
+    ranks = [operations(recorded_on_a_gpu(ahead), 0.0) for ahead in (0, 4, -3)]
+    moved, error = aligned(ranks)
+    assert error == pytest.approx(1)  # seconds of the all-reduce on the rank that starts it last
+    for call in meetings(moved):
+        assert [meeting.spread for meeting in call] == pytest.approx([0])
+    ranks[1] = operations(recorded_on_a_gpu(4, late=2), 0.0)
+    for (meeting,) in meetings(aligned(ranks)[0]):
+        assert meeting.arrived[1] - meeting.arrived[0] == pytest.approx(2)
+
+
+def test_gloo_stays_on_the_hosts_clock():
+    ranks = [[[at("all_reduce", 1, 2), at("end of the call", 3, 3)]]] * 2
+    assert aligned(ranks) == (ranks, None)
 
 
 def test_a_healthy_case_exits_with_0_and_gpus_are_locked(monkeypatch, tmp_path, capsys):

@@ -3,6 +3,9 @@
 The profiler sees every collective, also those that DDP and FSDP start. With Gloo, its range of a
 collective lasts from the call to the end of the transfer. With NCCL, the kernel is used: it starts
 when the rank's stream reaches the collective, and it ends when the data are there.
+
+The profiler puts the times of kernels on the host's clock, with an error that differs between
+ranks. So an all-reduce, which ends on all GPUs at almost the same time, comes before each call.
 """
 
 from __future__ import annotations
@@ -11,9 +14,11 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
+from statistics import median
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ..checking.inputs import BoundSide, InputPool, one_slot
 from ..page.pair import PageError
@@ -28,7 +33,7 @@ WARMUP, CALLS = 3, 30
 LOOP_SIZES = (4 << 10, 256 << 10, 4 << 20)
 """Bytes of the all-reduces of the loop that is recorded if no case is given."""
 RANGE = "aisp-call"
-END = "end of the call"
+START, END = "start of the call", "end of the call"
 SENT, RECEIVED = ("send", "exchange"), ("recv", "exchange")
 """Operations that send and that receive. A kernel of NCCL may do both: an ``exchange``."""
 WIDTHS = {"double": 8, "long int": 8, "c10::Half": 2, "c10::BFloat16": 2, "unsigned char": 1}
@@ -129,15 +134,16 @@ def _record_sides(
     sides: Iterable[BoundSide], device: str, progress: Callable[[str], object], *, compare: bool
 ) -> DiagnoseResult:
     """Record each side. With `compare`, also time its collectives alone."""
-    offset, error = current_group().clock_offset()
-    recorded = {}
+    offset, host_error = current_group().clock_offset()
+    recorded, errors = {}, []
     for side in sides:
         progress(f"record {side.name}")
         with closing(side):
             calls = _record(partial(side.run, 0), device, offset)
         _refuse_smaller_groups(side.name)
+        ranks, error = aligned(current_group().gather(calls))
         try:
-            met = meetings(current_group().gather(calls))
+            met = meetings(ranks)
         except ValueError as wrong:
             raise PageError(f"{side.name}: {wrong}") from None
         alone: dict[str, float | None] = {}
@@ -146,7 +152,42 @@ def _record_sides(
                 progress(f"time {meeting.key} alone")
                 alone[meeting.key] = _alone(meeting, device, offset)
         recorded[side.name] = SideArrivals(met, [alone.get(m.key) for m in met[0]])
-    return DiagnoseResult(recorded, error)
+        errors.append(host_error if error is None or met[0][0].name == END else error)
+    return DiagnoseResult(recorded, max(errors))
+
+
+def aligned(
+    ranks: Sequence[Sequence[Sequence[Operation]]],
+) -> tuple[Sequence[Sequence[Sequence[Operation]]], float | None]:
+    """Return the operations with the kernels of all ranks on the clock of rank 0's GPU.
+
+    The all-reduce at the start of a call cannot end on a rank before all have begun it. So the ends
+    on two ranks differ at most by the time that it takes on the last one, which is the shortest.
+
+    Args:
+        ranks: the operations by rank and call.
+
+    Returns:
+        The operations, and the error of the alignment in seconds. It is None for Gloo, whose
+        operations stay on the host's clock.
+    """
+    starts = [[operations[0] for operations in rank] for rank in ranks]
+    if any(start.name != START for rank in starts for start in rank):
+        return ranks, None
+    error, moved = min(o.end - o.start for rank in starts for o in rank), []
+    for rank, own in zip(ranks, starts, strict=True):
+        apart = [start.end - first.end for start, first in zip(own, starts[0], strict=True)]
+        ahead = median(apart)
+        error = max(error, median(abs(each - ahead) for each in apart))
+        moved.append([[_earlier(o, ahead) for o in operations] for operations in rank])
+    return moved, error
+
+
+def _earlier(operation: Operation, seconds: float) -> Operation:
+    if operation.name == END:  # on the host's clock
+        return operation
+    start, end = operation.start - seconds, operation.end - seconds
+    return replace(operation, start=start, end=end)
 
 
 def meetings(ranks: Sequence[Sequence[Sequence[Operation]]]) -> list[Call]:
@@ -169,7 +210,7 @@ def _meetings_of(ranks: Sequence[Sequence[Operation]]) -> Call:
     """Return the meetings of one call, given its operations by rank."""
     pairwise = {*SENT, *RECEIVED}
     names = {operation.name for operations in ranks for operation in operations}
-    collectives = names - pairwise - {END}
+    collectives = names - pairwise - {START, END}
     if not collectives and names & pairwise:
         collectives = {END}
     chosen = [[o for o in operations if o.name in collectives] for operations in ranks]
@@ -232,42 +273,49 @@ def _record(run: Callable[[], object], device: str, offset: float) -> list[list[
 
 
 def operations(events: Iterable[Any], offset: float) -> list[list[Operation]]:
-    """Return the operations of each call, given the profiler's events and the clock's offset."""
-    ranges, posted, kernels = [], [], []
+    """Return the operations of each call, given the profiler's events and the clock's offset.
+
+    With NCCL, the first operation of a call is the all-reduce that came before it.
+    """
+    calls, posted, kernels = [], [], []
     for event in sorted(events, key=lambda e: int(e.start_ns())):
         backend, _, name = event.name().partition(":")
         start, end = event.start_ns() * 1e-9 - offset, event.end_ns() * 1e-9 - offset
         if event.name() == RANGE and event.device_type().name == "CPU":
-            ranges.append(Operation(END, 0, end, end))
-            posted.append(Operation(RANGE, 0, start, end))
+            calls.append(Operation(END, 0, start, end))
         elif backend in ("gloo", "nccl") and event.device_type().name == "CPU":
             posted.append(_operation(name.split()[0], event, start, end))
         elif event.name().startswith("ncclDevKernel"):
             kernels.append(Operation("", 0, start, end))
-    calls = [o for o in posted if o.name == RANGE]
-    inside = [
-        [o for o in posted if o.name != RANGE and call.start <= o.start <= call.end]
-        for call in calls
-    ]
+    times = posted
     if kernels:
+        posted, times = _on_gpu(posted, kernels)
+    found = []
+    for call in calls:
         inside = [
-            _on_gpu(each, [k for k in kernels if call.start <= k.start <= call.end])
-            for each, call in zip(inside, calls, strict=True)
+            o for o, p in zip(times, posted, strict=True) if call.start <= p.start <= call.end
         ]
-    return [[*each, end] for each, end in zip(inside, ranges, strict=True)]
+        before = [o for o, p in zip(times, posted, strict=True) if p.start < call.start]
+        starts = [replace(o, name=START) for o in before[-1:] if kernels]
+        found.append([*starts, *inside, replace(call, start=call.end)])
+    return found
 
 
-def _on_gpu(posted: Sequence[Operation], kernels: Sequence[Operation]) -> list[Operation]:
-    """Return `posted` with the times of their kernels, which run in the same order."""
+def _on_gpu(
+    posted: Sequence[Operation], kernels: Sequence[Operation]
+) -> tuple[list[Operation], list[Operation]]:
+    """Return `posted` and the same operations with the times of their kernels.
+
+    The kernels run in the order in which they were posted.
+    """
     posted = [o for o in posted if o.name != "barrier" or len(posted) == len(kernels)]
     if len(posted) != len(kernels):
         raise PageError(
-            f"{len(posted)} operations of NCCL launched {len(kernels)} kernels in one call:"
+            f"{len(posted)} operations of NCCL launched {len(kernels)} kernels:"
             " which belongs to which is unknown"
         )
-    return [
-        Operation(o.name, o.nbytes, k.start, k.end) for o, k in zip(posted, kernels, strict=True)
-    ]
+    pairs = zip(posted, kernels, strict=True)
+    return posted, [replace(o, start=kernel.start, end=kernel.end) for o, kernel in pairs]
 
 
 def _operation(name: str, event: Any, start: float, end: float) -> Operation:
@@ -284,7 +332,8 @@ def _alone(meeting: Meeting, device: str, offset: float) -> float | None:
     if meeting.name not in OPS or not meeting.nbytes:
         return None
     run = known_collective(meeting.name, meeting.nbytes, device).run
-    calls = meetings(current_group().gather(_record(run, device, offset)))
+    ranks, _ = aligned(current_group().gather(_record(run, device, offset)))
+    calls = meetings(ranks)
     return sorted(call[0].transfer for call in calls)[len(calls) // 2]
 
 
