@@ -25,16 +25,16 @@ Seen       On two GPUs, every side takes longer than predicted. The prediction u
            priority nor fewer NCCL channels helped. The stored times are of CUDA graphs, except
            those of ddp, which cannot be captured. Without a graph, copied is slower than
            after_backward, because the host makes several calls per layer for it. Without a graph,
-           bucketed is the fastest. On four GPUs, bucketed gains as much as on two, and per_layer
-           and prioritized gain a little less. copied, the fastest side on two GPUs, gains nothing
-           on four, even in its graph: at the link rates of two GPUs, its cost is less than two
-           thirds of its time. Each sum takes three copies in and three out there, one after
-           another, and each share is half as large. We did not measure whether the copies, the
-           additions or the barriers take so long. ddp takes longer than after_backward on four
-           GPUs, but its interval includes no change. It is the only side timed as called. per_layer
-           takes almost twice as long as called as in its graph there, and would lose to
-           after_backward, too. So the host's work on hooks and calls probably explains why ddp does
-           not gain.
+           bucketed is the fastest.
+           On four GPUs, bucketed gains as much as on two, and per_layer and prioritized gain a
+           little less. copied, the fastest side on two GPUs, gains nothing on four, even in its
+           graph: at the link rates of two GPUs, its cost is less than two thirds of its time. Each
+           sum takes three copies in and three out there, one after another, and each share is half
+           as large. We did not measure whether the copies, the additions or the barriers take so
+           long. ddp takes longer than after_backward on four GPUs, but its interval includes no
+           change. It is the only side timed as called. per_layer takes almost twice as long as
+           called as in its graph there, and would lose to after_backward, too. So the host's work
+           on hooks and calls probably explains why ddp does not gain.
 Use when   Always overlap the reduction with backward in data-parallel training. DDP does that
            already, but measure it: on four GPUs it gains nothing here. Use copy engines only in a
            CUDA graph, and only on two GPUs.

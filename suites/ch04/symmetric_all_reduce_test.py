@@ -31,14 +31,14 @@ Seen       On two GPUs up to 64 KiB, all sides but pushed take a third to two th
            every size. peaks.json has no rate for the latency of a crossing of NVLink. At 16 MiB,
            ring and gathered take longer than predicted. The prediction uses NCCL's rate at 512 MiB,
            and NCCL is slower with smaller messages (see the README's plot). windowed uses other
-           kernels of NCCL, and peaks.json has no rate for them. On four GPUs, peaks.json has no
-           link rates, so nothing is predicted. Up to 64 KiB, ring takes over two fifths longer than
-           on two GPUs, and the other sides slow down less. So all of them gain more than on two,
-           except pushed at 64 KiB, which gains as much. From 1 MiB on, gathered takes twice as long
-           as ring, because it receives three inputs. one_shot also reads three inputs, and loses a
-           little to ring at 1 MiB. fused_copy and windowed are within three percent of ring there.
-           pushed wins at 1 MiB, but gains far less than on two GPUs. two_shot is the only side that
-           clearly wins at both 1 and 16 MiB.
+           kernels of NCCL, and peaks.json has no rate for them.
+           On four GPUs, peaks.json has no link rates, so nothing is predicted. Up to 64 KiB, ring
+           takes over two fifths longer than on two GPUs, and the other sides slow down less. So all
+           of them gain more than on two, except pushed at 64 KiB, which gains as much. From 1 MiB
+           on, gathered takes twice as long as ring, because it receives three inputs. one_shot also
+           reads three inputs, and loses a little to ring at 1 MiB. fused_copy and windowed are
+           within three percent of ring there. pushed wins at 1 MiB, but gains far less than on two
+           GPUs. two_shot is the only side that clearly wins at both 1 and 16 MiB.
 Use when   Small all-reduces follow each other on the critical path, as in decoding with tensor
            parallelism, and run in a CUDA graph. In a graph, torch's one-shot is about as fast as
            NCCL on two GPUs, and faster on four up to 64 KiB. Without a graph, torch's one-shot took

@@ -26,9 +26,10 @@ Seen       On an H100 with sequences of up to 512 tokens, all sides take about t
            a few tiles of keys, so its start and its end probably take as long as its products. A
            call of looped has few programs, which do not fill the GPU. We did not record which
            kernel PyTorch chose for padded, which has a mask. packed, nested and varlen take the
-           same time. With up to 4096 tokens, looped is the fastest side. It takes a third less time
-           than packed, nested and varlen, which again take the same time. nested and varlen reach
-           the share of the tensor cores' peak that FlashAttention-2 reaches in
+           same time.
+           With up to 4096 tokens, looped is the fastest side. It takes a third less time than
+           packed, nested and varlen, which again take the same time. nested and varlen reach the
+           share of the tensor cores' peak that FlashAttention-2 reaches in
            `triton_attention_test.py`, and take more than twice as long as predicted. looped reaches
            a share that FlashAttention-2 does not reach there, but cuDNN does. So PyTorch probably
            chose cuDNN for it. We did not record the kernel. packed takes almost half longer than

@@ -35,19 +35,20 @@ Seen       On an H100, the variants in Triton take longer than predicted. The pr
            rate `fp8`, which was measured with a library's product. by_rows does not reach this
            rate, and we did not measure why. summed and by_blocks have one block per SM (see
            *Bound*), so nothing hides the block's waits. summed is as fast as bf16, and by_blocks is
-           slower than bf16. The kernels in CUDA C++ were recorded on an H200. hopper_rows is within
-           a seventh of its prediction, and hopper_summed takes a quarter longer than predicted.
-           Both are faster than bf16. hopper_blocks takes three fifths longer than predicted, and is
-           hardly faster than bf16. It differs from hopper_summed only in its scales: in each step
-           of 128 channels, a thread reads three of them. We did not measure whether it waits for
-           them. In Triton, by_blocks is slower than summed, too. In the second test, on an H200,
-           product_by_rows loses a little to library, although both should take the same time.
-           cuBLASLt launches `nvjet_sm90_qqtst_128x128_128x6_2x1`, whose name says tiles of 128 x
-           128 and six stages. We did not measure what makes the difference. product_summed loses
-           more, most of it as predicted, because its additions take time. It takes about a sixth
-           longer than library_summed, for which cuBLASLt launches another kernel. library_summed
-           loses less to library than the cost of an addition for every 128 channels predicts, so it
-           may add less often.
+           slower than bf16.
+           The kernels in CUDA C++ were recorded on an H200. hopper_rows is within a seventh of its
+           prediction, and hopper_summed takes a quarter longer than predicted. Both are faster than
+           bf16. hopper_blocks takes three fifths longer than predicted, and is hardly faster than
+           bf16. It differs from hopper_summed only in its scales: in each step of 128 channels, a
+           thread reads three of them. We did not measure whether it waits for them. In Triton,
+           by_blocks is slower than summed, too.
+           In the second test, on an H200, product_by_rows loses a little to library, although both
+           should take the same time. cuBLASLt launches `nvjet_sm90_qqtst_128x128_128x6_2x1`, whose
+           name says tiles of 128 x 128 and six stages. We did not measure what makes the
+           difference. product_summed loses more, most of it as predicted, because its additions
+           take time. It takes about a sixth longer than library_summed, for which cuBLASLt launches
+           another kernel. library_summed loses less to library than the cost of an addition for
+           every 128 channels predicts, so it may add less often.
 Use when   Use by_rows for speed, if the values along a row are similar in size: it does not wait
            for CUDA cores, and cuBLASLt offers it (`../ch13/fp8_linear_test.py`). summed and
            by_blocks are for accuracy. In Triton they save no time over bf16. In CUDA C++ on an
