@@ -1,8 +1,8 @@
 """Chunked prefill: compute a long prompt in chunks, and let other requests decode in between.
 
 Problem    `running` requests are decoding when a prompt of `chunks` x `chunk` tokens arrives.
-           Compute the prompt, and decode `chunks` tokens of each running request, with a decoder in
-           bf16 (`suites/decoder.py`). `context` tokens of each running request are already in the
+           A decoder in bf16 (`suites/decoder.py`) computes the prompt, and decodes `chunks` tokens
+           of each running request. `context` tokens of each running request are already in the
            cache. The logits after the prompt, and all decoded tokens with their scores, are
            compared.
 Baseline   whole: the whole prompt is one call of the decoder. Then the running requests make
@@ -10,10 +10,9 @@ Baseline   whole: the whole prompt is one call of the decoder. Then the running 
 Optimized  chunked: changes whole. The prompt is computed in chunks, and the running requests make a
            step after each chunk. So each of their tokens waits for only one chunk. The steps delay
            the first token of the new request.
-           mixed: changes chunked. The tokens of a chunk and those of the step are one call of the
-           decoder (Sarathi-Serve, OSDI 2024). Each linear layer multiplies all of them as rows of
-           one matrix, so the weights are read once for both. Only attention handles them
-           separately.
+           mixed: changes chunked. One call of the decoder computes a chunk and a step together
+           (Sarathi-Serve, OSDI 2024). Each linear layer multiplies all of them as rows of one
+           matrix, so the weights are read once for both. Only attention handles them separately.
 Bound      Tensor cores limit the prompt. DRAM limits the steps of whole and chunked: a step reads
            all weights and the whole cache of each row, and does little arithmetic. mixed adds the
            rows of a step to products that already have hundreds of rows. So a step's rows cost
@@ -31,7 +30,7 @@ Use when   Long prompts arrive while other requests decode, and users are promis
            between tokens. The longest wait is one call with a chunk, so smaller chunks shorten the
            wait. Keep the chunk long enough to fill the tensor cores, a few hundred tokens on a
            large GPU. This page judges the total time of all calls. It does not judge the longest
-           wait: when that wait ends, whole and mixed have done different work.
+           wait, because whole and mixed have done different amounts of work when that wait ends.
 """
 
 import pytest
@@ -68,7 +67,7 @@ def reference(model, prompt, last, chunk):
 
 
 class Rows:
-    """A cache: the prompt is in its last row, and running requests are in all other rows."""
+    """A cache with the prompt in its last row, and the running requests in all other rows."""
 
     def __init__(self, model):
         config, (running, length) = model.config, model.before.shape
@@ -97,7 +96,7 @@ class Rows:
 
 
 class Mixture:
-    """A cache for mixed calls: the tokens of a chunk come first, then one per running request.
+    """A cache for calls that take a chunk's tokens first, then one token per running request.
 
     Attributes:
         start: the position of the chunk's first token.
@@ -206,7 +205,7 @@ def chunked_cost(layers, width, running, context, chunk, chunks):
 
 def mixed_cost(layers, width, running, context, chunk, chunks):
     config = size_of(layers, width, running, context, chunk, chunks)
-    # Beyond a plain call, a layer has one more attention, 2 more writes to the cache, and a copy
+    # Compared with a plain call, each layer adds one attention, 2 writes to the cache, and a copy
     # that joins the outputs. A call computes positions and a mask twice, joins tokens and
     # positions, and finds the best token.
     kernels, rows = kernels_of(config) + 4 * config.layers + 10, running * config.length

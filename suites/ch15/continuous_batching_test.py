@@ -6,8 +6,8 @@ Problem    Serve `requests` requests with a decoder in bf16 (`suites/decoder.py`
            a few are long. The lengths are given, so no side checks on the host whether an answer
            has ended. A request starts only when a row is free. Decoding is greedy. All tokens and
            their scores are compared.
-Baseline   static: `slots` requests start together, and their prompts are one call of the decoder.
-           The next group starts when the longest answer of the group has ended.
+Baseline   static: `slots` requests start together, and one call of the decoder computes their
+           prompts. The next group starts when the longest answer of the group has ended.
 Optimized  continuous: changes static. A row starts the next request as soon as the row's answer has
            ended (Orca, OSDI 2022). Both sides run the same loop. Only the schedule differs.
            captured: changes continuous. The step is a CUDA graph. A step always computes all rows,
@@ -17,8 +17,8 @@ Bound      The host's launches limit static and continuous. A step takes the sam
            alone. captured is limited by DRAM: each step reads all weights and all rows of the
            cache, whether they hold a request or not. The prompts are limited by launches as before.
 Seen       On an H100 machine, static and continuous take almost three times as long as predicted.
-           The costs count bare launches, and the eager decoder's Python takes longer than that.
-           continuous gains somewhat more than predicted. captured is not recorded yet.
+           The costs count only the launches, but the eager decoder also spends time in Python.
+           continuous gains somewhat more over static than predicted. captured is not recorded yet.
 Use when   Answers differ in length and nobody knows how long they will be. The gain is about the
            ratio of a group's longest answer to the average answer. There is no gain if all answers
            are equally long. A graph of the step would help static as well. A new request's prompt
@@ -253,7 +253,7 @@ class TestBadInput:
         prompts = torch.randint(model.config.vocabulary, (2, 4))
         fresh, used = Batch(model, 1), Batch(model, 1)
         used.admit(prompts[:1], 0)
-        for _ in range(5):  # then its user hangs up
+        for _ in range(5):  # then its user disconnects
             used.advance()
         for batch in (fresh, used):
             batch.admit(prompts[1:], 0)

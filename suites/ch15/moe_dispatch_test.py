@@ -1,14 +1,15 @@
 """MoE dispatch: sort the tokens by expert, and compute all experts in one product.
 
-Problem    A layer of experts in inference, in bf16. Each of `tokens` tokens goes to 2 of `experts`
-           experts, which are SwiGLU MLPs. The two experts and their shares are inputs, as if a
-           router had chosen them. Some experts are more popular: the probability of an expert falls
-           with its number, and the first is 4 times as likely as the last. Return the weighted sum
-           for each token.
+Problem    Compute a mixture-of-experts layer for inference, in bf16. Each of `tokens` tokens goes
+           to 2 of `experts` experts, which are SwiGLU MLPs. The two experts of a token and their
+           shares (their weights in the sum) are inputs, as if a router had chosen them. Some
+           experts are more popular: the probability of an expert falls with its number, and the
+           first is 4 times as likely as the last. Return the weighted sum for each token.
 Baseline   masked: for each expert, find its tokens, gather them, compute the MLP, and add to the
            result. Early models in public libraries did the same.
-           grouped: the baseline of fused, and a variant of masked. It is described below.
-Optimized  sorted_slices: changes masked. Pairs of token and expert are sorted by expert once. Each
+           grouped: the baseline of fused in the second test, and a variant of masked in the first
+           test. It is described below.
+Optimized  sorted_slices: changes masked. The (token, expert) pairs are sorted by expert once. Each
            expert then computes one slice of the pairs. The host reads the ends of all slices at
            once.
            grouped: changes sorted_slices. `grouped_mm` computes all experts in two products and
@@ -19,16 +20,16 @@ Optimized  sorted_slices: changes masked. Pairs of token and expert are sorted b
            products are never written to memory. The results stay in fp32 until a token's two
            results are added.
 Bound      The host's launches and its waits for the GPU limit masked and sorted_slices. grouped and
-           fused read each expert's weights for little arithmetic, so DRAM limits them in a graph.
-           The first test uses no graph. There, the host takes longer to launch grouped than the GPU
-           takes to run it.
+           fused do little arithmetic with each weight that they read, so DRAM limits them when they
+           run in a CUDA graph. The first test uses no graph, and there the host takes longer to
+           launch grouped than the GPU takes to run it.
 Seen       First test, on an H100: masked takes twice as long in one row of the results as in the
-           other, so host times are rough. grouped takes longer than its launches predict. The rate
-           `launch` was measured with an addition. The host probably takes longer to launch a sort
-           and a grouped product. Second test, in a graph: grouped and fused take about one and a
-           half times the predicted time. For the kernels that sort and gather, the costs count only
-           the start. They also assume that the products read weights at the DRAM rate. We did not
-           measure which assumption is wrong.
+           other, so host times are rough. grouped takes longer than predicted from its launches.
+           The predicted time of a launch was measured with an addition, and the host probably takes
+           longer to launch a sort or a grouped product. Second test, in a graph: grouped and fused
+           take about one and a half times the predicted time. For the kernels that sort and gather,
+           the costs count only the start. They also assume that the products read weights at the
+           DRAM rate. We did not measure which assumption is wrong.
 Use when   A mixture of experts serves requests. grouped needs no kernel of your own. Serving
            engines use kernels like fused. It saves the traffic of sorted tokens and some launches,
            which matters when there are few tokens per expert. Two pages of chapter 13 are related:
@@ -48,7 +49,7 @@ from suites.rounding import to_even
 
 CHOSEN = 2
 POPULAR = 4.0
-"""How much more likely the first expert is than the last one."""
+"""The first expert is this many times as likely to be chosen as the last one."""
 BLOCK = 16  # tokens of one expert per program: the rows of one tensor-core product
 
 
@@ -226,7 +227,7 @@ def fused(weights, x, chosen, shares):
     parts = torch.empty(pairs, width, device=x.device)
     # An upper bound on the tiles, because the host does not know how many each expert fills.
     tiles = triton.cdiv(pairs, BLOCK) + min(experts, pairs)
-    # Triton 3.9's interpreter takes bf16 for integers. In fp32, the products are the same.
+    # Triton 3.9's interpreter treats bf16 as integers. In fp32, the products are the same.
     kind = {"PRODUCT": tl.bfloat16 if x.is_cuda else tl.float32, "N": 64, "K": 64}
     kind |= {"EXPERTS": experts, "PADDED": triton.next_power_of_2(experts), "BLOCK": BLOCK}
     up_kernel[triton.cdiv(hidden, 64), tiles](
@@ -297,7 +298,7 @@ judged = functools.partial(
     reference=reference,
     sizes=[{"tokens": 256, "width": 2048, "hidden": 1024, "experts": 32}],
     check_sizes=[
-        {"tokens": 21, "width": 72, "hidden": 40, "experts": 3},  # the first fills two tiles
+        {"tokens": 21, "width": 72, "hidden": 40, "experts": 3},  # expert 0 fills two tiles
         {"tokens": 2, "width": 64, "hidden": 24, "experts": 6},  # some have no token
     ],
     work=work,

@@ -14,9 +14,9 @@ Optimized  triton_rows: changes masked. Each program of a Triton kernel computes
            (PagedAttention, arXiv:2309.06180). The same kernel looks up each page's number in a
            table.
 Bound      DRAM. masked and triton_rows read all rows to their ends. bounded and paged read only the
-           tokens that exist. For a page of thousands of numbers, paged loads only one more number
-           from the table. All sides also read the weights and start many small kernels, so the
-           total gains less than attention alone.
+           tokens that exist. For each page of thousands of numbers, paged loads only one additional
+           number from the table. All sides also read the weights and start many small kernels, so
+           the speedup of the whole step is smaller than the speedup of attention.
 Use when   Requests have different lengths. Stopping at the last token saves time, and a kernel
            over contiguous rows can do that as well. Pages save memory: a request takes what it
            needs, 64 tokens at a time, so more requests fit on the GPU. Many requests can share the

@@ -6,7 +6,7 @@ Problem    Compute `requests` prompts with a decoder in bf16 (`suites/decoder.py
            real server finds it by comparing hashes of token blocks. An earlier request had the same
            prefix, and its keys and values are part of the state of all sides. After a call, the
            cache has a row for each prompt. Each row then computes one more token, which reads the
-           whole row. Its logits are compared too.
+           whole row. The logits of this token are compared too.
 Baseline   recomputed: all prompts are computed in full, as one batch.
 Optimized  copied: changes recomputed. The prefix is computed in one row, and its keys and values
            are copied to the other rows. Then the suffixes are computed as one batch. Nothing comes
@@ -16,8 +16,8 @@ Optimized  copied: changes recomputed. The prefix is computed in one row, and it
 Bound      Tensor cores limit recomputed. The other sides compute few tokens. The starts of many
            small kernels and two passes over the weights take a large part of their time.
 Use when   Many requests begin with the same instructions, documents or turns of a conversation. The
-           time to the first token improves. Later tokens take as long as before. The time improves
-           by less than the number of computed tokens falls, because small batches use the GPU less
+           time to the first token improves. Later tokens take as long as before. The time falls by
+           less than the number of computed tokens does, because small batches use the GPU less
            efficiently. These copies save no memory, because each row holds its own copy of the
            prefix. A paged cache also saves memory: the page tables of all rows can name the same
            pages (`paged_cache_test.py`).

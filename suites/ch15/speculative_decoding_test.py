@@ -3,11 +3,11 @@
 Problem    Generate `steps` greedy tokens for one sequence after a prompt of 8 tokens, with a
            decoder in bf16 (`suites/decoder.py`). The tokens and their scores are compared. The
            draft stands in for a real one: it guesses the right successor of `percent` % of all
-           tokens, chosen at random. An ordinary test measures how many tokens a verification gives.
-           All sides compute the prompt and their steps in CUDA graphs. A second test is a curve
-           over `percent`, from a draft that is never right to one that is always right. Chance
-           decides which guesses are right, so the number of verifications may differ by several
-           percent between two prompts.
+           tokens, chosen at random. A unit test, `TestAcceptance`, measures how many tokens a
+           verification gives. All sides compute the prompt and their steps in CUDA graphs. A second
+           test is a curve over `percent`, from a draft that is never right to one that is always
+           right. Chance decides which guesses are right, so the number of verifications may differ
+           by several percent between two prompts.
 Baseline   greedy: one token per step. The host launches all steps without waiting for the GPU.
 Optimized  speculative: changes greedy. The draft, a table of successors, guesses `drafted` tokens.
            One call of the decoder computes the last token and all guesses. All guesses before the
@@ -33,7 +33,7 @@ Use when   Few sequences are decoded at a time, and guesses are often right: cod
            prompt, answers of a fixed form. The table of successors stands for any draft that costs
            almost nothing, such as n-grams of the prompt. With a large batch, tensor cores are busy,
            so a rejected guess costs as much as an accepted one. Measure the acceptance rate on your
-           own text. The curve shows the share of right guesses from which speculation pays. A
+           own text. The curve shows how many guesses must be right before speculation pays. A
            server that sends each token immediately waits as often as speculative does.
 """
 
@@ -48,7 +48,7 @@ from suites.serving import best, config_of, continued, forward_cost, kernels_of,
 
 PROMPT = 8
 NARROWER = 4
-"""How many times wider the decoder is than the draft model."""
+"""The decoder is this many times as wide as the draft model."""
 
 
 def size_of(layers, width, steps, drafted, percent):

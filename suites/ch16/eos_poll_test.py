@@ -7,8 +7,8 @@ Problem    Decode answers to `rows` prompts of 8 tokens, together and greedily, 
            host cannot know the number in advance. Decoding ends when all answers have ended. The
            tokens and their scores are compared. After an answer's end, every side writes -1 and a
            score of 0. All sides compute the prompts and the steps in CUDA graphs.
-Baseline   every_step: `.item()` after each step. The GPU idles until the host has read the flag and
-           launched the next step.
+Baseline   every_step: the host calls `.item()` after each step. The GPU idles until the host has
+           read the flag and launched the next step.
 Optimized  every_eighth: changes every_step. The host checks after every 8 steps. Up to 7 extra
            steps run, and they change nothing.
            one_behind: changes every_step. After each step, the flag is copied to pinned memory and
@@ -20,7 +20,8 @@ Bound      DRAM and the starts of kernels in the graph limit the steps. every_st
 Seen       On an H100, all sides take about twice as long as predicted. The costs count each small
            kernel as its start, and it probably takes longer. So a wait is a smaller share of a step
            than predicted. The gain of both variants is smaller than the confidence interval, even
-           with a model of one layer. So they claim only that they are not slower.
+           with a model of one layer. So each variant claims only that it is not slower than
+           every_step.
 Use when   A loop decodes until an end token, and its steps are CUDA graphs. Expect little: the
            model of this page is tiny, and even its steps take many times as long as a wait. With a
            large model, the wait is an even smaller share of a step. If the host launches each
@@ -39,7 +40,7 @@ from suites.serving import best, config_of, continued, forward_cost, kernels_of,
 
 PROMPT, RARELY = 8, 8
 NOTHING = -1
-"""What is written after the end of an answer."""
+"""The token that is written after the end of an answer."""
 
 
 def size_of(layers, width, rows, period, limit):

@@ -3,8 +3,8 @@
 Problem    y = W x for one token of a decode step. x, W (n, k) and y are bf16. The weights are the
            page's state.
 Baseline   library: `torch.nn.functional.linear`, which calls cuBLAS.
-Optimized  bf16: a CUDA C++ kernel. A warp computes four rows, and sums in fp32. It shows the effect
-           of the kernel without smaller weights.
+Optimized  bf16: a CUDA C++ kernel. A warp computes four rows, and sums in fp32. It shows what the
+           kernel alone gains, before the weights get smaller.
            int8: changes bf16. One byte per weight, and one scale per row of W. The weights are
            quantized once, before the timed part. A byte becomes a float by bit operations and a
            subtraction.
@@ -17,15 +17,15 @@ Bound      DRAM for bf16 and int8. int4 reads half the bytes of int8 and spends 
            int4 about equally. `weight_only_test.py` in chapter 13 solves the same problem with
            tensor cores, whose products always have 16 rows. There, a weight takes more
            instructions.
-Seen       On an H100, int4 takes longer than its loads alone or its instructions alone, but less
-           than their sum. A warp loads its weights and then converts them, so loads and conversions
-           overlap only across warps. The kernel uses 80 registers, so an SM holds three blocks. 896
-           blocks are not a whole number of waves on 132 SMs, and in the last wave many SMs have
-           less to overlap. We did not measure each of these effects.
-Use when   One sequence is decoded at a time. Every further row of x adds multiplications on the
-           CUDA cores, so with a few rows tensor cores are faster. 4-bit weights cost accuracy. This
-           page has random weights, so it cannot show the loss (see `outliers_test.py` in chapter
-           19).
+Seen       On an H100, int4 takes longer than its loads alone or its instructions alone would take,
+           but less than the sum of both. A warp loads its weights and then converts them, so loads
+           and conversions overlap only across warps. The kernel uses 80 registers, so an SM holds
+           three blocks. 896 blocks are not a whole number of waves on 132 SMs, and in the last wave
+           many SMs have less to overlap. We did not measure each of these effects.
+Use when   One sequence is decoded at a time. Each additional row of x adds multiplications on the
+           CUDA cores, so tensor cores are faster from a few rows on. 4-bit weights cost accuracy.
+           This page has random weights, so it cannot show the loss (see `outliers_test.py` in
+           chapter 19).
 """
 
 import torch

@@ -14,20 +14,20 @@ Optimized  padded: changes eager_prefill. One graph computes `longest` tokens, a
            and so on. A prompt is padded to the next size.
            piecewise: changes bucketed. Attention is not part of the graphs. It is launched with the
            true length of the prompt. All work between the attention of two layers is one graph.
-Bound      The host for eager_prefill, which launches more than a hundred kernels for each prompt.
-           The GPU limits padded: it always computes `longest` tokens. bucketed computes less than
-           twice the tokens of a prompt, but at least `smallest`. Even the smallest graph takes the
-           time to read the weights and to start the kernels. piecewise launches a graph and four
-           kernels per layer.
+Bound      The host limits eager_prefill, because it launches more than a hundred kernels per
+           prompt. The GPU limits padded: it always computes `longest` tokens. bucketed computes
+           less than twice the tokens of a prompt, but at least `smallest`. Even the smallest graph
+           must read all weights and start all kernels. piecewise launches a graph and four kernels
+           per layer.
 Seen       On an H100, all sides take longer than predicted. The rate of a launch was measured with
            an addition, not with products, and the costs count each small kernel of a graph as its
            start. The time of eager_prefill differs by a third between the recorded results.
            piecewise is not recorded yet.
 Use when   Prompts are short, or come in chunks of limited size, and the model is so small that its
            launches take longer than its work. With long prompts, launches overlap with the work on
-           the GPU, so padding only adds work. Each bucket takes a capture and memory, so use few
-           buckets. Capture in pieces if attention cannot be captured, for example because its
-           library plans on the host.
+           the GPU, so padding only adds work. Each bucket needs its own capture and its own memory,
+           so use few buckets. Capture in pieces if attention cannot be captured, for example
+           because its library plans on the host.
 """
 
 import functools
@@ -118,7 +118,7 @@ class Server:
 
 
 class Whole:
-    """The computation of up to `size` tokens of a prompt, as one graph."""
+    """One graph that computes up to `size` tokens of a prompt."""
 
     def __init__(self, server, size):
         self.model, self.cache, device = server.model, server.cache, server.token.device
@@ -140,7 +140,7 @@ class Whole:
 
 
 class Pieces(Whole):
-    """The computation of up to `size` tokens as graphs, between which attention is launched.
+    """Graphs that compute up to `size` tokens. Attention is launched between the graphs.
 
     Attributes:
         streams: the residual stream before each layer. A replay overwrites it.
@@ -161,7 +161,7 @@ class Pieces(Whole):
         self.pieces = [capture(functools.partial(self.piece, number)) for number in numbers]
 
     def piece(self, number):
-        """Compute all work between the attention of layers `number - 1` and `number`."""
+        """Do all work between the attention of layers `number - 1` and `number`."""
         model = self.model
         if number == 0:
             at = torch.arange(self.tokens.shape[1], device=self.tokens.device)[None]

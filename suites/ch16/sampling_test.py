@@ -1,9 +1,9 @@
 """Sampling: choose from the best few tokens, and sort nothing else.
 
 Problem    Sample a token for each of `rows` sequences from `vocabulary` fp32 logits, with
-           temperature 0.8, top-k 50 and a top-p that differs per row. Top-p keeps as few of the
-           best tokens as it takes to reach the probability p among the top k. The Gumbel noise is
-           an input. The token with the largest sum of scaled logit and noise wins, which amounts to
+           temperature 0.8, top-k 50 and a top-p that differs per row. Top-p takes the best of the
+           top k tokens, one by one, until their probabilities add up to p. The Gumbel noise is an
+           input. The token with the largest sum of scaled logit and noise wins, which amounts to
            sampling from the softmax. The inputs are drawn such that rounding cannot change the kept
            tokens or the winner. But keeping one token too many or too few changes the winner. All
            tokens are compared exactly.
@@ -12,9 +12,9 @@ Optimized  top_k_first: changes sort_all. `torch.topk` gives the best 50 tokens 
            operations use only these 50.
            fused: changes top_k_first. After `topk`, one Triton kernel does all the work, with one
            program per row.
-Bound      Sorting for sort_all: a sort moves all numbers and their indices several times. DRAM or
-           the L2 for the other sides, which read all logits a few times to find the best 50. The
-           small kernels after that take about as long as their starts.
+Bound      Sorting limits sort_all: a sort moves all numbers and their indices several times. DRAM
+           or the L2 limits the other sides, which read all logits a few times to find the best 50.
+           The small kernels after that take about as long as their starts.
 Seen       On an H100, all sides take about twice as long as predicted. sort_all: `softmax` and
            `cumsum` give each row to one block, so 64 blocks work and the other SMs are idle. The
            cost counts these operations as passes at the copy rate. A radix sort also ranks its keys
@@ -37,7 +37,7 @@ from pytest_aisp import Cost, Variant, Work, compare
 
 TEMPERATURE, KEPT = 0.8, 50
 GAP = 0.01
-"""How far the winner leads, so rounding cannot change the winner."""
+"""The smallest lead of the winner, large enough that rounding cannot change the winner."""
 
 
 @triton.jit
@@ -81,7 +81,8 @@ def inputs(device, rows, vocabulary):
     noise = gumbel(rows, vocabulary, device=device)
     tokens, values = best_of(logits, KEPT + 1)
     sums = values[:, :KEPT].softmax(1).cumsum(1)
-    # Halfway between two cumulative probabilities, so rounding cannot change how many are kept.
+    # `top_p` is halfway between two cumulative probabilities, so rounding changes no count of
+    # tokens.
     last = torch.randint(1, KEPT, (rows, 1), device=device)  # the place of the last kept token
     top_p = (sums.gather(1, last - 1) + sums.gather(1, last)) / 2
     # In half of the rows, the last kept token wins. In the others, any kept token may win. The
@@ -172,8 +173,8 @@ def top_k_cost(rows, vocabulary, kernels):
     """Return the cost of `topk` and of `kernels` small kernels after it.
 
     `topk` selects digit by digit: it reads all logits once for each of four digits, and once more
-    to gather the best. Since torch 2.10, each digit takes three kernels. Before them, one kernel
-    and two fills of memory run. After them, seven kernels add up block counts, gather and sort.
+    to gather the best. It starts with one kernel and two fills of memory. Since torch 2.10, each
+    digit then takes three kernels. Finally, seven kernels add up block counts, gather and sort.
     """
     read = 5 * 4 * rows * vocabulary
     return Cost(read=read, write=12 * rows * KEPT, launches=22) + Cost(launches=kernels)

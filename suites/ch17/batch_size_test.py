@@ -5,22 +5,22 @@ Problem    Decode 8 tokens of each of `rows` sequences with a decoder in bf16 (`
            positions. Return the logits of all tokens. The page is a curve over `rows`.
 Baseline   alone: one sequence after another. A step is a CUDA graph.
 Optimized  batched: changes alone. One step advances all sequences. Every sequence now waits for the
-           others. The time between two of its tokens is the time of the call divided by 8.
+           others. The time between two tokens of a sequence is the time of the call divided by 8.
 Bound      DRAM. A step reads all weights once, for one sequence or for many. It also reads the
            whole cache of each of its sequences, because a captured step has fixed shapes: a mask
-           hides the positions behind the present one. So the time between two tokens is the time to
+           hides the positions after the current one. So the time between two tokens is the time to
            read the weights and `rows` caches. The cost of a token is the time to read one cache and
-           its share of the weights. So it hardly falls once reading the caches takes longer than
-           reading the weights. With few sequences and two layers, the starts of a step's many small
-           kernels take even longer than the reads.
-Seen       On an H100, both sides take one and a half times as long as predicted or a little more,
-           at every number of sequences. So their ratio is as predicted. For each small kernel, the
-           costs count only the start. A kernel probably takes somewhat longer, because it waits for
-           its first bytes and has work for only a few SMs. `prefill_decode_test.py` shows the same.
-           With 64 and 256 sequences, reading the caches should take longer than all starts, and
-           batched still takes half longer. We did not time its attention alone. With 1 sequence,
-           both sides are the same and nothing is gained. With 16, batched also needs less than a
-           tenth of the energy.
+           a share of the weights. So this cost hardly falls once reading the caches takes longer
+           than reading the weights. With few sequences and two layers, the starts of a step's many
+           small kernels take even longer than the reads.
+Seen       On an H100, both sides take one and a half times as long as predicted, or slightly
+           longer, at every number of sequences. So their ratio is as predicted. For each small
+           kernel, the costs count only the start. A kernel probably takes somewhat longer, because
+           it waits for its first bytes and has work for only a few SMs. `prefill_decode_test.py`
+           shows the same effect. With 64 and 256 sequences, reading the caches should take longer
+           than all kernel starts. But batched still takes one and a half times as long as
+           predicted. We did not time its attention alone. With 1 sequence, both sides are the same
+           and nothing is gained. With 16, batched also needs less than a tenth of the energy.
 Use when   A server has an objective for the time between tokens. The largest batch that meets it is
            the cheapest, and the curve shows where larger batches stop paying. If even a step with
            one sequence takes longer than the objective, no batch size helps. Use smaller weights, a

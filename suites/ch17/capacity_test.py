@@ -170,7 +170,7 @@ def grouped_cost(tokens, experts, width, hidden, factor):
 
 
 def work(tokens, experts, width, hidden, factor):
-    # A draw may keep a few tokens fewer than the expected number.
+    # A draw may keep slightly fewer tokens than the expected number.
     rows = 0.95 * kept_of(tokens, experts, factor)
     return Work(
         read=2 * (tokens * width + 3 * experts * width * hidden) * 0.95,

@@ -13,14 +13,15 @@ Optimized  cascade: changes large. A linear model, fitted to easy inputs, labels
            first layer of the large network. If this head is not sure of an input, the other layers
            continue from the first layer's output. early_exit multiplies more than cascade, because
            the first layer computes every input.
-Bound      Tensor cores. large multiplies every input by all its matrices, and cascade only the hard
-           inputs. The second largest part is the wait for the number of hard inputs.
-Seen       On an H100, large takes as long as predicted, and early_exit a third longer. We did not
-           time its parts alone. cascade is not recorded yet. The plugin refused it, because it was
-           much faster on inputs that it had seen before than on slightly altered ones. That is the
-           sign of a side that remembers answers, but cascade keeps none. On the altered inputs it
-           took about as long as large. So its linear model was probably unsure of them, and the
-           large network labelled most of them.
+Bound      Tensor cores. The large network multiplies each input by all its matrices. large does
+           this for all inputs, and cascade only for the hard inputs. The second largest part is the
+           wait for the number of hard inputs.
+Seen       On an H100, large takes as long as predicted, and early_exit takes a third longer than
+           predicted. We did not time the parts of early_exit alone. cascade is not recorded yet.
+           The plugin refused it, because it was much faster on inputs that it had seen before than
+           on slightly altered ones. That is the sign of a side that remembers answers, but cascade
+           keeps none. On the altered inputs it took about as long as large. So its linear model was
+           probably unsure of them, and the large network labelled most of them.
 Use when   Most inputs are easy, and the small model's scores show when it is not sure. Measure the
            accuracy at your threshold, because a wrong label costs more than the time it saves.
            `TestAccuracy` shows that labels are wrong without a threshold. An early exit needs no
@@ -37,7 +38,7 @@ from pytest_aisp import Cost, Work, compare
 HARD, SURE = 0.2, 0.5
 TRAINING = 2  # training inputs per input feature of a head
 NOISE = 0.2  # norm of the noise, relative to the norm of a prototype
-GAIN = 1.5  # of a random layer, so that tanh is not linear
+GAIN = 1.5  # gain of a random layer, so that tanh is not linear
 
 
 def drawn(device, rows, classes, dimensions, hard):

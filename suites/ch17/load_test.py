@@ -16,21 +16,21 @@ Optimized  continuous: changes static. A request starts as soon as it has arrive
            Its whole prompt is computed in one call, and all decoding rows wait for it.
            chunked: changes continuous. Prompts are computed in chunks, one prompt after another.
            After each chunk, all decoding rows make a step. The total time is longer. But no token
-           waits for more than one chunk, so the limit on the time between tokens (ITL) does not
-           depend on the length of prompts. Serving engines put a chunk and a step into one call,
-           which saves one pass over the weights: `mixed` of `chunked_prefill_test.py` in chapter
-           15.
+           waits for more than one chunk, so the longest time between tokens (ITL) does not depend
+           on the length of prompts. Serving engines put a chunk and a step into one call, which
+           saves one pass over the weights: `mixed` of `chunked_prefill_test.py` in chapter 15.
 Bound      The arrivals, while a side keeps up with them. All sides then take about the same time.
            Above a side's capacity, requests wait in line, and a call takes `requests` divided by
            the capacity. A step is a CUDA graph in all sides, limited by DRAM and by the starts of
-           its kernels. The capacity is limited by the number of steps, and by the prompts, whose
-           launches the host makes. static makes more steps, and fewer calls for prompts. The curve
-           bends where static reaches its capacity.
+           its kernels. The capacity is limited by the number of steps, and by the host's launches
+           for the prompts. static makes more steps, and fewer calls for prompts. The curve bends
+           where static reaches its capacity.
 Seen       On an H100 machine, both sides had reached their capacity at 400 requests a second:
-           static about 190, continuous almost 230. The costs predict twice as many, because they do
-           not count the Python of the prompts' launches. continuous gains most near the capacity of
-           static. The largest load is not recorded yet. The costs do not count the waits for
-           arrivals. So a side that keeps up with its load takes longer than predicted.
+           static serves about 190, and continuous almost 230. The costs predict twice as many,
+           because they do not count the Python code that launches the prompts. continuous gains
+           most near the capacity of static. The largest load is not recorded yet. The costs do not
+           count the waits for arrivals. So a side that keeps up with its load takes longer than
+           predicted.
 Use when   A server has objectives for the time to the first token (TTFT) and between tokens. Above
            the capacity, the line grows, so no TTFT objective can be met for long. Below the
            capacity, chunks bound the time between tokens: `chunked` gives up some capacity for

@@ -3,24 +3,25 @@
 Problem    Compute the logits of all `tokens` tokens of one sequence with a decoder in bf16
            (`suites/decoder.py`). The tokens are inputs, so nothing is generated. The page is a
            curve over `tokens`.
-Baseline   decode: one token after another, as in generating. A step is a CUDA graph. It attends to
-           the whole cache, and a mask hides the later positions.
+Baseline   decode: one token after another, as when text is generated. A step is a CUDA graph. It
+           attends to the whole cache, and a mask hides the later positions.
 Optimized  prefill: all tokens in one call, like a prompt. The call is a CUDA graph too. Outputs,
            weights and cache are the same on both sides.
-Bound      A step of decode reads each weight for 2 operations, so DRAM limits it. prefill reads the
-           weights once. Its operations grow with `tokens` until tensor cores are the limit, at the
-           ridge point of the roofline. Count the operations that the tensor cores do while DRAM
-           delivers one weight. The ridge point is at half that number of tokens, because each token
-           does 2 operations with a weight. The starts of the many small kernels add time. With two
-           layers, they take longer than reading the weights.
-Seen       Only 4 tokens are recorded, on an H100. Both sides take more than one and a half times as
-           long as predicted. For each small kernel, the costs count only the start. A kernel
-           probably takes somewhat longer, because it waits for its first bytes and has work for
-           only a few SMs.
+Bound      A step of decode does only 2 operations with each weight that it reads, so DRAM limits
+           it. prefill reads the weights once. Its operations grow with `tokens` until tensor cores
+           are the limit, at the ridge point of the roofline. The ridge point, in tokens, is half
+           the number of operations that the tensor cores do while DRAM delivers one weight, because
+           each token takes 2 operations per weight. The starts of the many small kernels add time.
+           With two layers, they take longer than reading the weights.
+Seen       Only the result with 4 tokens is recorded, on an H100. Both sides take more than one and
+           a half times as long as predicted. For each small kernel, the costs count only the start.
+           A kernel probably takes somewhat longer, because it waits for its first bytes and has
+           work for only a few SMs.
 Use when   You decide how many tokens to compute together. Up to the ridge point, more tokens in a
-           call cost nearly nothing. Prompts are longer than that, but a sequence that generates
-           adds one token per step. So a server batches decodes (`batch_size_test.py`), adds prompt
-           tokens to them, or checks several guessed tokens in one call.
+           call cost nearly nothing. Prompts are usually longer than that, but a sequence that is
+           being generated adds only one token per step. So a server batches decodes
+           (`batch_size_test.py`), adds prompt tokens to them, or checks several guessed tokens in
+           one call.
 """
 
 import torch

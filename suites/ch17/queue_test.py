@@ -1,17 +1,19 @@
 """Queue disciplines: batch prompts of similar length, so that little padding is needed.
 
 Problem    `requests` prompts of 1 to `longest` tokens are waiting. Most of them are short. Compute
-           the last token's state of each prompt with a decoder of `layers` blocks in bf16. A batch
-           is padded to its longest prompt. Attention is causal, so no token sees the padding after
-           it. The host knows all lengths at the start. The results are in the order of arrival.
+           the hidden state of each prompt's last token with a decoder of `layers` blocks in bf16. A
+           batch is padded to its longest prompt. Attention is causal, so no token sees the padding
+           after it. The host knows all lengths at the start. The results are in the order of
+           arrival.
 Baseline   fifo: 16 prompts at a time, in the order of arrival.
 Optimized  by_length: changes fifo. The queue is sorted by length, still 16 prompts at a time.
-           token_budget: changes by_length. A batch ends when its padded tokens would exceed half of
-           16 times `longest`, instead of after 16 prompts. So batches of short prompts are larger.
+           token_budget: changes by_length. A batch has no fixed number of prompts. It ends before
+           its tokens, including padding, exceed half of 16 times `longest`. So batches of short
+           prompts are larger.
 Bound      Tensor cores, which multiply the padding as well. A length is `longest` times the cube of
-           a uniform random number. So the mean is a quarter of `longest`, and the longest of 16 is
-           on average five sixths of it. token_budget saves launches and fills the GPU when prompts
-           are short.
+           a uniform random number. So the mean is a quarter of `longest`, and the longest of 16
+           prompts is on average five sixths of `longest`. token_budget saves launches and fills the
+           GPU when prompts are short.
 Use when   Prompts wait and their lengths are known, as in offline inference or under load. The
            shortest prompts finish first, so the mean wait falls as well. Limit the wait of long
            prompts, because under steady load they may starve. Attention over packed sequences needs

@@ -18,12 +18,13 @@ Bound      With few tokens, the host limits all sides: it launches a few kernels
            looped a few per request. With many tokens, DRAM limits fused. The other sides call
            `topk` of torch, which starts a block of threads for each row. The block finds the fourth
            largest score digit by digit, with barriers in between.
-Seen       On an H100, with many tokens, of_chosen gains nothing over of_all, because `topk` takes
-           nearly all of both times. `topk` takes several times as long as predicted: the cost
-           counts only the starts of its blocks, and not the search. fused takes longer than its
-           bytes predict. It searches a row 4 times for the largest score and its index, and the
-           cost does not count these instructions. The rate `launch` was measured with an addition.
-           With few tokens, the host takes longer than that to call `topk` or a Triton kernel.
+Seen       On an H100, with many tokens, of_chosen gains nothing over of_all, because both spend
+           nearly all their time in `topk`. `topk` takes several times as long as predicted: the
+           cost counts only the starts of its blocks, and not the search. fused takes longer than
+           its bytes predict. It searches a row 4 times for the largest score and its index, and the
+           cost does not count these instructions. The predicted time of a launch was measured with
+           an addition. With few tokens, calling `topk` or a Triton kernel takes the host longer
+           than that.
 Use when   Choose first and normalize the chosen scores. The shares are the same with fewer
            launches, which matters only with few tokens. Write one kernel if the router takes a
            noticeable part of a layer's time. The kernel gains most with many tokens, but with large
@@ -41,7 +42,7 @@ from hypothesis import strategies as st
 from pytest_aisp import Cost, Variant, Work, compare
 
 CHOSEN = 4
-TOKENS = 16  # of a program
+TOKENS = 16  # tokens per program
 
 
 def inputs(device, tokens, experts):
