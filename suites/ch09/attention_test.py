@@ -2,7 +2,7 @@
 
 Problem    Attention without a mask, in bf16, with heads of 64 elements and 256 to 4096 tokens.
            Heads times tokens is the same at each size, so the queries always take 32 MiB. The
-           scores have a standard deviation of 3, as in trained models.
+           scores have a standard deviation of 3, which is typical of trained models.
 Baseline   math: `matmul` computes the scores. Their softmax is computed in fp32 and rounded to
            bf16. A second `matmul` multiplies it by the values.
 Optimized  Each variant calls `scaled_dot_product_attention` and selects one of its kernels.
@@ -13,22 +13,23 @@ Optimized  Each variant calls `scaled_dot_product_attention` and selects one of 
            memory.
            cudnn: changes math. `SDPBackend.CUDNN_ATTENTION`, which on Hopper uses wgmma and TMA.
 Bound      math: DRAM. Each step reads and writes all scores, so its time grows with heads times
-           tokens squared. The variants: tensor cores and exponentials. Both times also grow with
+           tokens squared. The variants: tensor cores and exponentials, whose times also grow with
            heads times tokens squared. With 64 elements per head, the tensor cores do 256 operations
            for each exponential. On an H200, the exponentials alone take almost as long as the
-           products alone, so a fast kernel has to overlap them. The costs assume the full rate of
-           the tensor cores. efficient and flash use `mma.sync`, which does not reach that rate on
-           Hopper (`../ch10/gemm_test.py`).
+           products alone, so a fast kernel has to run both at the same time. The costs assume that
+           the tensor cores run at their full rate. efficient and flash use `mma.sync`, which does
+           not reach the full rate on Hopper (`../ch10/gemm_test.py`).
 Seen       With 1024 tokens on an H100, cudnn takes about the time of its products plus the time of
-           its exponentials, so it overlaps little of them. efficient and flash take longer.
-           efficient takes much longer than the lower rate of `mma.sync` explains. With 4096 tokens
-           on an H200, all sides take longer than predicted, and efficient most of all. With 256
-           tokens, cudnn comes close to DRAM's time. efficient and flash do not. With 256 tokens, a
-           block has few tiles of keys, and probably cannot hide the start and the end of its loop.
-           We did not profile these kernels.
-Use when   Always call `scaled_dot_product_attention`, and let it choose the kernel. Its math
-           backend computes 16-bit inputs in fp32, so it is slower than the baseline of this page. A
-           causal mask, FlexAttention and longer contexts are in `../ch13/long_attention_test.py`.
+           its exponentials, so the two hardly overlap. efficient and flash take longer than cudnn.
+           The lower rate of `mma.sync` explains only part of the extra time of efficient. With 4096
+           tokens on an H200, all sides take longer than predicted, and efficient most of all. With
+           256 tokens, cudnn comes close to the time of its DRAM traffic, but efficient and flash do
+           not. With so few tokens, a block has few tiles of keys, and probably cannot hide the
+           start and the end of its loop. We did not profile these kernels.
+Use when   Always call `scaled_dot_product_attention`, and let it choose the kernel. The math
+           backend of that function computes 16-bit inputs in fp32, so it is slower than the
+           baseline of this page. A causal mask, FlexAttention and longer contexts are in
+           `../ch13/long_attention_test.py`.
 """
 
 import torch

@@ -5,10 +5,10 @@
 // ring: a cluster processes many rows, while bulk copies load the next rows. The blocks wait at the
 //   cluster's barrier once per row.
 // pushed: like ring, but the blocks send their maxima and sums to each other, and wait only for
-//   these.
+//   these values.
 //
-// Exponentials are powers of 2. In those of the gradient, log2(1 / rows) is part of the exponent.
-// So an element of the gradient takes one multiply-add, one exponential and one rounding. Only the
+// Exponentials are powers of 2. For the gradient, log2(1 / rows) is part of the exponent. So an
+// element of the gradient takes one multiply-add, one exponential and one rounding. Only the
 // label's element needs more instructions.
 //
 // Rows begin at multiples of 16 bytes, which are 8 logits.

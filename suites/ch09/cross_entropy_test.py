@@ -1,12 +1,13 @@
 """Cross entropy: loss and gradient in one kernel, and logits computed in chunks to save memory.
 
 Problem    Mean cross entropy of bf16 logits and its gradient, computed in fp32. test_cross_entropy
-           measures 1024 to 262144 classes. test_linear_cross_entropy starts one layer earlier, from
-           the hidden states and the weight of the last layer, and returns the gradients of both.
-           Labels are class numbers, and no label is ignored.
-Baseline   eager: `cross_entropy` of the logits in fp32, and autograd.
-           whole: multiplies the hidden states by the weight, computes the loss like eager, and gets
-           all gradients from autograd.
+           measures 1024 to 262144 classes. test_linear_cross_entropy starts one layer earlier: its
+           inputs are the hidden states and the weight of the last layer, and it also returns the
+           gradients of both. Labels are class numbers, and no label is ignored.
+Baseline   eager: converts the logits to fp32, calls `cross_entropy`, and gets the gradient from
+           autograd.
+           whole: multiplies the hidden states by the weight, computes the loss in the same way as
+           eager, and gets all gradients from autograd.
 Optimized  compiled: changes eager. `torch.compile` compiles the formulas of the softmax, the loss
            and the gradient.
            two_kernels: changes eager. A Triton kernel computes each row's loss and log-sum-exp in
@@ -16,63 +17,64 @@ Optimized  compiled: changes eager. `torch.compile` compiles the formulas of the
            writes its gradient.
            clustered: changes one_kernel. In CUDA C++, the blocks of a cluster share a row and keep
            it in their shared memory. The blocks exchange their maxima and sums once. This kernel
-           runs for 16384 or more classes, and their number must be a multiple of 8. A row of 16384
-           classes fits in one block.
+           runs for 16384 or more classes, and the number of classes must be a multiple of 8. A row
+           of 16384 classes fits in one block.
            ring: changes clustered. The clusters are persistent: each processes many rows, while
-           bulk copies load the next rows, as in rms_norm_test.py. Only one block fits on an SM. It
-           has 1024 threads, and its parts of two rows in shared memory. This kernel runs for more
-           than 32768 and up to 262144 classes.
+           bulk copies load the next rows, as in rms_norm_test.py. Only one block fits on an SM. A
+           block has 1024 threads, and keeps its parts of two rows in shared memory. This kernel
+           runs for more than 32768 and up to 262144 classes.
            pushed: changes ring. The blocks send their maxima and sums to each other with st.async,
-           and wait only for these values. In ring they use ordinary stores, and then all wait at
-           the cluster's barrier.
+           and wait only for these values. In ring, the blocks use ordinary stores, and then all
+           blocks wait at the cluster's barrier.
            chunked: changes whole. The rows are processed in eight chunks, one after another. Each
            chunk computes its logits, its loss and its gradients. The gradient of the weight is
            summed in bf16.
            fused_chunks: changes chunked. The kernel of one_kernel computes each chunk's loss, and
-           overwrites the logits with their gradient.
+           overwrites the chunk's logits with their gradient.
            linear_library: `torch.nn.functional.linear_cross_entropy` with its default chunks. It
            returns the loss in bf16.
-Bound      test_cross_entropy: DRAM, or the issue of instructions. eager makes ten passes over the
-           logits, most of them in fp32. torch's log softmax and its backward also read long rows
-           more than once. The Triton kernels read each logit twice and write its gradient. The CUDA
-           C++ kernels read each logit once. In one_kernel, the second read comes from the L2 if the
-           rows of all running programs fit in the L2 together. In that case, issuing the
-           instructions takes longer than the DRAM traffic. The machine code of one_kernel for sm_90
-           has about 40 instructions per logit, most of them for exponentials and for rounding to
-           bf16. If a row is a single step of the loop, it has 60. The machine code of clustered has
-           13 instructions per logit. It rounds with one instruction, flushes denormal numbers, and
-           computes two exponentials per logit instead of three. They are powers of 2, so each takes
+Bound      test_cross_entropy: DRAM, or the rate at which the SMs issue instructions. eager makes
+           ten passes over the logits, most of them in fp32. torch's log softmax and its backward
+           also read long rows more than once. The Triton kernels read each logit twice and write
+           its gradient. The CUDA C++ kernels read each logit once. In one_kernel, the second read
+           comes from the L2 if the rows of all running programs fit in the L2 together. In that
+           case, issuing the instructions takes longer than the DRAM traffic. The machine code of
+           one_kernel for sm_90 has about 40 instructions per logit, most of them for exponentials
+           and for rounding to bf16. If a row takes only one step of the loop, there are about 60
+           instructions per logit. The machine code of clustered has 13 instructions per logit.
+           clustered rounds with one instruction, flushes denormal numbers, and computes two
+           exponentials per logit instead of three. The exponentials are powers of 2, so each takes
            one multiply-add and one SFU instruction. The gradient's factor 1 / rows is added to the
            exponent as a logarithm. Only the thread that holds the label's logit subtracts the 1 of
-           the gradient's formula. With 16384 classes, clustered has one block per row. So it
-           differs from one_kernel only in these instructions and in its second read, which comes
-           from shared memory instead of the L2. The costs do not include the time that blocks wait
-           for each other, which is explained in rms_norm_test.py.
-           test_linear_cross_entropy: the tensor cores. All sides compute the same three products.
-           In whole, the passes over the fp32 logits add three quarters of the products' time. The
-           goal of this test is memory: whole keeps fp32 copies of the logits and their gradients.
-           The page claims that chunks save memory, not time. The products of a chunk are smaller,
-           so they fill the GPU less evenly. Each chunk also reads and writes the gradient of the
-           weight.
+           the gradient's formula. With 16384 classes, clustered has one block per row. So clustered
+           differs from one_kernel in only two ways: it has fewer instructions, and its second read
+           comes from shared memory instead of the L2. The costs do not include the time that blocks
+           wait for each other. rms_norm_test.py explains these waits. test_linear_cross_entropy:
+           the tensor cores. All sides compute the same three products. In whole, the passes over
+           the fp32 logits add three quarters of the products' time. The goal of this test is
+           memory: whole keeps fp32 copies of the logits and their gradients. The page claims that
+           chunks save memory, not time. The products of a chunk are smaller, so they fill the GPU
+           less evenly. Each chunk also reads and writes the gradient of the weight.
 Seen       On an H100, eager takes a quarter longer than predicted with 1024 classes, and almost a
            fifth longer with 16384. torch sums the losses of all rows in a single block. With 1024
-           classes this may explain a part of the extra time. With 16384 classes there are too few
-           rows for that. We did not time its kernels alone. With 16384 classes, one_kernel takes a
-           sixth longer than predicted. compiled takes the time of a kernel whose second read comes
-           from DRAM. We did not look at the kernel that Inductor generated. On an H200,
-           fused_chunks takes more than a quarter longer than predicted. We did not measure which of
-           its steps takes longer. On an H100, clustered takes about an eighth longer than its
-           memory traffic alone with 16384 classes, and a sixth longer with 262144. With 262144
-           classes, ring takes a quarter longer than its bytes, and pushed hardly longer. So most of
-           the gain of pushed over clustered comes from st.async. On an H200, the order is the same
-           and the differences are larger: clustered takes a third longer than its memory traffic,
-           ring two thirds, and pushed a tenth. The DRAM of an H200 is faster and its SMs are the
-           same, so the waits of the blocks are a larger part of the time. With 16384 classes on an
-           H200, eager takes a third longer than predicted. linear_library is not recorded yet.
-Use when   The vocabulary is large. The forward pass has all the inputs of the gradient, so compute
-           the loss and the gradient together there. Choose chunks that are large enough for their
-           products to fill the GPU. Here a chunk has 1024 rows, and the gradient of its hidden
-           states has 128 tiles of 128 x 128 for the 132 SMs of an H200.
+           classes, that block may account for a part of the extra time. With 16384 classes, there
+           are too few rows for the block to take long. We did not time the kernels of eager one by
+           one. With 16384 classes, one_kernel takes a sixth longer than predicted. compiled takes
+           as long as a kernel whose second read comes from DRAM. We did not look at the kernel that
+           Inductor generated. On an H200, fused_chunks takes more than a quarter longer than
+           predicted. We did not measure which step of fused_chunks takes the extra time. On an
+           H100, clustered takes about an eighth longer than its memory traffic alone with 16384
+           classes, and a sixth longer with 262144. With 262144 classes, ring takes a quarter longer
+           than its memory traffic alone, and pushed hardly longer. So most of the gain of pushed
+           over clustered comes from st.async. On an H200, the order is the same and the differences
+           are larger: clustered takes a third longer than its memory traffic, ring two thirds, and
+           pushed a tenth. An H200 has faster DRAM and the same SMs, so the waits of the blocks are
+           a larger part of the time. With 16384 classes on an H200, eager takes a third longer than
+           predicted. linear_library is not recorded yet.
+Use when   The vocabulary is large. The forward pass already has all the inputs of the gradient, so
+           compute the gradient there, together with the loss. Choose chunks that are large enough
+           for their products to fill the GPU. Here a chunk has 1024 rows, and the gradient of its
+           hidden states has 128 tiles of 128 x 128 for the 132 SMs of an H200.
 """
 
 import functools
@@ -103,15 +105,15 @@ LOSS, GRADIENT, BOTH = (284, 301), (328, 51), (625, 312)
 CLUSTERED, RING, PUSHED = 404 / 32, 601 / 32, 580 / 32
 BLOCK, MOST_BLOCKS = 256, 8  # clustered: threads per block, and most blocks per cluster
 SLICE = 32 * 2**10  # bytes of a row that a block keeps; more if 8 blocks are not enough
-# For ring and pushed: threads per block, rows whose parts are in a block's shared memory, and the
-# bytes of each part.
+# For ring and pushed: threads per block, the number of rows that have a part in the block's shared
+# memory, and the bytes of each part.
 THREADS, STAGES, RING_SLICE = 1024, 2, 64 * 2**10
 MOST = {"chunked": 0.35, "fused_chunks": 0.2, "linear_library": 0.6}
 
 
 @triton.jit
 def in_bf16(value):
-    """Round to bf16, ties to even. A GPU's cast rounds so, but Triton's interpreter truncates."""
+    """Round to bf16, ties to even. A GPU's cast does that. Triton's interpreter truncates."""
     bits = value.to(tl.int32, bitcast=True)
     bits += 0x7FFF + ((bits >> 16) & 1)
     return ((bits >> 16) << 16).to(tl.float32, bitcast=True).to(tl.bfloat16)
@@ -229,7 +231,7 @@ def compiled(logits, labels):
 
 
 def in_steps(n):
-    """Return STEP and num_warps for rows of n logits. A thread has 16 logits of each step."""
+    """Return STEP and num_warps for rows of n logits. Each thread processes 16 logits per step."""
     step = min(STEP, triton.next_power_of_2(n))
     return {"STEP": step, "num_warps": max(step // 512, 1)}
 
@@ -244,7 +246,7 @@ def two_kernels(logits, labels):
 
 
 def both(logits, labels, losses, grad, rows):
-    """Store losses, and the gradient of their mean over `rows` rows. `logits` may have fewer."""
+    """Store losses and the gradient of their mean over `rows` rows. `logits` may have fewer."""
     given, n = logits.shape
     both_kernel[(given,)](logits, labels, losses, grad, n, rows, **in_steps(n))
 
@@ -392,7 +394,7 @@ def two_kernels_cost(rows, n):
 
 
 def bytes_read(rows, n):
-    """Return the bytes per logit that one_kernel reads from DRAM: 2, or 4 if rows exceed the L2."""
+    """Return bytes per logit that one_kernel reads from DRAM: 2, or 4 if the rows exceed the L2."""
     in_work = 2 * n * min(rows, LANES // min(n, STEP))
     return 2 if in_work < L2 else 4
 
@@ -417,7 +419,7 @@ def pushed_cost(rows, n):
 
 
 def compiled_cost(rows, n):
-    """Return its cost. Inductor joins the sums of a row and its gradient in one kernel too.
+    """Return the cost of compiled. Inductor also computes a row's sums and gradient in one kernel.
 
     Nobody has counted the instructions of that kernel.
     """
@@ -436,7 +438,7 @@ def product(m, n, k, added=0):
 
 
 def products(rows, n, k, loss, added=0):
-    """Return the cost of the three products, with that of the loss of `rows` rows."""
+    """Return the cost of the three products plus the cost of the loss of `rows` rows."""
     return product(rows, n, k) + loss(rows, n) + product(rows, k, n) + product(n, k, rows, added)
 
 
@@ -474,9 +476,9 @@ def in_chunks(rows, n, k, loss):
     inputs=inputs,
     reference=reference,
     sizes=[{"rows": TOTAL // n, "n": n} for n in CLASSES],
-    # Rows begin at multiples of 16 bytes. With 40008 logits, a cluster has at least two blocks. Its
-    # blocks have different numbers of vectors, and some of its threads do too. A cluster of ring
-    # gets more of the 9 rows than its shared memory can hold.
+    # Rows begin at multiples of 16 bytes. With 40008 logits, a cluster has at least two blocks. The
+    # blocks of a cluster have different numbers of vectors, and so do some of the threads. A
+    # cluster of ring gets more of the 9 rows than its shared memory can hold.
     check_sizes=[{"rows": 17, "n": 248}, {"rows": 2, "n": 9000}, {"rows": 9, "n": 40008}],
     work=lambda rows, n: Work(read=2 * rows * n, write=2 * rows * n, terms=n, roundings=4),
     bound="dram",

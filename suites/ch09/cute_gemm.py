@@ -1,8 +1,8 @@
 """Matrix product in CuTe's Python DSL: three kernels with tiles of 128 x 128, 64 of k at a time.
 
-staged: a tile comes through registers into shared memory, then `ldmatrix` and `mma.sync`.
-ring: TMA fills a ring of STAGES tiles. The products are those of staged.
-wgmma: the ring of ring. The tensor cores read shared memory themselves.
+staged: tiles pass through registers into shared memory, then `ldmatrix` and `mma.sync`.
+ring: TMA fills a ring of STAGES tiles. The multiplication is the same as in staged.
+wgmma: the same ring buffer as ring. The tensor cores read shared memory themselves.
 """
 
 import cuda.bindings.driver as cuda
@@ -48,7 +48,7 @@ def warpgroup_products():
 
 @cute.jit
 def load_tile(x, tile, shared):
-    """Copy a tile of 128 x 64 of x into shared memory. What lies outside of x becomes zero.
+    """Copy a tile of 128 x 64 of x into shared memory. Elements outside of x become zero.
 
     Eight threads load a row, 16 bytes each, and 32 rows are loaded at a time.
     """
@@ -71,8 +71,8 @@ def load_tile(x, tile, shared):
 def store_tile(c, mma, total, tile):
     """Round the tile `total` to fp16 and store it, two results at a time.
 
-    c is (m, n / 2), and each element of it holds two results. In the accumulators of both kinds of
-    products, elements 2 i and 2 i + 1 of a thread are neighbors in a row.
+    c is (m, n / 2), and each element of it holds two results. With `mma.sync` and with `wgmma`, a
+    thread's accumulators 2 i and 2 i + 1 are neighbors in a row.
     """
     thread, _, _ = cute.arch.thread_idx()
     rounded = cute.make_rmem_tensor_like(total, cutlass.Float16)
@@ -130,7 +130,7 @@ def staged(a: cute.Tensor, b: cute.Tensor, c: cute.Tensor):
 
 @cute.jit
 def fetch(ring, state, step, load_a, load_b, of_a, of_b, tiles_a, tiles_b):
-    """Wait until the tiles of `state` are free, and fetch those of `step` into them."""
+    """Wait until the tiles of `state` are free, and fetch the tiles of `step` into them."""
     ring.producer_acquire(state)
     full = ring.producer_get_barrier(state)
     cute.copy(load_a, of_a[None, step], tiles_a[None, state.index], tma_bar_ptr=full)
@@ -146,7 +146,7 @@ def ring(
     c: cute.Tensor,
     by_warpgroups: cutlass.Constexpr,
 ):
-    """Multiply one tile per block. The first warp fetches tiles into a ring of STAGES ahead."""
+    """Multiply one tile per block. The first warp prefetches tiles into a ring of STAGES tiles."""
     across, down, _ = cute.arch.block_idx()
     thread, _, _ = cute.arch.thread_idx()
     warp_id = cute.arch.make_warp_uniform(cute.arch.warp_idx())

@@ -1,37 +1,41 @@
-"""Matrix product in CuTe's Python DSL: the same tile as in Triton, and the instructions chosen.
+"""Matrix product in CuTe's Python DSL: the same tile as in Triton, with instructions you choose.
 
 Problem    c = a b^T, a (m, k), b (n, k) in fp16, summed in fp32, written in fp16.
-Baseline   triton_tiles: a plain product in Triton. One program per tile of 128 x 128, 64 of k at a
-           time, three tiles in flight, fetched through pointers. Triton chooses the instructions.
-Optimized  All but library are kernels of `nvidia-cutlass-dsl`, which is optional. They have the
-           tile, the warps and the order of tiles of triton_tiles, but the code names the layouts
-           and the instructions.
-           staged: tiles come through registers into shared memory, then `ldmatrix` and `mma.sync`.
-           ring: changes staged. The tensor memory accelerator (TMA) fetches into a ring of three
-           tiles, two steps ahead. So both the unit that fetches and the distance change.
-           wgmma: changes ring. The tensor cores read shared memory themselves (`wgmma`), 64 x 128
-           results per warpgroup.
+Baseline   triton_tiles: a plain product in Triton. One program computes a tile of 128 x 128, in
+           steps of 64 along k. Three tiles are in flight, and are loaded through pointers. Triton
+           chooses the instructions.
+Optimized  All variants but library are kernels written with `nvidia-cutlass-dsl`, an optional
+           package. These kernels have the same tile, number of warps and order of tiles as
+           triton_tiles, but their code specifies the layouts and the instructions.
+           staged: tiles pass through registers into shared memory, then `ldmatrix` and `mma.sync`.
+           ring: changes staged. The tensor memory accelerator (TMA) fetches tiles into a ring of
+           three, two steps ahead. So two things change: TMA loads instead of the threads, and loads
+           start earlier.
+           wgmma: changes ring. The tensor cores read shared memory themselves (`wgmma`). A
+           warpgroup computes 64 x 128 results.
            library: `torch.matmul`.
-Bound      Tensor cores for library. By the costs, the L2 limits triton_tiles, ring and wgmma,
-           because tiles of 128 x 128 read much from it. For ring, shared memory is almost as slow,
-           because each of 8 warps reads its operands there. The costs take the tensor cores to be
-           equally fast with `mma.sync` and `wgmma`. If `mma.sync` is slower, then ring is, too.
-           staged adds the time of its loads to that of its products, and should lose to Triton,
-           which prefetches. wgmma should take about as long as triton_tiles, which has the same
-           products on Hopper. But wgmma waits for the products of each step, and relies on a second
-           block on the SM meanwhile, while Triton lets the products of one step run into the next.
-Seen       On an H100, the kernels in CuTe lose to triton_tiles. staged takes as long as predicted:
-           it does not prefetch. ring takes over a third longer than predicted. The costs take
-           `mma.sync` to be as fast as `wgmma`, but on Hopper it reaches less than two thirds of the
-           tensor cores' peak (arXiv 2501.12084). wgmma, which changes only that instruction, is
-           within a tenth of its prediction. It stays a little behind triton_tiles, as expected from
-           its wait for each step's products. library launches cuBLAS's kernel
-           `nvjet_sm90_hsh_128x256_64x4`, whose larger tiles read less from the L2. The time of
-           triton_tiles differs by an eighth between its four pairs, probably with the clock rate.
-           So compare a side only with the triton_tiles of its own pair.
+Bound      Tensor cores for library. According to the costs, the L2 limits triton_tiles, ring and
+           wgmma, because tiles of 128 x 128 read a lot of data from it. For ring, shared memory
+           takes almost as long as the L2, because each of the 8 warps reads its operands from
+           shared memory. The costs assume that `mma.sync` is as fast as `wgmma`. If it is slower,
+           ring takes longer than its cost. staged adds the time of its loads to that of its
+           products, and should lose to Triton, which prefetches. wgmma should take about as long as
+           triton_tiles, which uses the same instruction on Hopper. But wgmma waits for the products
+           of each step, and only a second block on the SM can use the tensor cores during that
+           wait. Triton lets the products of one step run into the next step.
+Seen       On an H100, the kernels in CuTe lose to triton_tiles. staged does not prefetch, and takes
+           as long as predicted. ring takes over a third longer than predicted. The costs assume
+           that `mma.sync` is as fast as `wgmma`, but on Hopper `mma.sync` reaches less than two
+           thirds of the tensor cores' peak (arXiv 2501.12084). wgmma, which changes only that
+           instruction, is within a tenth of its prediction. wgmma is slightly slower than
+           triton_tiles, as expected, because it waits for each step's products. library launches
+           cuBLAS's kernel `nvjet_sm90_hsh_128x256_64x4`, whose larger tiles read less from the L2.
+           triton_tiles was timed four times, once with each variant, and its times differ by an
+           eighth, probably because the clock rate changed. So compare a variant only with the time
+           of triton_tiles from the same pair.
 Use when   A kernel needs a layout or an instruction that Triton does not choose, and must be built
-           without a C++ compiler. For a plain product, call the library. If Triton reaches the same
-           instructions, its code is far shorter.
+           without a C++ compiler. For a plain product, call the library. If Triton generates the
+           instructions that you need, use Triton, because its code is far shorter.
 """
 
 import importlib.util
@@ -90,7 +94,7 @@ def triton_tiles(a, b):
 
 
 def compiled(launcher, *choices, options=None):
-    """Return a kernel of `cute_gemm.py`, compiled for all sizes. Without a GPU, name the arch."""
+    """Return a kernel of `cute_gemm.py`, compiled for all sizes. Pass `arch` if there is no GPU."""
     import cutlass
     from cuda.bindings.driver import CUstream
     from cutlass import cute
@@ -104,7 +108,7 @@ def compiled(launcher, *choices, options=None):
 
 
 def with_cute(a, b, *kernel):
-    """Yield the product by a kernel of `cute_gemm.py`, which is compiled before."""
+    """Yield the product, computed by a kernel of `cute_gemm.py` that was compiled beforehand."""
     run = compiled(*kernel)
     import cutlass
     from cuda.bindings.driver import CUstream
@@ -179,8 +183,8 @@ def cute(side, **properties):
     inputs=inputs,
     reference=reference,
     sizes=[{"m": 4096, "n": 4096, "k": 4096}],
-    # Rows begin at multiples of 16 bytes, which are 8 elements. Less than a tile, several tiles
-    # in each dimension, fewer steps of k than the ring has tiles, and more.
+    # Rows begin at multiples of 16 bytes, which are 8 elements. The sizes cover less than a tile,
+    # several tiles in each dimension, and fewer and more steps of k than the ring has tiles.
     check_sizes=[
         {"m": 33, "n": 40, "k": 72},
         {"m": 130, "n": 136, "k": 200},
@@ -221,7 +225,7 @@ class TestCute:
 
     @pytest.mark.parametrize("products", ["warp_products", "warpgroup_products"])
     def test_pairs_of_results_are_neighbors_in_a_row(self, products):
-        """Each result belongs to one thread, and 2 i + 1 is right of 2 i."""
+        """Each result belongs to one thread. Its result 2 i + 1 is right of its result 2 i."""
         from cutlass import cute
 
         from suites.ch09 import cute_gemm
@@ -233,7 +237,7 @@ class TestCute:
             layout = getattr(cute_gemm, products)().tv_layout_C_tiled
             found.extend([layout.shape, layout.stride])
 
-        try:  # tracing suffices, since the layouts are static
+        try:  # tracing is enough, because the layouts are static
             cute.compile(look, options="--gpu-arch sm_90a")
         except Exception:
             assert found

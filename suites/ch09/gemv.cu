@@ -1,5 +1,5 @@
 // Products of a matrix w (n, k) and a few vectors x (m, k) in bf16, with fp32 sums. out is (m, n).
-// Each warp computes one row of w.
+// Each warp processes one row of w.
 //
 // scalar: for one vector. A lane loads one element of 2 bytes at a time.
 // vectorized: for one vector. A lane loads 8 elements (16 bytes) at a time. k is a multiple of 8.

@@ -14,13 +14,13 @@ Optimized  vectorized: changes scalar. A lane loads 16 bytes at a time, which ar
 Bound      DRAM, because w has to be read once. In test_gemv, scalar has too few bytes in flight.
            The compiler unrolls its loop, but keeps a branch between the loads. So a thread waits
            for each weight before it loads the next one. An SM with 2048 threads and one 2-byte load
-           per thread has 4 KiB in flight, and it needs about 13 KiB. vectorized loads eight times
-           as many bytes at a time.
+           per thread has 4 KiB in flight, but it needs about 13 KiB to use all of the DRAM
+           bandwidth. vectorized loads eight times as many bytes at a time.
            In test_small_batch, one_by_one reads w again for each token, because w is larger than
            the L2. For each weight, together needs m multiply-adds and the conversions to fp32. With
            about 6 tokens or more, these instructions take longer than loading w. With 16 tokens, x
-           has 512 KiB. This is more than an L1 holds, so each block reads x from the L2 again. If
-           the warps of a block share these reads, they take less time than the instructions.
+           is 512 KiB. An L1 cannot hold that much, so each block reads x from the L2 again. If the
+           warps of a block share these reads, the reads take less time than the instructions.
            gemm_library uses tensor cores, which are idle most of the time at all these sizes.
 Seen       From 4 tokens on, together takes longer than its cost, and gemm_library is faster. The
            times of together are close to those of a kernel in which each warp reads all tokens from
@@ -29,8 +29,8 @@ Seen       From 4 tokens on, together takes longer than its cost, and gemm_libra
            for 16.
 Use when   You write a kernel for weights that no library supports, such as quantized weights. Let
            each lane load 16 bytes of weights at a time, and keep one sum for each token. For bf16
-           weights, call the library, which is faster with 4 tokens or more. Batch tokens: as long
-           as loading w is the limit, another token costs almost no time.
+           weights, call the library, which is faster with 4 tokens or more. Process tokens in
+           batches: while loading w is the limit, an additional token takes almost no time.
            `../ch12/decode_loop_test.py` captures a decode loop in a CUDA graph.
 """
 
@@ -40,7 +40,7 @@ import torch.nn.functional as F
 from pytest_aisp import Cost, Sweep, Variant, Work, compare, cuda_module
 
 kernels = cuda_module("gemv.cu")
-WARPS = 8  # of a block; each warp computes one row of w
+WARPS = 8  # of a block; each warp processes one row of w
 SMS = 132  # of an H200
 L1 = 256 * 2**10  # of an SM
 THREADS = 2048  # of an SM

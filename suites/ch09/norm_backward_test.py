@@ -6,7 +6,7 @@ Problem    Backward pass of the layer norm (test_norm_backward) and of the RMS n
            are sums over all rows.
 Baseline   chain: the formula of the layer norm's backward in torch, in fp32.
            rms_chain: the formula of the RMS norm's backward.
-Optimized  compiled: chain through `torch.compile`.
+Optimized  compiled: changes chain. `torch.compile` compiles the same formula.
            two_passes: changes chain. One Triton kernel has a program for each row and computes the
            gradient of the input. A second kernel reads both matrices again and sums over the rows
            for the gradients of the weights.
@@ -14,21 +14,21 @@ Optimized  compiled: chain through `torch.compile`.
            the matrices are read only once. A program processes many rows and keeps its sums in
            registers.
            library: torch's own backward kernels, which autograd calls.
-           rms_compiled: rms_chain through `torch.compile`.
+           rms_compiled: changes rms_chain. `torch.compile` compiles the same formula.
            rms_one_pass: changes rms_chain. It is the kernel of one_pass without the mean and the
            bias.
            rms_library: torch's own kernels for the RMS norm.
-Bound      DRAM. one_pass reads two matrices and writes one. Its partial sums add little to that.
-           two_passes reads four matrices. chain and rms_chain also read and write fp32 copies. An
-           SM holds only two programs of one_pass, and three programs of the first kernel of
-           two_passes. A program loads nothing while it sums over a row, so both sides may not reach
-           the full rate of DRAM.
-Seen       On an H100, both compiled sides take less time than it takes to read the matrices from
-           DRAM twice. So Inductor's kernels also read them once, and the costs of these sides are
-           those of one_pass. library has the cost of two_passes, but takes longer. We did not
-           examine its kernels.
-Use when   You write a norm whose backward pass no library has. Sum the gradients of the weights in
-           the kernel that already has the row in registers. If you do not need your own kernel,
+Bound      DRAM. one_pass reads two matrices and writes one. Its partial sums add little memory
+           traffic. two_passes reads four matrices. chain and rms_chain also read and write fp32
+           copies. An SM holds only two programs of one_pass, and three programs of the first kernel
+           of two_passes. A program loads nothing while it sums over a row, so both sides may not
+           reach the full rate of DRAM.
+Seen       On an H100, both compiled sides take less time than two reads of the matrices from DRAM.
+           So Inductor's kernels also read the matrices once, and both compiled sides get the cost
+           of one_pass. library gets the cost of two_passes, but takes longer. We did not examine
+           its kernels.
+Use when   You write a norm, and no library has its backward pass. Sum the gradients of the weights
+           in the kernel that already has the row in registers. If you do not need your own kernel,
            compile the formula. Compiled code is nearly as fast as the hand-written kernel, and
            faster than torch's own kernels for the layer norm.
            With one program per row, every row would have to update each weight's gradient with an
@@ -199,7 +199,7 @@ def rms_compiled(grad, x, weight, scale):
 
 
 def by_rows(grad, x, weight, mean, scale, programs, summed):
-    """Return dx, and the programs' sums, of shape (2, programs, n): weight and bias."""
+    """Return dx, and each program's sums for weight and bias, with shape (2, programs, n)."""
     rows, n = x.shape
     dx = torch.empty_like(x)
     shares = torch.empty(2, programs if summed else 0, n, device=x.device)

@@ -4,7 +4,7 @@ Problem    GELU in its tanh approximation on n fp32 elements:
            x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))).
 Baseline   eager: the formula in torch, as in GPT-2's code. Each of its eight kernels reads its
            operands from DRAM and writes its result to DRAM.
-Optimized  compiled: eager through `torch.compile`.
+Optimized  compiled: changes eager. `torch.compile` compiles the same formula.
            in_triton: eager as a Triton kernel written by hand.
            in_cuda: eager as a CUDA C++ kernel with 16-byte accesses.
            library: `torch.nn.functional.gelu`.

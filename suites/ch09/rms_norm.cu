@@ -4,7 +4,7 @@
 //   read from DRAM once. The blocks read each other's sums from shared memory.
 // ring: a cluster processes many rows, while bulk copies load the next rows. So a block loads its
 //   part of the weight only once. The blocks wait at the cluster's barrier once per row.
-// pushed: like ring, but the blocks send their sums to each other, and wait only for these.
+// pushed: like ring, but the blocks send their sums to each other, and wait only for these sums.
 //
 // Rows begin at multiples of 16 bytes, which are 8 elements.
 

@@ -6,7 +6,7 @@ Baseline   chain: the norm as model code writes it. It converts to fp32, squares
            adds eps, takes the root, multiplies, converts to fp16, and multiplies by the weight. Six
            of the eight kernels make a pass over the matrix. The other two process one number per
            row.
-Optimized  compiled: chain through `torch.compile`.
+Optimized  compiled: changes chain. `torch.compile` compiles the same formula.
            fused: changes chain. One Triton kernel keeps the row in registers. A program processes
            several short rows at once. This kernel runs for rows of up to 32768 elements.
            walked: changes chain. One Triton kernel makes two passes over the row in steps of 4096:
@@ -18,10 +18,10 @@ Optimized  compiled: chain through `torch.compile`.
            (16 bytes). An SM of an H200 holds three blocks, each with 64 KiB of a row. A row of
            32768 elements has a single block, with fewer threads than a program of fused.
            ring: changes clustered. The clusters are persistent: each processes many rows. While one
-           row is in registers, bulk copies load the next rows into shared memory, which is a ring
-           buffer of three rows. So only one block fits on an SM. A block has 512 threads instead of
-           256, and loads its part of the weight only once. This kernel runs for rows of more than
-           32768 and up to 262144 elements.
+           row is in registers, bulk copies load the next rows into a ring buffer of three rows in
+           shared memory. So only one block fits on an SM. A block has 512 threads instead of 256,
+           and loads its part of the weight only once. This kernel runs for rows of more than 32768
+           and up to 262144 elements.
            pushed: changes ring. Each block sends its sum to the shared memory of the other blocks
            with st.async, and an mbarrier there counts the bytes. In ring, a block uses ordinary
            stores, and then all blocks wait at the cluster's barrier.
@@ -29,29 +29,30 @@ Optimized  compiled: chain through `torch.compile`.
 Bound      DRAM. fused and the kernels in CUDA C++ read and write each element once, 4 bytes in all.
            The chain also reads and writes fp32 copies. walked reads a row twice. If the rows of all
            running programs fit in the L2 together, only the first read comes from DRAM. They fit if
-           rows have up to 16384 elements. torch's kernel has a block of 128 threads for each row.
-           With rows of 256 elements, starting a million blocks takes longer than the memory
+           a row has no more than 16384 elements. torch's kernel has a block of 128 threads for each
+           row. With rows of 256 elements, starting a million blocks takes longer than the memory
            traffic.
            The costs do not include the time that blocks wait for each other. In clustered, a block
            moves no data while it waits for the sums, and only the other blocks of its SM keep DRAM
-           busy. In ring, the copies of the next rows continue. But a thread that arrives at the
-           cluster's barrier has to make its earlier stores visible first. In the machine code for
-           sm_90, it waits at a MEMBAR.ALL.GPU until its stores of the previous row are done. An
-           st.async does not wait for earlier stores.
+           busy. In ring, the copies of the next rows continue. But before a thread arrives at the
+           cluster's barrier, its earlier stores have to become visible to the cluster. In the
+           machine code for sm_90, the thread waits at a MEMBAR.ALL.GPU until its stores of the
+           previous row are done. An st.async does not wait for earlier stores.
 Seen       On an H100, chain takes a quarter longer than its memory traffic alone. We did not time
-           its kernels alone. With rows of 32768, compiled takes as long as fused, and less time
-           than two reads from DRAM. So Inductor's code reads these rows from DRAM only once, as its
-           cost assumes. It probably processes fewer rows at a time than walked, and so they fit in
-           the L2. library takes longer than its memory traffic at all lengths, and it is the
-           slowest of the fused sides. We did not examine its kernel. On an H100, clustered takes an
-           eighth longer than its memory traffic with rows of 32768, and a sixth longer with 262144.
-           With rows of 262144, pushed takes as long as clustered, and ring takes a quarter longer
-           than its memory traffic. On an H200, chain takes over two fifths longer than its memory
-           traffic. With rows of 262144, clustered takes almost a third longer than its memory
-           traffic, ring three fifths, and pushed a fifth, so there pushed is the fastest. The DRAM
-           of an H200 is faster and its SMs are the same, so the waits of the blocks are a larger
-           part of the time. A standalone program with the loops of pushed had reached more than
-           nine tenths of the copy rate on an H200. We do not know why the page reaches less.
+           the kernels of chain one by one. With rows of 32768, compiled takes as long as fused, and
+           less time than two reads from DRAM would take. So Inductor's code reads these rows from
+           DRAM only once, as its cost assumes. Inductor's code probably processes fewer rows at a
+           time than walked, so that its rows fit in the L2. library takes longer than its memory
+           traffic at all lengths, and it is the slowest of the fused sides. We did not examine its
+           kernel. On an H100, clustered takes an eighth longer than its memory traffic with rows of
+           32768, and a sixth longer with 262144. With rows of 262144, pushed takes as long as
+           clustered, and ring takes a quarter longer than its memory traffic. On an H200, chain
+           takes over two fifths longer than its memory traffic. With rows of 262144, clustered
+           takes almost a third longer than its memory traffic, ring three fifths longer, and pushed
+           a fifth longer, so pushed is the fastest. An H200 has faster DRAM and the same SMs, so
+           the waits of the blocks are a larger part of the time. A standalone program with the same
+           loops as pushed reached more than nine tenths of the copy rate on an H200. We do not know
+           why the page reaches less.
 Use when   Always fuse a norm. For rows of up to 32768 elements, compiled code is as fast as a
            hand-written kernel, and torch's own kernel takes longer. Write your own kernel if it
            does more than the norm, as in dropout_norm_test.py. Keep the row in registers if it
@@ -82,7 +83,7 @@ RUNNING = 132 * 8  # programs of walked that run on an H200: 32 registers per th
 L2 = 60 * 2**20
 BLOCK, MOST_BLOCKS = 256, 8  # clustered: threads per block, and most blocks per cluster
 SLICE = 64 * 2**10  # bytes of a row that a block keeps; more if 8 blocks are not enough
-THREADS, STAGES = 512, 3  # ring and pushed: threads per block, and rows in its ring
+THREADS, STAGES = 512, 3  # ring and pushed: threads per block, and rows in a block's ring buffer
 
 
 @triton.jit
@@ -269,8 +270,8 @@ def library_cost(rows, n):
     reference=reference,
     sizes=[{"rows": TOTAL // n, "n": n} for n in LENGTHS],
     # Rows begin at multiples of 16 bytes. With 40008 elements, a cluster has at least two blocks.
-    # Its blocks have different numbers of vectors, and some of its threads do too. A cluster of
-    # ring gets more of the 9 rows than its shared memory can hold.
+    # The blocks of a cluster have different numbers of vectors, and so do some of the threads. A
+    # cluster of ring gets more of the 9 rows than its shared memory can hold.
     check_sizes=[
         {"rows": 17, "n": 248},
         {"rows": 2, "n": 9000},

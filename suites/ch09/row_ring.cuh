@@ -129,8 +129,8 @@ class Ring {
   }
 
  private:
-  // Starts the copy for a turn. A thread of the second warp does it, because the first warp is busy
-  // with the exchange.
+  // Starts the copy for a turn. A thread of the second warp starts it, because the first warp is
+  // busy with the exchange.
   __device__ void fetch(unsigned turn) const {
     const unsigned row = blockIdx.y + turn * gridDim.y;
     if (threadIdx.x == 32 && row < rows) {

@@ -6,33 +6,34 @@ Baseline   unfused: the formula in torch, with five operations: the maximum of e
            differences, the exponentials, the sum of each row, and the quotients.
 Optimized  fused: changes unfused. One Triton kernel loads a row, keeps it in registers, and writes
            the result. A program processes several short rows at once, at least 4096 elements
-           together. This kernel runs for rows of up to 32768 elements. They take 32 registers per
-           thread in a block of 1024 threads.
+           together. This kernel runs for rows of up to 32768 elements. A row of 32768 takes 32
+           registers per thread in a block of 1024 threads.
            online: changes unfused. One Triton kernel makes two passes over the row in steps of
            4096. The first pass finds the maximum and the sum together, as in
            `../ch07/online_softmax_test.py`. This kernel runs for rows of 4096 or more elements.
            clustered: changes fused. In CUDA C++, the blocks of a cluster share a row. Each thread
            keeps 8 vectors of 16 bytes in registers and its other vectors in shared memory. The
            blocks exchange their maxima and sums once. This kernel runs for rows of 32768 or more
-           elements, in multiples of 4. An SM of an H200 holds two blocks, each with 128 KiB of a
-           row.
-           compiled: unfused through `torch.compile`.
+           elements, and the length must be a multiple of 4. An SM of an H200 holds two blocks, each
+           with 128 KiB of a row.
+           compiled: changes unfused. `torch.compile` compiles the same formula.
            library: `torch.softmax`.
 Bound      DRAM. fused and clustered read and write each element once. unfused reads the matrix five
            times and writes it three times. online reads a row twice. If the rows of all running
-           programs fit in the L2 together, the second read comes from the L2. They fit if rows have
-           up to 16384 elements. compiled does the same, because Inductor also uses the online
-           method. library reads a row three times if it does not fit in shared memory. With rows of
-           32768, only one block of fused fits on an SM, so the SM loads nothing while the block
-           reduces or stores.
+           programs fit in the L2 together, the second read comes from the L2. They fit if a row has
+           no more than 16384 elements. compiled has the same traffic, because Inductor also uses
+           the online method. library reads a row three times if it does not fit in shared memory.
+           With rows of 32768, only one block of fused fits on an SM, so the SM loads nothing while
+           the block reduces or stores.
 Seen       On an H200, unfused takes up to two fifths longer than its memory traffic alone. library
            takes three fifths longer with rows of 4096 and 32768, and as long as predicted with rows
-           of 256. We did not time its kernels alone. With rows of 4096, compiled takes a fifth
-           longer than fused. We did not look at its code. With rows of 32768, fused takes as long
-           as its memory traffic, although its SMs do not load all the time. On an H200, clustered
-           takes slightly longer than fused with rows of 32768. With rows of 262144, it takes a
-           fifth longer than its memory traffic. On an H100 with rows of 262144, clustered takes a
-           tenth longer than its memory traffic, and compiled takes as long as its three passes.
+           of 256. We did not time the kernels of unfused one by one. With rows of 4096, compiled
+           takes a fifth longer than fused. We did not look at the code of compiled. With rows of
+           32768, fused takes as long as its memory traffic, although its SMs do not load all the
+           time. On an H200, clustered takes slightly longer than fused with rows of 32768. With
+           rows of 262144, clustered takes a fifth longer than its memory traffic. On an H100 with
+           rows of 262144, clustered takes a tenth longer than its memory traffic, and compiled
+           takes as long as its three passes.
 Use when   Always fuse a softmax. Keep a row in registers if it fits, and in a cluster's shared
            memory if it does not. On GPUs without clusters, use the online method. If the softmax is
            part of attention or of a loss, do not write its result at all: see attention_test.py and
@@ -153,7 +154,7 @@ def library(x):
 
 
 def matrix(rows, n, reads, writes, row_reads=0, row_writes=0):
-    """Return the cost of a kernel that reads and writes whole matrices and numbers per row."""
+    """Return the cost of a kernel with matrix reads and writes, and some numbers per row."""
     return Cost(
         read=4 * rows * (reads * n + row_reads),
         write=4 * rows * (writes * n + row_writes),
@@ -183,7 +184,7 @@ def one_kernel(rows, n, reads=1, exponentials=1):
 
 
 def walked(rows, n, times, exponentials, running):
-    """Return the cost of `times` passes over a row. If rows fit in the L2, DRAM is read once."""
+    """Return the cost of `times` passes over a row. DRAM is read once if the rows fit in the L2."""
     in_work = 4 * n * min(rows, running)
     return one_kernel(rows, n, reads=1 if in_work < L2 else times, exponentials=exponentials)
 
@@ -226,7 +227,7 @@ def library_cost(rows, n):
     costs={
         unfused: unfused_cost,
         **dict.fromkeys([fused, clustered], one_kernel),
-        **dict.fromkeys([online, compiled], walked_twice),  # compiled is online too
+        **dict.fromkeys([online, compiled], walked_twice),  # compiled also uses the online method
         library: library_cost,
     },
     sweep=Sweep("n"),

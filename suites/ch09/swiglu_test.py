@@ -5,31 +5,33 @@ Problem    silu(x gate^T) * (x up^T) in fp16, with sums in fp32. test_swiglu has
            short. x is (m, k). The weights gate and up are (n, k) each, and are the halves of one
            (2n, k) tensor.
 Baseline   separate: the library's two matrix products, then `silu`, then an elementwise product.
-Optimized  activated: changes separate. One Triton kernel instead of the two pointwise kernels.
+Optimized  activated: changes separate. One Triton kernel replaces the two pointwise kernels.
            one_product: changes activated. The library multiplies by the whole (2n, k) tensor in one
            matrix product.
            own_products: changes activated. One Triton kernel computes a tile of both products and
-           writes both tiles. It is only for comparison with fused, and the page claims no speedup
-           for it.
+           writes both tiles. own_products is there only for comparison with fused, and the page
+           claims no speedup for it.
            fused: changes own_products. It combines the two tiles in registers, and writes only the
            result. own_products and fused are autotuned over the same three configurations, and may
            choose different ones.
 Bound      The tensor cores in test_swiglu, where the pointwise kernels take a tenth of the time. So
            activated can gain only a few percent. The page claims no speedup for one_product,
            because the library's rate for the wider matrix may matter just as much.
-           DRAM in test_swiglu_narrow, with k = 256. separate writes both products. Its two
-           pointwise kernels read them, pass a tensor from the first kernel to the second, and write
-           the result. fused writes only the result. A block first multiplies and then stores. The
-           costs add the times of these phases, because with few steps of k little of them can
-           overlap. The costs ignore data that a product leaves in the L2 for the next kernel.
+           DRAM in test_swiglu_narrow, with k = 256. separate writes both products. The two
+           pointwise kernels of separate read both products, pass a tensor from the first kernel to
+           the second, and write the result. fused writes only the result. A block first multiplies
+           and then stores. The costs add the times of these two phases, because with few steps of k
+           the phases can hardly overlap. The costs ignore data that a product leaves in the L2 for
+           the next kernel.
 Seen       On an H100, own_products and fused take longer than predicted, because a Triton product
            with these tiles does not reach the library's rate. The library's products take as long
            as predicted. In test_swiglu, fused takes as long as own_products, and both are slower
            than separate. In test_swiglu_narrow, fused is the fastest side, although own_products is
            slower than separate. At each shape, activated and one_product gain the same.
-Use when   The sums are short or DRAM is slow. With long sums, use the library's products and one
-           pointwise kernel: the library's faster product gains more than the epilogue saves. The
-           library has an epilogue for GELU with a bias, which is in `../ch10/epilogue_test.py`.
+Use when   The sums are short, or DRAM is slow. With long sums, use the library's products and one
+           pointwise kernel, because the library's faster products save more time than the epilogue
+           does. The library has an epilogue for GELU with a bias, which is in
+           `../ch10/epilogue_test.py`.
 """
 
 import torch
@@ -50,7 +52,7 @@ BLOCK = 2048
 
 @triton.jit
 def joined(gate, up):
-    """Return silu(gate) * up. Values are rounded to fp16 wherever `separate` stores them."""
+    """Return silu(gate) * up. Round to fp16 wherever `separate` stores a value."""
     gate = gate.to(tl.float16).to(tl.float32)
     active = (gate / (1 + tl.exp(-gate))).to(tl.float16)
     return active.to(tl.float32) * up.to(tl.float16).to(tl.float32)
@@ -58,7 +60,7 @@ def joined(gate, up):
 
 @triton.jit
 def join_kernel(gate, up, out, n, gate_stride, up_stride, BLOCK: tl.constexpr):
-    """Store silu(gate) * up for rows of two tensors. A program has BLOCK elements of a row."""
+    """Store silu(gate) * up for rows of two tensors. A program processes BLOCK elements."""
     row = tl.program_id(0).to(tl.int64)
     j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     left = tl.load(gate + row * gate_stride + j, mask=j < n).to(tl.float32)
@@ -68,7 +70,7 @@ def join_kernel(gate, up, out, n, gate_stride, up_stride, BLOCK: tl.constexpr):
 
 @triton.jit
 def tile_of(m, n, M: tl.constexpr, N: tl.constexpr):
-    """Return the first row and column of this tile. Groups of 8 tile rows share the L2."""
+    """Return this tile's first row and column. Taking 8 tile rows at a time reuses L2 data."""
     rows, columns = tl.cdiv(m, M), tl.cdiv(n, N)
     group = tl.program_id(0) // (8 * columns)
     height = min(rows - 8 * group, 8)
@@ -163,7 +165,7 @@ def fused(x, w):
 
 
 def multiplied(m, n, k, results):
-    """Return the cost of a product with `results` * n columns, without its writes."""
+    """Return the cost of a product with `results` * n columns, not counting its writes."""
     return Cost(
         read=2 * (m * k + results * n * k),
         ops={"fp16": 2 * results * m * n * k},
@@ -180,7 +182,7 @@ def stored(m, n, results):
 
 
 def products(m, n, k):
-    """Return the cost of both products in one kernel, whose blocks first multiply, then store."""
+    """Return the cost of one kernel for both products. Its blocks first multiply, then store."""
     return multiplied(m, n, k, results=2) + stored(m, n, results=2)
 
 

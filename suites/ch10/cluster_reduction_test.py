@@ -3,8 +3,8 @@
 Problem    Divide each row of n fp32 elements by the root of its mean square (RMS norm without
            weights). A row of 65536 elements is 256 KiB, more than an SM's shared memory, so 8
            blocks share it. No block can write results until all 8 blocks have read their parts.
-Baseline   atomics: one kernel adds each block's sum of squares to the sum of its row, which a fill
-           has zeroed. A second kernel reads x again and divides it.
+Baseline   atomics: a fill sets the sum of each row to zero. Then one kernel adds each block's sum
+           of squares to the sum of its row. A second kernel reads x again and divides it.
 Optimized  two_passes: changes atomics. The blocks store their sums, and the second kernel adds the
            8 sums of a row itself.
            distributed: changes two_passes. In one kernel, the 8 blocks of a row form a cluster and
@@ -17,12 +17,12 @@ Bound      DRAM. x is ten times as large as the L2, so a second kernel reads it 
            distributed also reads 4 bytes if every second read hits the L2. In both, an SM holds 6
            blocks, so some of its blocks move data while others wait at a cluster's barrier. In
            atomics and two_passes, an SM can hold 8 blocks.
-Seen       distributed takes longer than predicted. Compared with kept, its time means that about
-           half of the second reads miss the L2. 99 rows (26 MB) are processed at a time, and the
-           same number of bytes is written. Together they are as large as the L2 (50 MB), so part of
-           a row is probably evicted before the second read. We did not check this with hardware
-           counters.
-Use when   Several blocks need a common result, they read their data twice, and the data fits in the
+Seen       distributed takes longer than predicted. The difference in time between distributed and
+           kept suggests that about half of the second reads miss the L2. 99 rows (26 MB) are
+           processed at a time, and the results take another 26 MB. Both together fill the L2 (50
+           MB), so part of a row is probably evicted before the second read. We did not check this
+           with hardware counters.
+Use when   Several blocks need a common result and read their data twice, and the data fits in the
            shared memory of a cluster. The gain comes from reading the data once. How the sums are
            exchanged does not matter. In most models, a row fits in one SM and needs no cluster.
 """
@@ -117,7 +117,8 @@ def divided(rows, n, ops=1, l2=8):
     inputs=inputs,
     reference=reference,
     sizes=[{"rows": 2048, "n": 65536}],
-    # Rows begin at multiples of 16 bytes. Some blocks or threads have no elements.
+    # Rows begin at multiples of 16 bytes. With these sizes, some blocks or threads have no
+    # elements.
     check_sizes=[
         {"rows": 3, "n": 20},
         {"rows": 5, "n": 1028},

@@ -3,14 +3,15 @@
 Problem    GELU(x w^T + bias), with the tanh approximation of GELU. x (m, k), w (n, k), bias (n) and
            the results are fp16, and sums are fp32. k is small, so the sums are short and the
            results are large: k is 128 in test_epilogue and 512 in test_epilogue_deeper.
-Baseline   separate: `torch.matmul`, then one kernel for bias and GELU. It writes the m n products,
-           reads them, and writes m n results.
-Optimized  own_product: changes separate. A Triton product replaces the library's product. It is no
-           faster. It is a baseline from which fused differs only by the epilogue.
+Baseline   separate: `torch.matmul`, then one kernel for bias and GELU. The product writes m n
+           elements. The second kernel reads them and writes m n results.
+Optimized  own_product: changes separate. A Triton product replaces the library's product. This
+           gains no time. own_product is only there for comparison: fused differs from it only by
+           the epilogue.
            fused: changes own_product. The same Triton product adds the bias and applies GELU in its
            epilogue.
-           library: `torch._addmm_activation`, the epilogue of cuBLASLt. It does not round the
-           product before it adds the bias. The other sides do.
+           library: `torch._addmm_activation`, the epilogue of cuBLASLt. This kernel adds the bias
+           before it rounds the product. The other sides round the product first.
 Bound      DRAM, L2 and special functions, one after the other. A block multiplies, applies GELU,
            and stores. With so few steps of k, the other block on the SM hides little of this time.
            So the cost adds the times of these phases. It assumes the same for the library's
@@ -48,7 +49,7 @@ def finished(product, bias):
 
 @triton.jit
 def finish_kernel(c, bias, n, BLOCK: tl.constexpr):
-    """Add the bias and apply GELU in place. A program has BLOCK elements of a row."""
+    """Add the bias and apply GELU in place. A program processes BLOCK elements."""
     j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = c + tl.program_id(0).to(tl.int64) * n + j
     product = tl.load(at, mask=j < n)
@@ -57,7 +58,7 @@ def finish_kernel(c, bias, n, BLOCK: tl.constexpr):
 
 @triton.jit
 def tile_of(m, n, M: tl.constexpr, N: tl.constexpr):
-    """Return the first row and column of this tile. Groups of 8 tile rows share the L2."""
+    """Return this tile's first row and column. Taking 8 tile rows at a time reuses L2 data."""
     rows, columns = tl.cdiv(m, M), tl.cdiv(n, N)
     group = tl.program_id(0) // (8 * columns)
     height = min(rows - 8 * group, 8)
@@ -157,7 +158,7 @@ def multiplied(m, n, k):
 
 
 def in_tiles(m, n, k, side=128):
-    """Return the cost of the Triton product in tiles of side x side, the largest of its configs."""
+    """Return the cost of the Triton product with tiles of side x side, its largest tiles."""
     return replace(multiplied(m, n, k), l2=m // side * (n // side) * 2 * 2 * side * k)
 
 

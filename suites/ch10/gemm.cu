@@ -16,8 +16,8 @@ constexpr int PIECES = K / 8;            // pieces of 16 bytes in a row of a til
 constexpr int WARP_M = 64, WARP_N = 32;  // a warp's part of the block's tile
 constexpr int TILES_M = WARP_M / 16, TILES_N = WARP_N / 8;
 
-// Returns the position of a piece in a tile. Rows are 128 bytes, and their pieces are in the order
-// of TMA's 128-byte swizzle. So the eight rows of an 8 x 8 matrix use all banks.
+// Returns the position of a piece in a tile. Rows are 128 bytes, and the pieces of a row are in the
+// order of TMA's 128-byte swizzle. So the eight rows of an 8 x 8 matrix use all banks.
 __device__ unsigned place(unsigned row, unsigned piece) {
   return row * 128 + (piece ^ row % 8) * 16;
 }

@@ -1,4 +1,4 @@
-"""Matrix product on Hopper: feed its tensor cores, from `mma.sync` to cluster multicast.
+"""Matrix product on Hopper: keep the tensor cores busy, from `mma.sync` to cluster multicast.
 
 Problem    c = a b^T in bf16 with fp32 sums. a is (m, k), b is (n, k), and c is (m, n).
 Baseline   mma_sync: a block computes a tile of 128 x 128, in steps of 64 along k. It loads its
@@ -15,7 +15,7 @@ Optimized  cp_async: changes mma_sync. `cp.async` fills a ring of three tiles wh
            specialized: changes wgmma. A ninth warp fills the ring, without block-wide barriers.
            back_to_back: changes specialized. The products of one step may still run when the
            products of the next step start (`wgmma_wait<1>`).
-           wide: changes back_to_back. Tiles of 128 x 256, which read a quarter fewer bytes per
+           wide: changes back_to_back. Tiles are 128 x 256, so they read a quarter fewer bytes per
            operation. A tile needs twice the registers and more shared memory, so an SM holds one
            block instead of two.
            four_tiles: changes wide. The ring has four tiles instead of three.
@@ -23,28 +23,29 @@ Optimized  cp_async: changes mma_sync. `cp.async` fills a ring of three tiles wh
            grouped: changes persistent. The order of the tiles changes: 8 rows of tiles at a time.
            stored: changes grouped. Results are written through shared memory and TMA while the next
            tile is computed.
-           multicast: changes stored. Each of the two blocks of a cluster loads half of b's tile for
-           both blocks.
+           multicast: changes stored. A cluster has two blocks. Each of them loads half of b's tile
+           for both blocks.
 Bound      Tensor cores from wide on, at the rate that the power limit allows. Tiles of 128 x 128
            are limited by the L2, from which each tile reads its operands. With `mma.sync`, shared
-           memory is the limit, because each of the 8 warps reads its operands from it. The cost of
-           mma_sync adds the times of L2 and shared memory, because a block's loads do not overlap
-           its products. Two blocks share an SM, but the stored time shows little overlap between
-           them.
-Seen       cp_async takes half longer than predicted, and tma over a quarter longer. tma fills the
-           same ring in less time, and its threads compute no addresses. We did not measure whether
-           that is the cause. On Hopper, `mma.sync` reaches less than two thirds of the tensor
-           cores' peak (arXiv 2501.12084). The cost does not include this limit, and shared memory
-           would still take longer. At the power limit the clock rate drifts, and so does the time
-           of mma_sync. Compare only sides that were timed in turn. In test_gemm, a side's share of
-           the library's rate is the ratio of two speedups over mma_sync, so it has the errors of
-           both speedups. test_gemm_beside_the_library times stored and multicast in turn with the
-           library. Both take as long as the library, within two percent, on an H100 and on an H200.
-           The order of the middle rungs depends on the GPU. On an H100, specialized is slower than
-           wgmma, and back_to_back is faster than both. On an H200, specialized is faster than
-           wgmma, and back_to_back is slower than both. four_tiles gains nothing on an H100, and
-           gains on an H200. persistent gains nothing on an H200, and multicast gains nothing on
-           either. We did not measure why.
+           memory is the limit, because each of the 8 warps reads its operands from shared memory.
+           The cost of mma_sync adds the times of L2 and shared memory, because a block's loads do
+           not overlap its products. Two blocks share an SM, but the stored time shows little
+           overlap between them.
+Seen       cp_async takes one and a half times as long as predicted, and tma over a quarter longer
+           than predicted. The threads of tma compute no addresses, which may be why tma is faster.
+           We did not measure that. On Hopper, `mma.sync` reaches less than two thirds of the tensor
+           cores' peak (arXiv 2501.12084). The cost does not include this lower rate. Even with the
+           lower rate, shared memory would take longer than the products. At the power limit, the
+           clock rate drifts, and so does the time of mma_sync. So compare only sides that were
+           timed in turn. In test_gemm, a side's share of the library's rate is the ratio of two
+           speedups over mma_sync, so the share contains the errors of both speedups.
+           test_gemm_beside_the_library times stored and multicast in turn with the library. Both
+           take as long as the library, within two percent, on an H100 and on an H200. The order of
+           the middle rungs depends on the GPU. On an H100, specialized is slower than wgmma, and
+           back_to_back is faster than both. On an H200, specialized is faster than wgmma, and
+           back_to_back is slower than both. four_tiles gains on an H200, but not on an H100.
+           persistent gains nothing on an H200. multicast gains nothing on either GPU. We did not
+           measure why.
 Use when   Call the library. Write this kernel only for a product that the library does not have,
            and start with wide tiles, a warp that only loads, and TMA. Add multicast only if it is
            faster than stored for your sizes.
@@ -226,9 +227,9 @@ def stored_meanwhile(m, n, k, **tile):
 
 SIZES = [{"m": 8192, "n": 8192, "k": 8192}]
 # Rows begin at multiples of 16 bytes, which are 8 elements. The sizes cover less than a tile,
-# several tiles in each dimension, and one step of k. The last size has more tiles than an H200 has
-# SMs, so a persistent block computes a second tile. With 3 steps of k, the second tile begins in
-# the middle of the ring.
+# several tiles in each dimension, and one step of k. At the last size, there are more tiles than
+# SMs on an H200, so a persistent block computes a second tile. With 3 steps of k, the second tile
+# begins in the middle of the ring.
 CHECK_SIZES = [
     {"m": 33, "n": 40, "k": 72},
     {"m": 300, "n": 264, "k": 520},

@@ -1,6 +1,6 @@
 // c = a b^T in bf16, summed in fp32, on Hopper's tensor cores. These are the rungs after gemm.cu.
 //
-// wgmma: like `tma` of gemm.cu, but two warpgroups compute 64 x 128 each, with operands from shared
+// wgmma: like `tma` in gemm.cu, but two warpgroups compute 64 x 128 each, with operands from shared
 // memory.
 // The rungs after wgmma have a warp that only loads. Each rung has a struct with its settings.
 
@@ -16,10 +16,10 @@ constexpr int A_BYTES = M * K * 2;
 constexpr int GROUP = 8;  // rows of tiles that are computed together, for reuse in the L2
 constexpr int SLICE = 64, SLICE_BYTES = HALF * SLICE * 2;  // results on their way out
 
-// The rungs with a warp that only loads. Each differs from the rung before in one thing.
+// The rungs with a warp that only loads. Each rung makes one change to the rung before it.
 struct Specialized {
   static constexpr int N = 128, STAGES = 3;  // columns of a tile, tiles in the ring
-  static constexpr int UNDER_WAY = 0;        // steps whose products may run beside the next step's
+  static constexpr int UNDER_WAY = 0;        // steps whose products may overlap the next step's
   static constexpr bool PERSISTENT = false;  // a block computes many tiles
   static constexpr bool GROUPED = false;     // GROUP rows of tiles are computed together
   static constexpr bool BY_TMA = false;      // results are written through shared memory and TMA
@@ -68,8 +68,8 @@ __device__ void multiply(float (&sums)[N / 2], const unsigned char* a, const uns
   wgmma_commit();
 }
 
-// Keeps the compiler from moving reads of the sums above this point, because it does not model that
-// the asynchronous products write them. Call it after wgmma_wait<0>.
+// Keeps the compiler from moving reads of the sums above this point. The compiler cannot tell that
+// the asynchronous products write the sums. Call it after wgmma_wait<0>.
 template <int count>
 __device__ void settle(float (&sums)[count]) {
 #pragma unroll
@@ -143,10 +143,10 @@ __device__ void place_of(int turn, int rows, int columns, int& row, int& column)
   column = inside / height;
 }
 
-// Lane 0 arrives at the barrier of block `rank` of the cluster. It does so without a branch,
-// because wgmma needs whole warps. The warp has only read, so the arrival does not need release
-// semantics. With `.release.cluster`, it would be a fence for the whole GPU's memory, which takes
-// about a microsecond per step.
+// Lane 0 arrives at the barrier of block `rank` of the cluster. There is no branch, because wgmma
+// needs whole warps. The warp has only read, so the arrival does not need release semantics. With
+// `.release.cluster`, the arrival would be a fence for the whole GPU's memory, which takes about a
+// microsecond per step.
 __device__ void arrive_at(unsigned long long* barrier, unsigned rank) {
   asm volatile(
       "{ .reg .b32 there; .reg .pred p; setp.eq.u32 p, %2, 0;"
@@ -303,7 +303,7 @@ __device__ void compute(const CUtensorMap& a, const CUtensorMap& b, const CUtens
     if (Rung::BY_TMA && threadIdx.x % WARPGROUP == 0) wait_stores_read();
     __syncwarp();
   }
-  // No block may exit while the other still writes to its shared memory.
+  // No block may exit while the other block still writes to the first block's shared memory.
   if constexpr (cluster > 1) meet_cluster();
 }
 

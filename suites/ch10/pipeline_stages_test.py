@@ -7,17 +7,17 @@ Optimized  two: changes one. The next tiles are loaded by `cp.async` during a pr
            `num_stages` changes, here and in the next two variants. With two or more stages, Triton
            also lets a product run until the next product has been issued.
            three: changes two. The loads of two steps are in flight.
-           four: changes three. The loads of three steps are in flight, and only one block fits in
-           an SM's shared memory instead of two.
+           four: changes three. The loads of three steps are in flight. Shared memory then holds
+           only one block per SM instead of two.
            library: `torch.matmul`.
 Bound      The L2, from which each tile of 128 x 128 results reads its operands. The cost of one
            adds the time of the tensor cores to the time of the L2, because its loads do not overlap
            its products. Two blocks share an SM, but the stored time shows little overlap between
            them.
-Seen       two takes longer than predicted. Before each product it waits for all of its copies
+Seen       two takes longer than predicted. Before each product, two waits for all of its copies
            (`cp.async.wait_group 0` in Triton 3.9's PTX). three takes the predicted time. The only
-           difference is that its wait leaves the copies of one step in flight. So one load in
-           flight per block does not hide the L2's latency, and two loads do.
+           difference is that three leaves the copies of one step in flight when it waits. So one
+           load in flight per block does not hide the L2's latency, and two loads do.
 Use when   Use three stages, and also measure two and four. Each stage needs shared memory, so fewer
            blocks may fit on an SM.
 """
@@ -35,7 +35,7 @@ M, N, K = 128, 128, 64
 
 @triton.jit
 def tile_of(m, n, M: tl.constexpr, N: tl.constexpr):
-    """Return the first row and column of this tile. Groups of 8 tile rows share the L2."""
+    """Return this tile's first row and column. Taking 8 tile rows at a time reuses L2 data."""
     rows, columns = tl.cdiv(m, M), tl.cdiv(n, N)
     group = tl.program_id(0) // (8 * columns)
     height = min(rows - 8 * group, 8)
@@ -127,7 +127,7 @@ def overlapped(m, n, k):
     inputs=inputs,
     reference=reference,
     sizes=[{"m": 8192, "n": 8192, "k": 8192}],
-    # The sizes have fewer steps than stages, the same number, and more. Some rows are not aligned.
+    # The sizes have fewer steps than stages, as many, and more. Some rows are not aligned.
     check_sizes=[
         {"m": 33, "n": 41, "k": 65},
         {"m": 130, "n": 72, "k": 199},

@@ -6,17 +6,17 @@ Baseline   one_block_a_tile: a program computes a tile of 64 rows over all of k.
            columns, there are only 64 programs for 132 SMs. With tiles of 32 columns, there are 128
            programs, but a is read twice as often.
 Optimized  split_k: changes one_block_a_tile. 8 programs share a tile, and each computes an eighth
-           of k. They add their sums with fp32 atomics. One kernel zeroes the sums first, and
-           another rounds them at the end.
+           of k. The programs add their sums with fp32 atomics. One kernel zeroes the sums first,
+           and another kernel rounds them at the end.
            two_kernels: changes split_k. Each of the 8 programs stores its sums. A second kernel
            adds them in a fixed order and rounds them.
            library: `torch.matmul`.
            Every Triton side is autotuned over the same tile sizes.
 Bound      DRAM, from which b is read once. Each tile also reads its rows of a from the L2. In the
-           baseline, narrow tiles make the L2 the limit. Its cost assumes tiles of 32 columns,
-           because wider tiles leave half of the SMs idle. The results do not record which tiles the
-           autotuner chose. With k split, even tiles of 128 columns give work to every SM, so the L2
-           is no longer the limit.
+           baseline, narrow tiles make the L2 the limit. The cost of the baseline assumes tiles of
+           32 columns, because wider tiles leave half of the SMs idle. The results do not record
+           which tiles the autotuner chose. When k is split, even tiles of 128 columns give work to
+           every SM, so the L2 is no longer the limit.
 Use when   A product has fewer tiles than the GPU has SMs, and k is long. Use two_kernels if the
            result must be the same in every run.
 """
@@ -52,7 +52,7 @@ PRUNE = {"early_config_prune": fitting}
 
 @triton.jit
 def product(a, b, begin, end, m, n, k, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
-    """Return the sums of this program's tile over k from `begin` to `end`, and its position."""
+    """Return this program's sums over k from `begin` to `end`, and the tile's position."""
     i = tl.program_id(1) * M + tl.arange(0, M)
     j = tl.program_id(0) * N + tl.arange(0, N)
     steps = tl.arange(0, K)
@@ -69,7 +69,7 @@ def product(a, b, begin, end, m, n, k, M: tl.constexpr, N: tl.constexpr, K: tl.c
 
 @triton.jit
 def piece(k, K: tl.constexpr, SPLIT: tl.constexpr):
-    """Return the begin and the end of this program's part of k. It has 0 or more steps of K."""
+    """Return the begin and end of this program's part of k. The part has 0 or more steps of K."""
     length = tl.cdiv(tl.cdiv(k, K), SPLIT) * K
     begin = tl.program_id(2) * length
     return begin, tl.minimum(begin + length, k)
@@ -174,8 +174,8 @@ def in_tiles(m, n, k, wide):
     inputs=inputs,
     reference=reference,
     sizes=[{"m": 64, "n": 4096, "k": 16384}],
-    # First less than a tile, where most parts of k are empty. Then several tiles, with an empty
-    # last part.
+    # The first size is less than a tile, and most parts of k are empty. The second has several
+    # tiles, and the last part of k is empty.
     check_sizes=[{"m": 33, "n": 40, "k": 72}, {"m": 65, "n": 73, "k": 1100}],
     work=lambda m, n, k: Work(
         read=2 * (m * k + k * n), write=2 * m * n, flops={"fp16": 2 * m * n * k}, terms=k

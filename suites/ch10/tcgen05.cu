@@ -58,7 +58,8 @@ __device__ void give_back(unsigned where, int columns) {
   }
 }
 
-// Loads a tile. In a pair, the barrier of the first block counts the tiles of both blocks.
+// Loads a tile. In a pair of blocks, the barrier of the first block counts the bytes of both
+// blocks.
 template <bool pair>
 __device__ void load(void* tile, const CUtensorMap& map, int row, int column,
                      unsigned long long* barrier) {

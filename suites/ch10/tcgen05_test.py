@@ -3,15 +3,16 @@
 Problem    c = a b^T in bf16 with fp32 sums. a is (m, k), b is (n, k), and c is (m, n).
 Baseline   one_block: a block computes 128 x 128 with tcgen05, with the sums in tensor memory. TMA
            fills a ring of four tiles. One thread issues the loads and the products. All threads
-           write the results.
+           write results.
 Optimized  block_pair: changes one_block. The two blocks of a cluster compute 256 x 256. Each block
            loads its own 128 rows of a and half of the 256 rows of b.
            library: `torch.matmul`, which is cuBLASLt with its own choice of kernel.
-Bound      Tensor cores, if shared memory can feed them. A product of 128 x 128 x 16 takes 64 cycles
-           on a tensor core and reads 8 KiB. Shared memory can deliver exactly 8 KiB in 64 cycles. A
-           block of a pair reads less per product. The page is assembled for sm100 and sm103. No GPU
-           has run it yet, so its results and times are unknown.
-Use when   Do not use it yet. First run it on sm100 and compare it with the library.
+Bound      Tensor cores, if shared memory can deliver the operands fast enough. A product of 128 x
+           128 x 16 takes 64 cycles on a tensor core and reads 8 KiB. Shared memory can deliver
+           exactly 8 KiB in 64 cycles. In a pair, a block reads less per product. The kernels are
+           assembled for sm100 and sm103. No GPU has run them yet, so nobody knows whether the
+           results are right and how long they take.
+Use when   Do not use these kernels yet. First run them on sm100 and compare them with the library.
 """
 
 from dataclasses import replace

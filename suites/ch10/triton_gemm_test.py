@@ -2,8 +2,8 @@
 
 Problem    (m, k) @ (k, n) in fp16 with fp32 sums.
 Baseline   tiles: one program per tile, eight rows of tiles at a time, which improves reuse in the
-           L2. It loads through pointers and has three tiles in flight. This is the matrix product
-           of Triton's tutorial.
+           L2. A program loads through pointers and has three tiles in flight. This is the matrix
+           product of Triton's tutorial.
 Optimized  persistent: changes tiles. One program per SM computes many tiles, in the same order.
            descriptors: changes persistent. The tensor memory accelerator (TMA) loads and stores
            tiles.
@@ -13,19 +13,20 @@ Optimized  persistent: changes tiles. One program per SM computes many tiles, in
            library: `torch.matmul`.
            Every Triton side is autotuned over the same tile sizes.
 Bound      Tensor cores, at the rate that the power limit allows. On all sides except flattened and
-           specialized, the time to store a tile comes on top. The cost assumes the largest tiles,
-           128 x 256. The results do not record which tiles the autotuner chose.
-           Triton specializes warps only in kernels of 4 warps, to which it adds more warps. It
-           ignores the option in kernels of 8 warps, and in a flattened loop on Hopper. This page
-           flattens only the loop with TMA loads, because in a flattened loop Triton prefetches only
-           part of the loads through pointers.
+           specialized, the time to store a tile is added, because nothing overlaps the store. The
+           cost assumes the largest tiles, 128 x 256. The results do not record which tiles the
+           autotuner chose.
+           Triton specializes warps only in kernels of 4 warps, and adds more warps to them. It
+           ignores the option in kernels of 8 warps, and in flattened loops on Hopper. This page
+           flattens only the loop with TMA loads. If a flattened loop loads through pointers, Triton
+           prefetches only some of the loads.
            library takes longer here than in `pipeline_stages_test.py`, where the same product is
-           timed in turn with a slower side. The slower side may draw less power and leave the GPU a
-           higher clock rate. We did not record power, so we cannot confirm this. Compare only sides
-           of the same page.
+           timed in turn with a slower side. The slower side may draw less power, so that the GPU
+           runs at a higher clock rate. We did not record power, so we cannot confirm this. Compare
+           only sides of the same page.
 Use when   You need a faster matrix product in Triton. First use descriptors, and then flatten the
-           loop. A persistent loop alone gains nothing. If the library has the operation, it is just
-           as fast.
+           loop. A persistent loop alone gains nothing. If the library has the operation, call the
+           library, which is just as fast.
 """
 
 from dataclasses import replace
@@ -43,7 +44,7 @@ CONFIGS = [
 
 
 def launchable(configs, named, WARPS=False, **meta):
-    """Return the configs whose tiles fit in shared memory. With WARPS, only those of 4 warps."""
+    """Return the configs whose tiles fit in shared memory. With WARPS, only 4-warp configs."""
     driver = triton.runtime.driver.active
     most = driver.utils.get_device_properties(driver.get_current_device())["max_shared_mem"]
 
@@ -68,7 +69,7 @@ def tuned(*switches):
 
 @triton.jit
 def tile_of(index, m, n, M: tl.constexpr, N: tl.constexpr):
-    """Return the first row and column of tile `index`. Groups of 8 tile rows share the L2."""
+    """Return tile `index`'s first row and column. Taking 8 tile rows at a time reuses L2 data."""
     rows, columns = tl.cdiv(m, M), tl.cdiv(n, N)
     group = index // (8 * columns)
     height = min(rows - 8 * group, 8)
@@ -158,7 +159,7 @@ def launch(kernel, a, b, programs=None, **options):
 
 
 def processors(a):
-    """Return the number of SMs. In the interpreter it is two, so each program has many tiles."""
+    """Return the number of SMs. In the interpreter, return 2, so each program has many tiles."""
     return torch.cuda.get_device_properties(a.device).multi_processor_count if a.is_cuda else 2
 
 
@@ -199,7 +200,7 @@ def multiplied(m, n, k):
 
 
 def in_tiles(m, n, k):
-    """Return the cost of tiles of 128 x 256 that are stored while others are multiplied."""
+    """Return the cost of tiles of 128 x 256, each stored while another one is multiplied."""
     return replace(multiplied(m, n, k), l2=2 * (m // 128) * (n // 256) * (128 + 256) * k)
 
 

@@ -3,30 +3,32 @@
 Problem    Compute `steps` variances of n fp32 values: of the first 1/steps of the values, of the
            first 2/steps, and so on. Each step allocates four tensors: the mean, the differences
            from the mean, their squares, and the mean of the squares. The differences and the
-           squares grow from step to step. torch computes a mean of 2^17 values or more by several
-           blocks, and allocates two more tensors for them.
+           squares get larger with each step. torch computes a mean of 2^17 values or more with
+           several blocks, which need two more tensors.
 Baseline   device_malloc: each tensor is allocated by `cudaMalloc` and freed by `cudaFree`, as in
            CUDA code that allocates where it needs memory. In PyTorch, the environment variable
            `PYTORCH_NO_CUDA_MEMORY_CACHING` does this.
-Optimized  stream_ordered: `backend:cudaMallocAsync`. Each tensor comes from the driver's pool
-           by `cudaMallocAsync`, and goes back by `cudaFreeAsync`, in stream order. The pool keeps
-           freed memory, because PyTorch sets the pool's release threshold to the largest value.
-           With the driver's default of 0, the pool gives free memory back to the GPU at each wait.
-           cached: PyTorch's default. Its own allocator keeps freed memory and hands it out again,
-           without a driver call.
-Bound      The host, by its launches and its calls to the allocator. In device_malloc, `cudaFree`
+Optimized  stream_ordered: `backend:cudaMallocAsync`. `cudaMallocAsync` takes each tensor from the
+           driver's pool, and `cudaFreeAsync` returns it, in stream order. The pool keeps freed
+           memory, because PyTorch sets the pool's release threshold to the largest value. With the
+           driver's default threshold of 0, the pool releases its free memory at each wait for the
+           GPU. cached: PyTorch's default. Its own allocator keeps freed memory and hands it out
+           again, without a driver call.
+Bound      The host, which launches kernels and calls the allocator. In device_malloc, `cudaFree`
            waits until the GPU is idle, so the host cannot launch ahead. `cudaMalloc` and `cudaFree`
            also change the GPU's page tables. The costs of device_malloc count one wait for each
-           tensor. No rate was measured for a call to the driver's pool. So the costs of
-           stream_ordered count it as a torch call that launches nothing.
-Seen       device_malloc takes more than twice as long as predicted: `cudaMalloc` and `cudaFree` of
-           a tensor take more than twice as long as a wait. cached calls neither of them, but it
-           takes 1.5 times as long as predicted: the rate of a launch was measured with an addition,
-           not with means. The difference between stream_ordered and cached is about as predicted.
-Use when   You write CUDA code with temporaries: take them from `cudaMallocAsync` with a release
-           threshold, or from the framework's allocator. In PyTorch, keep the default.
+           tensor. Nobody has measured how long a call to the driver's pool takes. So the costs of
+           stream_ordered count such a call as a torch call that launches nothing.
+Seen       device_malloc takes more than twice as long as predicted, because `cudaMalloc` and
+           `cudaFree` of a tensor take more than twice as long as a wait. cached calls neither
+           function, but takes 1.5 times as long as predicted. The predicted time of a launch was
+           measured with an addition, not with means. The difference between stream_ordered and
+           cached is about as predicted.
+Use when   You write CUDA code that needs temporary memory. Allocate it by `cudaMallocAsync`, with a
+           release threshold, or by the framework's allocator. In PyTorch, keep the default.
            `PYTORCH_NO_CUDA_MEMORY_CACHING` is meant for finding memory bugs.
-           `../ch13/allocator_test.py` compares the memory that the allocators leave unused.
+           `../ch13/allocator_test.py` compares how much reserved memory each allocator leaves
+           unused.
 """
 
 import torch
@@ -34,7 +36,7 @@ import torch
 from pytest_aisp import Conditions, Cost, Work, compare, fresh_process
 
 TENSORS = 4  # tensors that a step allocates
-SPLIT = 2**17  # the least n for which a mean takes several blocks, and so two more tensors
+SPLIT = 2**17  # smallest n for which a mean takes several blocks, and so two more tensors
 
 
 def inputs(device, steps, n):

@@ -1,7 +1,7 @@
-"""Chunk count: cut a copy into enough chunks to hide it, and no more.
+"""Chunk count: cut a copy into just enough chunks to hide it.
 
 Problem    Copy a (rows, k) fp32 matrix from pinned host memory and multiply it by a (k, columns)
-           weight on the GPU. The copy and the product take about equally long. The page times a
+           weight on the GPU. The copy and the product take about the same time. The page times a
            curve over the number of chunks.
 Baseline   whole: copy all rows, then multiply them.
 Optimized  chunked: changes whole. The rows are cut into `chunks` chunks. A second stream copies
@@ -10,17 +10,18 @@ Optimized  chunked: changes whole. The rows are cut into `chunks` chunks. A seco
            The cases are points of a curve, so they claim no speedup.
 Bound      PCIe and fp32 arithmetic, which overlap. Only the copy of the first chunk and the product
            of the last chunk overlap with nothing. With twice as many chunks, these two take half
-           the time. Two effects limit the gain. Each copy and each kernel has a fixed start-up
-           time. And a product of few rows has fewer tiles than the GPU has SMs: with 128 chunks,
-           half of the SMs are idle.
-Seen       chunked is fastest with 8 to 32 chunks. 128 chunks gain next to nothing, as predicted
-           from tiles of 128 x 128. The products do not reach the fp32 peak: a product alone takes
-           about a quarter longer than predicted. With 4 chunks, the products are slower still.
-           cuBLAS chooses a kernel by the number of rows, so the curve is not smooth.
-Use when   A copy and the work on it take similar times. Begin with 8 to 16 chunks. Use fewer if a
-           chunk would become smaller than about 1 MiB, or if its kernel would no longer fill the
-           GPU. `../ch01/double_buffering_test.py` shows the same overlap with only two buffers, for
-           data that do not fit in the GPU's memory.
+           the time. Two effects limit the gain. First, each copy and each kernel has a fixed
+           start-up time. Second, a product of few rows has fewer tiles than the GPU has SMs: with
+           128 chunks, half of the SMs are idle.
+Seen       chunked is fastest with 8 to 32 chunks. 128 chunks gain next to nothing. The cost
+           predicts this, because it assumes tiles of 128 x 128. The products do not reach the fp32
+           peak: a product alone takes about a quarter longer than predicted. With 4 chunks, the
+           products take even longer. cuBLAS chooses a kernel by the number of rows, so the curve is
+           not smooth.
+Use when   A copy and the work on the copied data take similar times. Begin with 8 to 16 chunks. Use
+           fewer if a chunk would become smaller than about 1 MiB, or if its kernel would no longer
+           fill the GPU. `../ch01/double_buffering_test.py` shows the same overlap with only two
+           buffers, for data that do not fit in the GPU's memory.
 """
 
 import math
@@ -56,7 +57,7 @@ def chunked(x, weight, chunks):
     compute, copies = device.current_stream(), device.Stream(priority=-1)
     there = torch.empty(x.shape, device=weight.device)
     out = torch.empty(len(x), weight.shape[1], device=weight.device)
-    copies.wait_stream(compute)  # earlier work may still use the memory of `there`
+    copies.wait_stream(compute)  # earlier work may still be using the memory of `there`
     parts = (tensor.tensor_split(chunks) for tensor in (x, there, out))
     for source, part, product in zip(*parts, strict=True):
         with device.stream(copies):

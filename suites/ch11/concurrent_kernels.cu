@@ -1,8 +1,8 @@
 // Values of polynomials, one point per thread. A block has 128 threads.
 //
 // one: evaluates one polynomial at `n` points.
-// many: evaluates several polynomials at `n` points each. Polynomial p has the blocks with
-//     blockIdx.y == p.
+// many: evaluates several polynomials at `n` points each. The blocks with blockIdx.y == p evaluate
+//     polynomial p.
 
 #include "polynomial.cuh"
 

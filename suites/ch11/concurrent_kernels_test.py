@@ -1,7 +1,7 @@
 """Concurrent kernels: run small kernels side by side, in streams or in one launch.
 
-Problem    Evaluate `jobs` fp32 polynomials with `count` coefficients, each at n points of its own.
-           A thread evaluates one point, and a block 128 points. So the kernel of one polynomial has
+Problem    Evaluate `jobs` fp32 polynomials with `count` coefficients, each at its own n points. A
+           thread evaluates one point, and a block 128 points. So the kernel of one polynomial has
            too few blocks to fill the GPU.
 Baseline   in_turn: one kernel per polynomial, all on one stream.
 Optimized  four_streams: changes in_turn. The kernels take turns on four streams, so four of them
@@ -10,13 +10,13 @@ Optimized  four_streams: changes in_turn. The kernels take turns on four streams
            one_launch: changes in_turn. One kernel for all polynomials, with a row of blocks for
            each.
 Bound      Latency. Each multiply-add of Horner's rule needs the result of the previous one. An SM
-           with one block has one warp per scheduler, so no other warp can issue during this wait.
+           with one block has one warp per scheduler, so no other warp can issue while a warp waits.
            Before every eight steps, a warp also waits for coefficients from shared memory: the
-           machine code for sm_90 does not load them in advance. So more kernels at once cost no
-           time until their blocks need more SMs than the GPU has.
-           The costs count the empty issue slots of running warps and of idle SMs as work. They also
-           add the starts of all kernels, as if no two started at the same time. The data are less
-           than 1 MB, so they stay in the L2.
+           machine code for sm_90 does not load them in advance. So running more kernels at once
+           takes no extra time until their blocks need more SMs than the GPU has.
+           The costs count the empty issue slots of running warps and of idle SMs as work. The costs
+           also add up the start times of all kernels, as if no two kernels started at the same
+           time. The data are less than 1 MB, so they stay in the L2.
 Seen       On an H100, one_launch gains as much over in_turn as predicted. a_stream_each takes less
            time than predicted, because starts on different streams overlap.
 Use when   You have several independent kernels, and none of them fills the GPU. If all jobs run the
@@ -44,7 +44,7 @@ def inputs(device, jobs, count, n):
 
 
 def reference(coefficients, points):
-    """Return the values. Add 32 terms at a time, and join these sums by Horner's rule."""
+    """Return the values. Add 32 terms at a time, and combine these sums by Horner's rule."""
     jobs, count = coefficients.shape
     short = torch.zeros(jobs, -count % 32, dtype=torch.float64, device=points.device)
     blocks = torch.cat([short, coefficients.double()], 1).view(jobs, -1, 32)

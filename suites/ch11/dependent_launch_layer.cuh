@@ -22,7 +22,7 @@ __device__ inline void hold(Held& held, const float4* weights, unsigned n) {
     held.weights[k] =
         i < vectors ? weights[row() * vectors + i] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   }
-  __syncwarp();  // no load moves below this point, so every kernel has the same number in flight
+  __syncwarp();  // no load moves below this point, so all kernels have as many loads in flight
 }
 
 __device__ inline float dot(float4 a, float4 b) {

@@ -1,25 +1,25 @@
-"""Events: let streams wait for each other, not the host.
+"""Events: make the streams wait for each other, and not the host.
 
 Problem    `count` fp32 chunks (rows, k) are in pinned host memory. Multiply each chunk by the same
            (k, columns) weight on the GPU, which has two buffers for chunks. A copy takes about as
-           long as a product: some 20 us with few rows, and about 100 us with many.
+           long as a product: about 20 us with few rows, and about 100 us with many rows.
 Baseline   one_stream: copy a chunk, multiply it, copy the next chunk. No waits are needed, because
            the work in a stream runs in order.
 Optimized  host_waits: changes one_stream. A second stream copies the next chunk during a product.
            Before a copy into a buffer, the host waits for the product that last read the buffer.
            Before a product, the host waits for the copy of its chunk.
-           event_waits: changes host_waits. The streams wait instead of the host: each waits for
-           CUDA events that the other stream records.
+           event_waits: changes host_waits. The streams wait instead of the host: each stream waits
+           for CUDA events that the other stream records.
 Bound      With many rows, arithmetic limits event_waits. With few rows, the host's calls limit it.
            In host_waits, the host waits for each product. After this wait, the GPU computes nothing
            until the host has launched the next copy and the next product. With few rows, this gap
            is longer than the copy that the second stream hides.
 Seen       With few rows, host_waits is slower than one_stream, and event_waits is limited by the
-           host. The host takes about twice as long per chunk as predicted: the rate of a launch was
-           measured with a small addition, not with products and copies. Captured as a CUDA graph,
-           event_waits takes a third less time. The products do not reach the fp32 peak, as in
-           `chunk_count_test.py`.
-Use when   Two streams depend on each other and their steps take less than about 1 ms. If the steps
+           host. The host takes about twice as long per chunk as predicted, because the predicted
+           time of a launch was measured with a small addition, not with products and copies. When
+           it is captured as a CUDA graph, event_waits takes a third less time. As in
+           `chunk_count_test.py`, the products do not reach the fp32 peak.
+Use when   Two streams depend on each other, and the steps take less than about 1 ms. If the steps
            are longer, a wait by the host costs little. If the host's calls take longer than the
            steps, use larger chunks or capture a graph. The host must still wait before it reads a
            result, and before it writes new data into pinned memory that is being copied.
@@ -66,7 +66,7 @@ def two_streams(chunks, weight, copies_wait, products_wait):
     # High-priority streams have their own pool, so this is never the current stream.
     products, copies = gpu.current_stream(), gpu.Stream(priority=-1)
     buffers, out = room_for(chunks, weight)
-    copies.wait_stream(products)  # earlier work may still use the buffers' memory
+    copies.wait_stream(products)  # earlier work may still be using the buffers' memory
     filled, drained = ([gpu.Event(), gpu.Event()] for _ in range(2))
 
     def fill(i):

@@ -1,29 +1,31 @@
-"""GEMMs on streams: first remove the host's waits, then batch, and use streams last.
+"""GEMMs on streams: first remove the host's waits, then batch. Use streams only as a last step.
 
-Problem    `count` independent bf16 products of (n, k) by (k, n), each written to its place in a
+Problem    `count` independent bf16 products of (n, k) by (k, n), each written to its own slice of a
            result tensor. All sides allocate this tensor first. The page times a curve over n: with
            a larger n, a product has more output tiles and can use more SMs.
 Baseline   one_stream: one `torch.mm` per product. The host waits for none of them.
 Optimized  two_streams: changes one_stream. The products alternate between two streams.
            four_streams: like two_streams, with four streams.
-           batched: changes one_stream. All products in one `torch.bmm`, which needs equal shapes.
-           The sides with streams are points of a curve, so they claim no speedup.
+           batched: changes one_stream. One `torch.bmm` computes all products, which must have equal
+           shapes. The sides with streams are points of a curve, so they claim no speedup.
 Bound      Tensor cores. With tiles of 128 x 64 elements, a product of n=1024 has 128 tiles, nearly
            as many as an H200 has SMs. So a second product at the same time gains nothing. With
-           n=512 three quarters of the SMs are idle, and with n=256 nearly all. If cuBLAS cuts k
-           into parts, a product fills more of the GPU, and streams gain less. The costs assume
+           n=512, three quarters of the SMs are idle, and with n=256, nearly all of them. If cuBLAS
+           cuts k into parts, a product fills more of the GPU, and streams gain less. The costs
+           assume
            128 x 64 tiles and an uncut k. All sides run in a CUDA graph, so the host's launches are
            not timed.
 Seen       On an H100, two and four streams are slower than one with n=512 and n=1024, and faster
            with n=256. batched is the fastest at each n. With n=256 and n=512, one_stream takes
            less time than predicted. So cuBLAS probably cuts k into parts, which leaves fewer idle
            SMs for a second stream. With n=1024, a product alone already reaches three quarters of
-           the tensor cores' peak. We did not measure why streams are slower than one stream there.
-Use when   Independent products have different shapes, and each has fewer tiles than the GPU has
+           the tensor cores' peak. We did not measure why two and four streams are slower than one
+stream with n=1024. Use when Independent products have different shapes, and each has fewer tiles
+than the GPU has
            SMs. Batch products of equal shape. For different shapes in one group, see
            `../ch01/grouped_gemm_test.py`. Public code compares streams with a loop in which the
-           host waits after each product. Most of the gain it reports comes from removing the waits,
-           which needs no streams.
+           host waits after each product. Most of the gain that such code reports comes from
+           removing the waits, which needs no streams.
 """
 
 import torch

@@ -1,26 +1,26 @@
 """A graph with branches: several streams help only if the host is not the limit.
 
 Problem    `towers` small networks (towers) of different widths, as in a model that embeds different
-           kinds of features. Each tower turns its own (batch, width) fp32 input into (batch, out)
-           by two linear layers with a relu between them. The towers do not depend on each other.
-           Their outputs are concatenated at the end.
+           kinds of features. Each tower has its own (batch, width) fp32 input, and computes a
+           (batch, out) output by two linear layers with a relu between them. The towers do not
+           depend on each other. Their outputs are concatenated at the end.
 Baseline   in_turn: one tower after another, on one stream.
 Optimized  streams: like in_turn, with a stream for each tower.
            captured: like in_turn, as a CUDA graph. The graph is one chain of kernels.
-           branches: like streams, as a CUDA graph. The graph has a branch for each tower, because a
-           capture turns the waits between streams into the graph's dependencies.
+           branches: like streams, as a CUDA graph. The graph has a branch for each tower, because
+           the capture records the waits between streams as dependencies in the graph.
 Bound      The host limits in_turn. It limits streams even more, because each wait between streams
-           is a host call too. captured takes one launch. Its kernels run one after another, and
-           each product has too few tiles for most SMs. In branches, the tiles of all towers share
-           the SMs. The costs assume tiles of 64 x 64. They add the starts of all kernels, as if no
-           two started at the same time.
+           is also a host call. captured takes one launch. The kernels of captured run one after
+           another, and no product has enough tiles to use most of the SMs. In branches, the tiles
+           of all towers share the SMs. The costs assume tiles of 64 x 64. The costs also add up the
+           start times of all kernels, as if no two kernels started at the same time.
 Seen       in_turn and streams take several times as long as predicted. The same work is much faster
-           as a graph, so the host takes the additional time: the rate of a launch was measured with
-           a small addition, not with linear layers. captured takes as long as predicted, and
-           branches somewhat longer.
-Use when   A model has independent parts with kernels too small to fill the GPU, and its shapes are
-           fixed, so it can be captured. Without a graph, streams help only if the work takes longer
-           on the GPU than its launches take on the host.
+           as a graph, so the extra time is spent on the host: the predicted time of a launch was
+           measured with a small addition, not with linear layers. captured takes as long as
+           predicted, and branches somewhat longer.
+Use when   A model has independent parts whose kernels are too small to fill the GPU. The shapes of
+           the model are fixed, so it can be captured. Without a graph, streams help only if the
+           work takes longer on the GPU than its launches take on the host.
 """
 
 import torch
@@ -34,7 +34,7 @@ TILE = 64  # rows and columns of an output tile, for costs
 
 
 def widths(towers):
-    """Return the input width of each tower. They all differ."""
+    """Return the input width of each tower. All widths differ."""
     return [96 * (k + 1) for k in range(towers)]
 
 
@@ -140,7 +140,7 @@ def at_once(towers, batch, hidden):
     bound="launch",
     costs={
         in_turn: lambda **size: one_by_one(**size, launches=1),
-        # Host steps per tower: create a stream, let it wait, enter it, leave it, and wait for it.
+        # Host steps per tower: create a stream, make it wait, enter it, leave it, and wait for it.
         # Each of the two waits takes two steps, because it records an event first.
         streams: lambda **size: one_by_one(**size, steps=7, launches=1),
         captured: lambda **size: Cost(launches=1) + one_by_one(**size, graph_nodes=1),

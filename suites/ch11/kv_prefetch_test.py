@@ -1,28 +1,28 @@
 """KV prefetch: fetch the next layer's cache from the host while this layer computes.
 
 Problem    One decoding step of `layers` layers in bf16, for `batch` sequences whose keys and values
-           lie in pinned host memory, because the GPU has no room for them. A layer projects x to
+           are in pinned host memory, because the GPU has no room for them. A layer projects x to
            queries, attends to the `tokens` tokens of its cache, and projects back. An MLP follows.
-           Attention and MLP each add their result to x. The query heads share 2 heads of keys and
+           Attention and MLP each add their result to x. All query heads share 2 heads of keys and
            values. The page times a curve over the number of tokens.
 Baseline   on_demand: a layer's cache is copied when the layer attends to it, on the same stream.
 Optimized  prefetched: changes on_demand. A second stream copies the next layer's cache into a
            second buffer while this layer computes. The cases are points of a curve, so they claim
            no speedup.
 Bound      PCIe or DRAM, whichever takes longer. A layer reads the same weights from DRAM for any
-           number of tokens, but the copy of its cache grows with that number. If a copy takes less
+           number of tokens, but with more tokens, there is more cache to copy. If a copy takes less
            time than a layer, prefetched hides every copy except the first. If a copy takes much
            longer than a layer, only a small part of it is hidden, and the gain is small again. The
            gain is largest if copy and layer take the same time, and it is never more than twofold.
-Seen       Without its copy, a layer takes about twice as long as predicted from its weights and its
-           kernels' starts. We did not measure which kernels take the additional time. Since
-           layers take longer, the gain is largest at more tokens than predicted. With 2048 tokens
-           PCIe is the limit, and prefetched takes as long as predicted.
+Seen       Even without the copy, a layer takes about twice as long as predicted from its weights
+           and the starts of its kernels. We did not measure which kernels take the extra time.
+           Since layers take longer, it takes more tokens than predicted to reach the largest gain.
+           With 2048 tokens PCIe is the limit, and prefetched takes as long as predicted.
 Use when   Caches have to stay in host memory for a while, and the copy of a layer's cache does not
            take much longer than the layer. For longer caches, move fewer bytes: keep a part of each
-           cache on the GPU, or store it in 8 bits. Capture the step as a CUDA graph:
-           without one, the host's launches are the limit. `../ch13/kv_cache_test.py` shows caches
-           that stay on the GPU.
+           cache on the GPU, or store it in 8 bits. Capture the step as a CUDA graph. Without a
+           graph, the host's launches are the limit. `../ch13/kv_cache_test.py` shows caches that
+           stay on the GPU.
 """
 
 from dataclasses import replace
@@ -82,7 +82,7 @@ def prefetched(x, weights, cache):
     # High-priority streams have their own pool, so this is never the current stream.
     main, copies = gpu.current_stream(), gpu.Stream(priority=-1)
     buffers = [torch.empty(cache.shape[1:], dtype=cache.dtype, device=x.device) for _ in range(2)]
-    copies.wait_stream(main)  # earlier work may still use the buffers' memory
+    copies.wait_stream(main)  # earlier work may still be using the buffers' memory
     drained = []
 
     def fetch(k):
@@ -112,7 +112,7 @@ def fetched(batch, tokens):
 
 
 def computed(batch, width, tokens):
-    """Return the cost of a layer. Its copy may leave the cache in the L2, so `l2` counts it."""
+    """Return the cost of a layer. The copy may leave the cache in the L2, so `l2` includes it."""
     weights = (2 + 2 * GROWTH) * width**2
     attention = 4 * batch * width * tokens
     return Cost(

@@ -1,8 +1,8 @@
-"""Stream priority: small urgent kernels need not wait for a large one.
+"""Stream priority: small urgent kernels do not have to wait for a large one.
 
 Problem    A large kernel computes the sigmoid of n fp32 values. At the same time, a recurrent
-           network of width m computes `steps` steps, h = tanh(W h + x), each with three small
-           kernels. Each step needs the result of the previous one. The network alone takes somewhat
+           network of width m computes `steps` steps of h = tanh(W h + x), each with three small
+           kernels. Each step needs the result of the previous one. The network alone takes slightly
            less time than the large kernel alone. If the network has to wait for the large kernel,
            the whole call takes longer.
 Baseline   same_priority: the large kernel on the current stream, and the network on a second one.
@@ -12,14 +12,15 @@ Optimized  urgent: changes same_priority. The second stream has a higher priorit
            the large kernel ends, a waiting block of the network takes its place. Running blocks are
            not interrupted.
 Bound      DRAM for the large kernel, and the latency of small kernels for the network. In
-           same_priority the two times add up. In urgent they overlap, so a call takes the longer
-           of the two. The costs have no rate for the latency of a small kernel, only for its start.
+           same_priority, the two times add up. In urgent, the two overlap, so a call takes as long
+           as the longer one. The costs include the start of a small kernel, but not its latency.
            The costs of urgent leave out the network's starts, which happen during the large kernel.
-Use when   Urgent requests share a GPU with other work, and the kernels of that work have many short
-           blocks. Priority does not help if these blocks run for milliseconds, as in persistent
-           kernels. Nor does it help if an SM has no room for an urgent block beside them. A CUDA
-           graph keeps the priority that its kernels were captured with. This page does not time the
-           network alone: a call ends when the network and the large kernel have both ended.
+Use when   Urgent requests share a GPU with other work, and the kernels of the other work have many
+           short blocks. Priority does not help if these blocks run for milliseconds, as in
+           persistent kernels. An SM must also have room for an urgent block next to the other
+           blocks. A kernel in a CUDA graph keeps the priority of the stream on which it was
+           captured. This page does not time the network alone: a call ends when the network and the
+           large kernel have both ended.
 """
 
 import torch
@@ -44,7 +45,7 @@ def beside(large, weight, xs, priority):
     gpu = torch.get_device_module(large.device)
     main = gpu.current_stream()
     network = gpu.Stream(priority=priority)
-    if network == main:  # streams come from a pool, which may return the current one
+    if network == main:  # streams come from a pool, which may return the current stream
         network = gpu.Stream(priority=priority)
     network.wait_stream(main)
     out = torch.sigmoid(large)

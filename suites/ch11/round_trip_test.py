@@ -1,4 +1,4 @@
-"""Round trip: copy results back while the next data come in.
+"""Round trip: copy results to the host while the next data are copied to the GPU.
 
 Problem    fp32 data are in pinned host memory, as `chunks` chunks of n values. The GPU computes the
            sigmoid of each value. The results have to be in pinned host memory at the end. All sides
@@ -9,13 +9,13 @@ Optimized  two_streams: changes one_stream. The chunks alternate between two str
            stream copies results out, the other one copies data in.
            three_streams: like two_streams, with a third stream. While one chunk is copied in, a
            second chunk can be computed, and the results of a third one copied out.
-Bound      PCIe. It carries data in both directions at once, and a GPU has a copy engine for each
+Bound      PCIe. PCIe carries data in both directions at once, and a GPU has a copy engine for each
            direction. one_stream uses only one direction at a time. The kernel reads and writes
-           DRAM, not PCIe, so it takes much less time than a copy. Therefore three streams hide
-           little more than two.
-Use when   Data stream through the GPU and the results go back to the host. Two or three chunks in
-           flight are enough. If the results stay on the GPU, only the copy in and the kernel can
-           overlap (`chunk_count_test.py`). More streams only add buffers.
+           DRAM, not PCIe, so it takes much less time than a copy. So three streams hide hardly more
+           than two.
+Use when   Data are streamed through the GPU, and the results go back to the host. Two or three
+           chunks in flight are enough. If the results stay on the GPU, only the copy in and the
+           kernel can overlap (`chunk_count_test.py`). More streams only add buffers.
 """
 
 from dataclasses import replace
@@ -35,7 +35,7 @@ def reference(x, device):
 
 
 def through(x, device, count):
-    """Yield a function that sends the chunks through the GPU with `count` streams."""
+    """Yield a function that processes the chunks on the GPU with `count` streams."""
     gpu = torch.get_device_module(device)
     out = torch.empty(x.shape, pin_memory=device == "cuda")
     # High-priority streams have their own pool, so none of them is the current stream.
