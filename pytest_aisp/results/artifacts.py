@@ -2,8 +2,8 @@
 
 `results.jsonl` has one complete line for each finished case. The samples of each case are in a
 separate file in the subfolder `samples`. `canaries.jsonl` has the result of each process's canary
-(a self-test). `manifest.json` is written twice: at the start, with the options and the machine of
-the run, and at the end, with the outcome of the run added. At the end, the run also writes
+(a self-test). `manifest.json` is written twice: at the start, with the run's options and its
+machine, and again at the end, with the run's outcome added. At the end, the run also writes
 `results.json` for other programs, `results.md` for people, and `results.csv` for spreadsheets.
 """
 
@@ -63,7 +63,8 @@ class Artifacts:
         """Lock the folder for this run, until `release` or the end of this process.
 
         Raises:
-            Unclaimable: if the folder contains files of no run, or if another run is writing to it.
+            Unclaimable: if the folder contains files that no run wrote, or if another run is
+                writing to it.
             OSError: if the folder cannot be written.
         """
         if not run_reader.is_ours(self.folder) and any(
@@ -248,7 +249,7 @@ def _point(latest: Path, name: str) -> None:
 
 
 def _append(path: Path, line: bytes) -> None:
-    """Append the whole line or nothing: the next line would be joined to half a line."""
+    """Append the whole line or nothing, because the next line would be joined to a half line."""
     with open(path, "ab", buffering=0) as file:
         end = file.seek(0, os.SEEK_END)
         try:

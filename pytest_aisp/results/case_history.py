@@ -16,7 +16,7 @@ from .row import ratio
 
 State = Literal["confirmed", "refuted", "unconfirmed", "environment", "unexplained"]
 HASH = 12
-"""The digits of a commit that are printed."""
+"""The number of a commit hash's digits that are printed."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Change:
 
     @property
     def state(self) -> State:
-        """The code gate's answer about the change, or without an answer, the likely cause."""
+        """The code gate's answer about the change. If there is no answer, the likely cause."""
         if self.gate is not None:
             return "confirmed" if self.gate.confirms(self.size) else "refuted"
         if self.sides:
@@ -88,8 +88,9 @@ class CaseHistory:
 def of_lines(lines: Sequence[HistoryLine]) -> CaseHistory:
     """Return the history of one case from its lines, the oldest first.
 
-    A run with ``--aisp-against`` on a commit that already has a run only serves to confirm a
-    change. It does not become a point of the history, because old code would then follow new code.
+    If a commit already has a run, another run on it with ``--aisp-against`` only confirms a change.
+    This second run does not become a point of the history, because old code would then follow new
+    code.
     """
     found, commits = list(lines), set[str]()
     lines = []

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from .stats import ASSUMED, INTERVAL
 
 FLOOR = 0.01
-"""A change is not reported if it is smaller than this (1 %) even at the far end of its interval."""
+"""A change is reported only if the far end of its interval is at least this large (1 %)."""
 LEAST, LEAST_BETWEEN = 2, 3
 """The least number of points between a change and an end of the series, and between two changes.
 The second number is larger because two spikes in a row would otherwise look like two changes.
@@ -28,10 +28,10 @@ CLIP = 3.6
 """A value farther from the median than this many standard deviations is clipped to that distance.
 """
 CANDIDATE = 3.5
-"""Two levels this far apart, in standard errors of white noise, make a candidate."""
+"""Two levels this far apart, in standard errors of white noise, are a candidate."""
 FOUND = 4.8
-"""Two levels this far apart, in standard errors, are a change. It is large because every position
-is tried.
+"""Two levels this far apart, in standard errors, are a change. The threshold is large because every
+position is tried.
 """
 KNOWN = 0.001
 """The probability of a false change at any of the positions where an environment fact changed."""
@@ -40,7 +40,7 @@ MOVED = 12.0
 SHORTEST = 8
 """The shortest part of a stretch, in values, that is searched separately."""
 SHORT = 1e9
-"""Subtracted from the strength of a change with too few points on a side, to remove it first."""
+"""Subtracted from the strength of a change with too few points on a side: it is removed first."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class _Noise(NamedTuple):
     """The noise around the levels.
 
     Attributes:
-        scale: standard deviation of the noise, as a multiple of the values' assumed ones.
+        scale: standard deviation of the noise, as a multiple of the one assumed for the values.
         phi: correlation of a value with the next one, from 0 to 0.95.
     """
 
@@ -111,8 +111,8 @@ def change_points(
     Args:
         values: ln(speedup) of each run, the oldest first.
         errors: the standard error of each value, above 0.
-        session: the expected standard deviation between sessions. This prior has the weight of
-            four runs.
+        session: the expected standard deviation between sessions. This prior counts as much as four
+            runs.
         known: the indices of runs before which something changed, such as the driver. A change at
             such an index needs less evidence.
     """
@@ -254,8 +254,8 @@ class _Series:
         stretches = [self._stretch(*ends) for ends in _stretches(splits, count)]
         squares = math.fsum(each.squares for each in stretches)
         phi = math.fsum(each.products for each in stretches) / squares if squares else 0.0
-        # Levels follow slow waves, so this estimate of phi is too low. Each level lowers it
-        # further.
+        # The levels follow slow waves, so this estimate of phi is too low. Each additional level
+        # makes the estimate even lower.
         phi = min(max(phi + (1 + 3 * phi) * len(stretches) / count, 0.0), 0.95)
         free = max(count - sum(_inflation(each.length, phi) for each in stretches), 0.0)
         return _Noise(math.sqrt(max(1.0, (ASSUMED + squares) / (ASSUMED + free))), phi)

@@ -1,8 +1,8 @@
 """Compare two runs, or two states of the stored results, case by case.
 
-The two were measured in different sessions. So a change within `verdict.record_margin` counts as
-noise, by the same rule as when a run is compared with stored results. Counted goals, such as
-launches, have no noise.
+The two runs or states were measured in different sessions. So a change within
+`verdict.record_margin` counts as noise. The same rule applies when a run is compared with stored
+results. Counted goals, such as launches, have no noise.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from .results_json import Case
 from .verdict import DEFAULT_SPREAD, RED, UNKNOWN_SESSION, record_margin
 
 TIME_FLOOR = 0.05
-"""The smallest noise assumed for a time. A change of the GPU's clock rate changes both sides'
-times, but not their ratio.
+"""The smallest noise assumed for a time, as opposed to a speedup. If the GPU's clock rate changes,
+both sides' times change, but their ratio does not.
 
 Times of the same kernel differ by up to 3.4 % from process to process (docs/explanation/spread.md).
 """
@@ -113,7 +113,7 @@ class Comparison:
     Attributes:
         changes: regressions first (the largest at the top), then improvements, then the rest.
         turned: cases that turned red, then cases that turned green.
-        apart: cases of both runs whose times cannot be compared, with the reason.
+        apart: cases that both runs have, but whose times cannot be compared, each with the reason.
     """
 
     changes: tuple[Change, ...]

@@ -132,7 +132,7 @@ def markdown(run: Manifest, cases: Sequence[Case]) -> str:
 
 
 def page_labels(tests: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str]:
-    """Return a label for each test. A test is a pair of its page's path and its function's name.
+    """Return a label for each test. A test is given as its page's path and its function's name.
 
     The label is the page's name. If the page has several tests, the function's name is added.
     """

@@ -45,8 +45,8 @@ class CodeGate(Struct, frozen=True, kw_only=True):
 
     Attributes:
         commit: the other commit, as given to ``--aisp-against``.
-        values: for each changed side, ln(old time / new time) from each process: first the first
-            measurement, then the repeated ones (votes).
+        values: for each changed side, ln(old time / new time) from each process. The first
+            measurement comes first, and the repeated ones (votes) follow.
         spread: the standard deviation of one process's value.
     """
 
@@ -61,7 +61,7 @@ class CodeGate(Struct, frozen=True, kw_only=True):
         return sides.get("optimized", 0.0) - sides.get("baseline", 0.0)
 
     def confirms(self, change: float) -> bool:
-        """Return whether the effect has the sign of `change` and is larger than noise."""
+        """Return whether the effect has the same sign as `change` and is larger than the noise."""
         return self.effect * change > 0 and abs(self.effect) > VOTE * self.spread
 
 
@@ -74,7 +74,7 @@ class HistoryLine(Struct, frozen=True, kw_only=True):
         commit, dirty: the run's commit, if known, and whether tracked files differed from it.
         case, id: the key of the case's stored result, and pytest's id of the case.
         value, error: ln(speedup) and its standard error.
-        session: the standard deviation between sessions; 0 if the run had no record of it.
+        session: the standard deviation between sessions, or 0 if the run did not save it.
         environment: facts that the result depends on, such as the driver's version.
         sources: digests of the sources of both sides.
         code_gate: the comparison by ``--aisp-against`` in this run, or None.

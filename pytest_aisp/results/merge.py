@@ -15,7 +15,7 @@ from .models import Environments, Result, Results, Stored, base_of, differences
 from .row import Recording
 
 HOURS_APART = 6
-"""Runs that start fewer hours apart count as one session, because temperature changes slowly.
+"""Runs that start fewer hours apart than this count as one session: temperature changes slowly.
 """
 MOST_SESSIONS = 5
 """A sixth session would narrow the margin by at most 6 % (spread.md)."""
@@ -26,7 +26,7 @@ NO_TEXTS: Mapping[str, Mapping[str, str]] = {}
 
 @dataclass(frozen=True)
 class Change:
-    """A line of the file that was changed, or if `old` is None, added."""
+    """A line of the file that was changed, or added if `old` is None."""
 
     key: str
     old: Result | None
@@ -34,7 +34,7 @@ class Change:
 
     @property
     def only_digests(self) -> bool:
-        """Whether nothing but the digests of sources, or the list of files, has changed."""
+        """Whether only the digests of sources or the list of files changed."""
         names = {"sources": self.new.sources, "files": self.new.files}
         return self.old is not None and self.new == msgspec.structs.replace(self.old, **names)
 
@@ -55,7 +55,7 @@ def merge(
             only gain times, goals, or one more session (up to `MOST_SESSIONS`). A new session must
             be at least `HOURS_APART` from each stored session, or on another board. Anything that
             is added must have the same sources, machine code, clock and tuning choices as the
-            entry, and `differences` must find none between their environments.
+            entry, and `differences` must find no difference between the two environments.
         texts: today's digests of the sides' source texts, by key. An entry that has one of these
             gets the digest of the syntax tree instead.
     """
@@ -86,7 +86,7 @@ def merge(
 def why_kept(stored: Stored, key: str, new: Result, environments: Environments) -> str:
     """Return the reason why ``merge(..., replace=False)`` did not add `new` to `stored`.
 
-    The text is empty if it was added, or if it could only add times or goals.
+    The text is empty if `new` was added, or if `new` could only add times or goals.
     """
     old = stored.results.get(key)
     if old is None or set(new.environments) <= set(old.environments):
@@ -206,9 +206,9 @@ def _with_session(old: Result, new: Result, table: Environments) -> Result:
 
 
 def _mean(old: Result, one: float | None, other: float | None) -> float | None:
-    """Return the geometric mean of `one`, the mean over all sessions of `old`, and `other`.
+    """Return the geometric mean over all sessions: `one` is the mean over those of `old`.
 
-    The result is None if either is None.
+    `other` is the value of the new session. The result is None if `one` or `other` is None.
     """
     if one is None or other is None:
         return None

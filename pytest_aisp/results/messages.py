@@ -140,7 +140,7 @@ class HoldTask(CaseTask, frozen=True, kw_only=True, tag="hold"):
 class WindowTask(CaseTask, frozen=True, kw_only=True, tag="window"):
     """Time a window of copy 0 or 1 of the held side. With `refresh`, write new values first.
 
-    If `refresh` is ``last``, before the last block, some of the values are drawn only then.
+    `refresh` is ``last`` before the last block: some of the values are drawn only then.
     """
 
     copy: int
@@ -168,8 +168,9 @@ class CountTask(CaseTask, frozen=True, kw_only=True, tag="count"):
 class ChangedTask(CaseTask, frozen=True, kw_only=True, tag="changed"):
     """Name the sides whose sources differ from `past`, the page at a commit.
 
-    If `arch` is given, also compare the machine code for it; without `past`, return its digests.
-    If the role `sass` is given, only return the difference of that side's SASS.
+    If `arch` is given, also compare the machine code for that arch. If there is no `past`, return
+    digests of the machine code instead. If the role `sass` is given, only return the difference of
+    that side's SASS.
     """
 
     past: PageSource | None
@@ -258,7 +259,7 @@ class CollectivesTask(Task, frozen=True, kw_only=True, tag="collectives"):
 
 
 class DiagnoseTask(CaseTask, frozen=True, kw_only=True, tag="diagnose"):
-    """Record when each rank reaches each collective of both sides, or without a page, of a loop."""
+    """Record when each rank reaches each collective of both sides, or of a loop without a page."""
 
 
 class StopTask(Task, frozen=True, kw_only=True, tag="stop"):
@@ -316,7 +317,8 @@ class Reply(Struct, frozen=True, kw_only=True, tag="reply"):
     Attributes:
         error, message: the kind of error, or None, and its text. The last line is the remedy.
         at, trace: the size, if it is not the task's own, and the page's lines of the traceback.
-        result: one of `task_results`, or in JSON types after a pipe, which `read` converts.
+        result: an object of `task_results`. After a pipe, it has JSON types, and `read` converts
+            it.
         exhausted: True if the process uses more GPU memory than its share and must be replaced.
         code: the exception's `code` attribute, a short word for the reason, for `aisp judge`.
     """

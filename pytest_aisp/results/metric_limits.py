@@ -1,9 +1,9 @@
 """Metrics besides time that a page may limit: memory, launches, energy and goodput.
 
 Counted amounts vary too. For example, the memory that an allocator takes from the GPU differs
-between processes and between boards. So a recording counts in several processes and sessions, and
-the margin against a stored amount follows from their spread. A metric that is the same in all
-processes, such as launches, has no margin.
+between processes and between boards. So recording runs count in several processes and sessions, and
+the spread of these counts gives the margin against a stored amount. A metric that is the same in
+all processes, such as launches, has no margin.
 """
 
 from __future__ import annotations

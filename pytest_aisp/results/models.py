@@ -155,7 +155,7 @@ class Result(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkno
 
     @property
     def own_spread(self) -> float | None:
-        """Standard deviation of the processes' values around the session means; None below 3."""
+        """Standard deviation in sessions with 3 or more processes, or None if no session has 3."""
         spreads = [trimmed_spread(session) for session in self.values if len(session) >= 3]
         return rms(spreads) if spreads else None
 
@@ -210,7 +210,7 @@ def base_of(product: str) -> str:
 def differences(
     one: Environment, other: Environment, clock: str, *, several: bool = False
 ) -> list[str]:
-    """Return the names of the differing facts that make times on `clock` not comparable.
+    """Return the names of the facts whose differences make times on `clock` incomparable.
 
     A fact that is missing from one environment does not count as a difference, because older files
     lack some facts. Some facts, such as the NUMA node, are recorded but never compared.

@@ -19,7 +19,7 @@ baseline, and also this many bytes more.
 """
 WAITS, FEWER_TIMES = 0.5, 2.0
 """A baseline waits if its CPU share (CPU time over wall time) is below the first number, and if the
-optimized side's CPU share is more than the second number times that.
+optimized side's CPU share is more than the second number times the baseline's.
 """
 UNUSED, USED = 0.01, 0.5
 """A baseline hardly uses the machine if it reaches less than the first share of the machine's
@@ -28,7 +28,7 @@ limit, and the optimized side reaches at least the second share.
 
 
 def graph_notes(names: Sequence[str], details: Mapping[str, Json]) -> list[str]:
-    """Return notes with each side's CUDA graph nodes per call, or with why none were counted."""
+    """Return notes with each side's CUDA graph nodes per call, or why they were not counted."""
     if "no graph_nodes" in details:
         return [f"graph: nodes not counted: {details['no graph_nodes']}"]
     by_side = details.get("graph_nodes", {})

@@ -91,7 +91,7 @@ class HoldResult(Struct):
     """The result of a `HoldTask`.
 
     Attributes:
-        laps: the number of laps that such a side is timed in.
+        laps: the number of laps in which the held side is timed.
         counted: for each copy, the number of calls by which the time of a window is divided.
         repeats: a window's duration divided by the duration of its calls.
     """

@@ -121,7 +121,7 @@ class Gate:
         return "open"
 
     def _is_red(self, vote: Reading, together: Reading) -> bool:
-        """Return whether `vote` is red, both by its own error and by the error of all processes."""
+        """Return whether `vote` is red by its own error and also by the error of all processes."""
         wide = max(effective_spread(self.spread, vote), effective_spread(self.spread, together))
         excess = 0.0 if math.isinf(self.spread) else VOTE * (wide - self.spread)
         return self.deficit(vote.value) > self.red + excess
@@ -151,8 +151,9 @@ def code_gate(spread: float, first: Reading) -> Gate:
 
     Args:
         spread: the recorded spread of one process.
-        first: the result of the first process. If its error replaces the spread, the threshold of
-            a suspect rises less than that of a red vote: a needless suspect costs only votes.
+        first: the result of the first process. If its error replaces the spread, the threshold for
+            a suspect rises less than the threshold for a red vote, because a needless suspect costs
+            only votes.
     """
     screen, vote = SCREEN * max(spread, effective_spread(spread, first) / BELIEVED), VOTE * spread
     return Gate("code", 0.0, screen, vote, vote, spread=spread)

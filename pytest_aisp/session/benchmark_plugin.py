@@ -28,7 +28,7 @@ T = TypeVar("T")
 MARKER = "aisp_timer"
 WINDOW, WINDOWS = 1e-3, 10
 OURS = pytest.StashKey[int]()
-"""The key of a number: how many of pytest-benchmark's results are sides of cases."""
+"""The stash key of a count: how many of pytest-benchmark's results are sides of cases."""
 
 
 def _session(config: pytest.Config) -> BenchmarkSession:

@@ -139,7 +139,7 @@ class CaseClient:
         return again
 
     def _blame(self, reply: Reply, task: CaseTask) -> Reply:
-        """Return `reply`. If the baseline failed, add whether it passes when checked alone."""
+        """Return `reply`. If the baseline failed, its message also says whether it passes alone."""
         run, first = self.run, reply.message.partition("\n")[0]
         name, variant = self.case.pair.baseline.__name__, self.case.variant_name
         blamed = re.search(rf"\b{re.escape(name)}\b", first) and variant not in first
@@ -178,7 +178,7 @@ class CaseClient:
         return result
 
     def neighbor(self) -> str:
-        """Return a note on the process that took the most GPU time from a timing; or empty."""
+        """Return a note on the process that took the most GPU time from a timing, or no text."""
         return max(self.neighbors)[1] if self.neighbors else ""
 
     def time(self, replicate: int, worker: Worker | None = None) -> TimeResult:

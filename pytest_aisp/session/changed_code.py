@@ -20,9 +20,9 @@ UNCHANGED = "unchanged, because it launches the same machine code"
 def sides_to_time(client: CaseClient, recorded: Callable[[], GitSnapshot | None]) -> list[str]:
     """Return the sides that must be timed against their old version, because their code changed.
 
-    The old version is the one at the commit of ``--aisp-against``, or without that option, the
-    recorded one. A side with the same machine code and the same host code as before is not timed,
-    but added to `client.unchanged`.
+    The old version is the one at the commit of ``--aisp-against``. Without that option, it is the
+    recorded version. A side with the same machine code and the same host code as before is not
+    timed, but added to `client.unchanged`.
 
     Args:
         recorded: a function that returns the tree with the recorded code, or None if the code has
@@ -65,7 +65,7 @@ def _without_unchanged(client: CaseClient, changed: ChangedResult, where: str) -
 
 
 def _launched(client: CaseClient, past: PageSource | None) -> ChangedResult:
-    """Return which machine code the sides launch, as found by a process without a GPU.
+    """Return the machine code that the sides launch, as found by a process without a GPU.
 
     The result is empty if the kernels cannot be compiled on this machine.
     """

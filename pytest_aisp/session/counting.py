@@ -86,8 +86,8 @@ def _count(case: CaseRun, name: Name, worker: Worker | None = None) -> Amounts:
 def _count_again(case: CaseRun, name: Name, number: int, *, vote: bool = False) -> Amounts | None:
     """Return the amounts in process `number`; None if a replayed run did not count again.
 
-    A vote uses a fresh process. When recording, every second process is fresh, and in every other
-    one the allocator has been used before.
+    A vote uses a fresh process. When recording, half of the processes are fresh. In the other half,
+    the allocator has been used before.
     """
     case.run.progress(f"count {name} again, {number}")
     fresh = case.run.replay is None and (vote or number % 2 == 0)

@@ -110,7 +110,7 @@ def _claim_gates(claim: Claim | None, timing: Timing) -> list[Gate]:
 
 
 def _other_clock(stored: StoredResult, mine: models.Result, timing: Timing) -> str:
-    """Return why the stored result, which is on another clock, is not compared, as a message."""
+    """Return a message that the stored result is on another clock and was not compared."""
     keys = ("no graph", "no queue")
     why = next((f": {timing.details[k]}" for k in keys if k in timing.details), "")
     return (
@@ -217,7 +217,7 @@ def judge_against(
 def judge_recorded_claim(
     claim: Claim | None, claim_origin: str, values: list[float], word: str
 ) -> None:
-    """Refuse to record if the claim was inconclusive, and all processes' mean is below the claim.
+    """Refuse to record if the claim was inconclusive and the mean of all processes is below it.
 
     Raises:
         Failed: if the mean of `values` is below the claim.
@@ -258,9 +258,9 @@ Measure = Callable[[int, Worker], Reading]
 def remeasuring(client: CaseClient, measure: Measure) -> Iterator[Callable[[], Reading | None]]:
     """Yield a function that starts one more fresh process at each call and measures in it.
 
-    It returns None if the run's budget for votes is spent, or a replayed run has no more samples.
-    On GPU clocks, the processes for the first three votes start together, because importing torch
-    takes most of a vote's time.
+    The function returns None if the run's budget for votes is spent, or if a replayed run has no
+    more samples. On GPU clocks, the processes for the first three votes start together, because
+    importing torch takes most of a vote's time.
     """
     run, waiting, taken = client.run, list[Worker](), 0
 

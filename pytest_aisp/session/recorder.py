@@ -68,7 +68,7 @@ class Recorder:
         self.artifacts = None if settings.artifacts is None else Artifacts(settings.artifacts)
 
     def finish(self, exit_code: int) -> None:
-        """Complete the artifacts at the end of the run, unless no case finished."""
+        """Complete the artifacts at the end of the run, if any case finished."""
         if self.artifacts is None:
             return
         if not self.artifacts.begun and exit_code in (*INCOMPLETE, NO_CASES):
@@ -109,7 +109,8 @@ class Recorder:
     def add_session(self, row: Row) -> None:
         """Store another session of a case that was already reported, measured on another board."""
         if row.recorded:
-            # Add this session: with =all, the first session has already replaced the old results.
+            # Only add this session, because with =all the first one has already replaced old
+            # results.
             row.recorded.replace = False
             self._store(row, None)
 
@@ -154,9 +155,9 @@ class Recorder:
     def _session(self, board: object) -> tuple[str, dict[str, str | None]]:
         """Return the key and the facts of the environment of `board`.
 
-        They stay the same during a run. Only a fleet has several boards. The key contains the time
-        with microseconds, so that runs have different keys. `merge` uses this time to decide
-        whether two runs are two sessions.
+        The key and the facts stay the same during a run. Only a fleet has several boards. The key
+        contains the time with microseconds, so that runs have different keys. `merge` uses this
+        time to decide whether two runs are two sessions.
         """
         if board not in self._sessions:
             now = datetime.datetime.now(datetime.timezone.utc)

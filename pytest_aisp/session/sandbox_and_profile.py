@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 LIMIT = {"graph": 1.25, "host": 1.5, "cpu": 1.5}
 """For each clock, how far a side's time in the sandbox may differ from its judged time, as a ratio.
 
-The clock ``queue`` has no limit: it queues calls behind a blocking kernel, and another process
-cannot time these calls.
+The clock ``queue`` has no limit, because its calls wait behind a blocking kernel, and another
+process cannot time them.
 """
 LEAST, TIMES = 0.25, 5
 ATTEMPTS = 3

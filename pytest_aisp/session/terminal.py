@@ -325,6 +325,6 @@ class LiveProgress:
             terminal.rewrite(f"{self._nodeid} {text}"[:width], erase=True)
             if not text:  # pytest will write the verdict directly after the name
                 terminal.rewrite(f"{self._nodeid} ")
-                # pytest uses this line to place its percentage; the progress text was erased.
+                # pytest places its percentage after this text. The progress text is already erased.
                 terminal._tw._current_line = f"{self._nodeid} "
             terminal.flush()

@@ -88,8 +88,8 @@ def judge_environments(client: CaseClient, stored: StoredResult) -> list[Finding
 def _spread(stored: StoredResult, clock: str) -> float:
     """Return the assumed spread of the ratio of a side's times in two processes.
 
-    It is at least the clock's default. The recorded spread is that of two times in one process,
-    where noise partly cancels, so it can be too small here.
+    It is at least the clock's default. The recorded spread can be too small here: it comes from two
+    times in the same process, where noise partly cancels.
     """
     return max(stored.spread(clock), verdict.DEFAULT_SPREAD[clock])
 
