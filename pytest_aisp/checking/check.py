@@ -44,11 +44,11 @@ OTHER_DRAWS = 2
 
 @dataclass
 class CheckResult:
-    """The result of a check, in types that can be sent between processes.
+    """The picklable result of a check.
 
     Attributes:
-        errors: the largest rms error and the error of the worst element of each side, in allowed
-            deviations.
+        errors: for each side, the largest rms error and the error of the worst element, as
+            multiples of the allowed deviation.
         controls: the result of each control.
         exact: the result of the exact integer probe, or the reason why it did not run.
         remarks: remarks about the error bound.
@@ -70,11 +70,11 @@ def check_sides(
     controls: bool = True,
     progress: Callable[[str], None] = lambda name: None,
 ) -> CheckResult:
-    """Check every side of `sides` against the reference. The baseline comes first.
+    """Check every side of `sides` against the reference. The first side must be the baseline.
 
     Args:
-        controls: False to skip the check of the tolerance. Sizes found by a search may be too small
-            for any control to apply.
+        controls: False to skip the negative controls, because a size found by a search may be too
+            small for any control to apply.
         progress: a function that is called with the name of each side.
 
     Raises:
@@ -113,9 +113,9 @@ def check_sides(
 def _scale_if_needed(
     reference: Reference, baseline: Side, precisions: Sequence[Precision | None], rule: Rule
 ) -> list[Comparison] | None:
-    """Scale the inputs if two draws have nearly the same outputs, and check the baseline again.
+    """Scale the inputs if two draws give nearly the same outputs, and check the baseline again.
 
-    If all draws have the same outputs, a side that returns an old answer cannot be detected. If the
+    If all draws give the same outputs, a side that returns an old answer cannot be detected. If the
     baseline is wrong on scaled inputs, or if scaling changes nothing, scaled inputs are not used,
     and `check_tolerance` refuses the page later. Return the comparisons on scaled inputs, or None.
     """
@@ -151,7 +151,10 @@ def _check_ratio(
     precision: Precision | None,
     compared: tuple[Sequence[Comparison], Sequence[Comparison]],
 ) -> None:
-    """Refuse a side that is less exact than its baseline. Both pairs begin with the baseline."""
+    """Refuse a side that is less exact than its baseline.
+
+    In both `sides` and `compared`, the first entry belongs to the baseline.
+    """
     if not (message := _less_exact(reference, sides[1], *compared)):
         return
     for other in _other_values(reference):
@@ -186,8 +189,8 @@ def _less_exact(
 def _other_values(reference: Reference) -> Iterator[Reference]:
     """Yield the reference for other draws of the inputs. Yield nothing if there are several ranks.
 
-    If there were several, a rank whose check has passed would not run the sides again, and the
-    other ranks would wait for it.
+    With several ranks, a rank whose check has passed would not run the sides again, and the other
+    ranks would wait for it forever.
     """
     if current_group().world == 1:
         yield from (redrawn(reference, draw) for draw in range(1, OTHER_DRAWS + 1))
@@ -278,7 +281,10 @@ def _run_side(
 
 
 def _turns(pair: Pair) -> tuple[int, ...]:
-    """Return the indices of the value sets that a side is checked on, in order, at one address."""
+    """Return the indices of the value sets that a side is checked on, in order.
+
+    All of them are written to the same addresses.
+    """
     if pair.state is not None:
         return tuple(k % VALUE_SETS for k in range(STEPS if enabled("steps") else 1))
     return (0, 1) if enabled("fresh-values") else (0,)

@@ -67,7 +67,7 @@ class Comparison:
         return max(self.rms / (RMS * (1 + self.scatter)), self.worst / self.worst_limit)
 
     def judged_by(self, rule: Rule) -> Comparison:
-        """Return this comparison, marked as failed if it exceeds the derived bound of `rule`."""
+        """Return this comparison, as a failure if `rule` derives the bound and it is exceeded."""
         return self if rule.given or self.score <= 1 else replace(self, ok=False)
 
 
@@ -160,7 +160,7 @@ def compare(got: torch.Tensor, leaf: Leaf, rule: Rule) -> Comparison:
 
 
 def _errors(got: torch.Tensor, value: torch.Tensor, finite: bool) -> torch.Tensor:
-    """Return absolute errors in float64. If only one of two values is finite, it is infinite."""
+    """Return absolute errors in float64. Where only one value is finite, the error is infinite."""
     import torch
 
     result = got.detach().to(torch.float64, copy=True, memory_format=torch.contiguous_format)
@@ -176,8 +176,8 @@ def _errors(got: torch.Tensor, value: torch.Tensor, finite: bool) -> torch.Tenso
 def _scaled(error: torch.Tensor, sigma: torch.Tensor, finite: bool) -> torch.Tensor:
     """Divide `error` by `sigma` in place, and return it.
 
-    If an element's expected value is NaN, its `sigma` is NaN too. If infinity is expected, `sigma`
-    may be infinite, but a wrong value still gets an infinite result.
+    If an element's expected value is NaN, its `sigma` is NaN too. If the expected value is
+    infinite, `sigma` may be infinite too, but the result for a wrong value is still infinite.
     """
     if finite:
         return error.div_(sigma)
@@ -215,7 +215,7 @@ def _compare_exact(got: torch.Tensor, leaf: Leaf) -> Comparison:
 
 
 def _index(piece: pytree.Piece, shape: Sequence[int], flat: int) -> tuple[int, ...]:
-    """Return the index in the whole tensor of element `flat` of a piece with this `shape`."""
+    """Convert the index `flat` in a piece of this `shape` to an index in the whole tensor."""
     inside = []
     for length in reversed(shape):
         inside.append(flat % length)
@@ -280,7 +280,7 @@ def check_outputs(name: str, outputs: object, inputs: Iterable[object], size: st
 
 
 def _lazy_kind(tensor: torch.Tensor) -> str | None:
-    """Return a description of the tensor if not all its elements are in memory, or None."""
+    """Return a description of the tensor if some of its elements are not in memory, or None."""
     import torch
 
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):

@@ -50,7 +50,7 @@ ADVICE = {
     "freshness": "Choose inputs that change the output. Two draws of them have the same output, and"
     " so do inputs that are halved",
 }
-"""Advice for the case that no control of a kind is clearly refused."""
+"""For each kind, the advice to give if no control of that kind is clearly refused."""
 DRAWS = 5
 """Number of draws of the input values. A page is refused if the controls fail for most draws."""
 DRAW_SEEDS = 0x10001
@@ -74,10 +74,10 @@ class Control:
     """The result of one control on one page.
 
     Attributes:
-        moves: the error of the control, in derived bounds.
+        moves: the error of the control, as a multiple of the derived bound.
         applies: True if the rule must refuse the control.
         refused: True if the rule refused the control.
-        clearly: True if the rule refused an output whose error is more than `CLEARLY` bounds.
+        clearly: True if the rule refused an output whose error is over `CLEARLY` times the bound.
     """
 
     name: str
@@ -95,7 +95,7 @@ class Control:
 def check_tolerance(
     reference: Reference, precisions: Iterable[Precision | None], rule: Rule
 ) -> list[Control]:
-    """Apply the controls at each of `precisions`. Return the results for the last one.
+    """Apply the controls at each of `precisions`. Return the results for the last precision.
 
     Raises:
         TooLoose, CannotTell: the error of the first draw, if most draws of the inputs fail.
@@ -110,7 +110,7 @@ def check_tolerance(
 
 
 def _by_majority(reference: Reference, precision: Precision | None, rule: Rule) -> list[Control]:
-    """Apply the controls to the first draw of the values. If they fail, several draws decide."""
+    """Apply the controls to the first draw of the values. If they fail, decide by several draws."""
     try:
         return _apply(reference, precision, rule)
     except (CannotTell, TooLoose) as error:
@@ -156,7 +156,10 @@ def draws_differ(reference: Reference, precisions: Iterable[Precision | None]) -
 def _expected(
     reference: Reference, precision: Precision | None, first: int = 0
 ) -> tuple[list[Leaf], list[torch.dtype], Callable[[], list[torch.Tensor]]]:
-    """Return the expected outputs for value set `first`, their types, and a maker of stale ones."""
+    """Return the expected outputs for value set `first`, their types, and stale outputs.
+
+    The stale outputs are returned as a function that computes them.
+    """
     steps = STEPS if reference.pool.pair.state is not None else 1
     turns, other = (tuple((k + n) % VALUE_SETS for n in range(steps)) for k in (first, first + 1))
     leaves = reference.leaves(turns, precision)
@@ -169,7 +172,7 @@ def _expected(
         by_path = dict(reference.values(other))
         if reference.state_changes and all(
             torch.equal(by_path[leaf.path], leaf.value) for leaf in expected
-        ):  # such as the same indexed writes in another order
+        ):  # for example, the page makes the same indexed writes in another order
             by_path = dict(reference.values((first,) * steps))
         return [by_path[leaf.path] for leaf in expected]
 
@@ -219,7 +222,8 @@ def run_controls(
                 f" {CONTROLS[control.name][1]}, whose error is {control.moves:.3g} times the"
                 " derived bound\nLower rtol and atol, or leave them out"
             )
-    for kind in ("noise", "freshness", "structure"):  # a constant output fails freshness
+    # Freshness comes before structure: its advice also fits an output that never changes.
+    for kind in ("noise", "freshness", "structure"):
         of_kind = [control for control in controls if CONTROLS[control.name][0] == kind]
         if not any(control.clearly for control in of_kind):
             close = "; ".join(
@@ -251,7 +255,7 @@ def _made(expected: Sequence[Leaf]) -> dict[str, Answers]:
 def _noisy(leaf: Leaf, largest: int) -> torch.Tensor:
     """Return the expected values with noise of 2.4 times the bound, or more if `largest` is small.
 
-    The rms of few elements varies by chance, so more noise is needed to exceed its bound. Only
+    The rms over a few elements varies by chance, so more noise is needed to exceed the bound. Only
     outputs of the largest size get this additional noise. If smaller outputs got it too, a
     tolerance that all outputs share would seem too loose.
     """

@@ -28,8 +28,8 @@ class Pass:
 
     Attributes:
         turns: indices of the value sets.
-        expected: the outputs, keyed by the number of turns. Often only those after the last turn
-            are kept.
+        expected: the outputs after each turn, keyed by the number of turns so far. Often only the
+            outputs after the last turn are kept.
         structure: the operations of the reference.
     """
 
@@ -43,9 +43,9 @@ class Errors:
     """How far the rounding of intermediate values moves the outputs after some turns.
 
     Attributes:
-        totals: for each output, a tensor of each element's differences from the expected value in
-            all perturbed runs: the root of the sum of their squares. None for an output that is not
-            floating point.
+        totals: for each output, a tensor with one number per element: the root of the sum of the
+            squared differences from the expected value over all perturbed runs. None for an output
+            that is not floating point.
         draws: number of perturbed runs.
         traced: False if only the inputs were perturbed.
     """
@@ -61,7 +61,8 @@ class ErrorBound:
 
     Attributes:
         remarks: remarks about the bound for the reader.
-        first_draws: number of perturbed runs at first, before a side comes close to the bound.
+        first_draws: number of perturbed runs that are always made. More follow only if a side comes
+            close to the bound.
         slow: True if the reference is slow. `refine` then makes only a few more runs.
     """
 
@@ -274,7 +275,7 @@ def promoted(ranks: list[Inputs]) -> list[Inputs]:
 
 
 def promote_in_place(tensors: Sequence[torch.Tensor]) -> None:
-    """Convert bf16 and fp16 tensors of a state to float64. They cannot store small perturbations.
+    """Convert a state's bf16 and fp16 tensors, which cannot store small perturbations, to float64.
 
     Tensors that share a storage are not converted.
     """

@@ -29,7 +29,7 @@ PROBE = (
     " for terms that are left out or added twice"
 )
 NUDGE, JUMP = 2.0**-30, 1 / 32
-"""The probe changes inputs by up to half of `NUDGE`. Output changes from `JUMP` up are jumps."""
+"""The probe changes inputs by up to half of `NUDGE`. An output jumps if it changes by `JUMP`."""
 SAMPLE = 1 << 16
 """Number of elements from which the quantiles are computed."""
 

@@ -108,7 +108,7 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _has_low_rank(tensor: torch.Tensor) -> bool:
-    """Return whether a random part of `tensor`, a matrix or a batch of them, has a low rank."""
+    """Return whether a random part of `tensor` (a matrix or a batch of matrices) has a low rank."""
     import torch
 
     if tensor.dim() < 2 or min(tensor.shape[-2:]) < ROWS or tensor.element_size() < 2:
@@ -118,7 +118,7 @@ def _has_low_rank(tensor: torch.Tensor) -> bool:
     rows, columns = (_places([n], ROWS, tensor.device)[0] for n in tensor.shape)
     part = tensor[rows][:, columns].double()
     if not bool(part.isfinite().all()) or int((part == 0).sum()) > part.numel() / 2:
-        return False  # a sparse matrix, or a mask of scores
+        return False  # `tensor` is a sparse matrix or a mask of scores
     part = part - part.mean()  # all elements may share a large offset
     part = part / part.norm(dim=1, keepdim=True).clamp_min(1e-300)
     values = torch.linalg.svdvals(part / part.norm(dim=0).clamp_min(1e-300))

@@ -121,8 +121,8 @@ class InputPool:
     def rewrite(self, sides: Sequence[BoundSide], *, last: bool = False) -> None:
         """Write other values into each slot in place, and overwrite every output with NaN.
 
-        This makes answers wrong that a side has cached by address. Before the last block, every
-        second slot gets the value set that no side has seen.
+        If a side has cached answers by address, these answers become wrong. Before the last block,
+        every second slot gets the value set that no side has seen.
         """
         self.pattern = [self.rng.choice([k for k in (0, 1) if k != now]) for now in self.pattern]
         if last and enabled("unseen-values"):

@@ -5,14 +5,14 @@ look up an answer, and no Python code runs while a CUDA graph is replayed. On th
 side is timed in two ways: on values that differ from those of the previous call, and on values that
 it got several times in a row.
 
-A side without a cache can also be faster on repeated values, because of branch predictors, caches
-and TLBs. So a side that was faster is timed again on altered values. These have the same order,
-signs and equal elements, so the hardware treats them like the old values. But the side cannot have
-cached answers for them.
+A side that caches no answers can also be faster on repeated values, because of branch predictors,
+CPU caches and TLBs. So a side that was faster on repeated values is timed again on altered values.
+The altered values have the same order, signs and equal elements as the old values, so the hardware
+treats both alike. But the side cannot have cached answers for the altered values.
 
 The work of a side may depend on its values: a cascade calls its large model for the inputs that its
-small model is not sure of. Then repeated calls on the altered values also take another time. Such a
-side is judged on values that are altered less, so that its work stays the same.
+small model is not sure of. Then the altered values make repeated calls slower or faster, too. Such
+a side is judged on values that are altered less, so that its work stays the same.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ REPEATS, REPEATING_SECONDS = 16, 0.3
 One call is not enough, because a side may cache only answers to frequent inputs.
 """
 ALTERED_ROUNDS, BATCHES = 12, 4
-"""Number of rounds with altered values before each attempt to decide, and number of attempts."""
+"""Number of rounds with altered values before each attempt at a decision, and of such attempts."""
 REPEAT_RATIO = 1.5
 """A side caches answers if it takes longer by this factor on values that it has not seen."""
 REPEAT_SECONDS = 20e-6
@@ -82,10 +82,10 @@ def _longer(unseen: float, seen: float) -> bool:
 
 
 def _check_altered(timer: _SideTimer, seed: int) -> None:
-    """Refuse a side that takes longer on altered values than on repeated ones, but only once.
+    """Refuse a side that is slow in its first call on altered values, and fast in repeated calls.
 
     Other processes can slow some calls. If they slow the repeated calls, the times allow no
-    decision, and more rounds follow. If these do not suffice either, the side is not refused.
+    decision, and more rounds follow. If there is still no decision, the side is not refused.
     """
     for alter in (_halved, _largest_rounded):
         unseen: list[float] = []
@@ -184,8 +184,9 @@ def _altered(values: Inputs, alter: Callable[[torch.Tensor], torch.Tensor]) -> I
 
 
 def _halved(tensor: torch.Tensor) -> torch.Tensor:
-    """Halve all floats, even to a side that compares only some of them, or only roughly.
+    """Halve the elements of `tensor`, unless they are integers.
 
+    Even a side that compares only some elements, or compares them roughly, notices the change.
     Halving is exact, and it preserves properties that a side may rely on, such as a sorted table
     or a symmetric matrix.
     """
@@ -198,9 +199,9 @@ def _halved(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _largest_rounded(tensor: torch.Tensor) -> torch.Tensor:
-    """Move the floats of the largest magnitude to the next one toward zero.
+    """Move the floats of the largest magnitude to the next representable number toward zero.
 
-    Hardly any decision that a side takes from its values can change.
+    If the work of a side depends on its values, it almost never changes.
     """
     import torch
 

@@ -23,9 +23,11 @@ if TYPE_CHECKING:
 RMS, WORST = 1.25, 8.0
 """Limits of the rms error and of the worst element's error, in allowed standard deviations."""
 BASELINE_FACTOR, BASELINE_FLOOR = 1.5, 0.8
-"""Limit of a variant's rms error: the factor times the baseline's, but at least the floor."""
+"""Limit of a variant's rms error: `BASELINE_FACTOR` times the baseline's rms error, but at least
+`BASELINE_FLOOR`, in allowed standard deviations."""
 LEAST_SIGMA = {8: 1e-300, 4: 1e-45}
-"""Smallest allowed standard deviation, keyed by its bytes. float32 has no smaller number."""
+"""Smallest allowed standard deviation, keyed by the size of its type in bytes. float32 has no
+smaller number."""
 DRAWS, MORE_DRAWS = 3, 12
 """Number of perturbed runs of the reference, and of further runs before a side is refused."""
 LONG, SLOW = 0.5, 10.0
@@ -37,7 +39,7 @@ STEP = 2.0**-10
 TRACED = 1e-3
 """If tracing changes the results of a reference by more than this share, it is not traced."""
 UNTRACED_TERMS, UNTRACED_ROUNDINGS = 1024, 8
-"""For an untraced reference: the default terms of the longest sum, and roundings in a row."""
+"""For an untraced reference: default number of terms in the longest sum, and roundings in a row."""
 
 BLOCKED, WORST_BLOCK = ("int8", "int4", "w4a16", "mxfp8", "nvfp4"), 16.0
 """Formats in which the values of a block share one scale, and the limit for the worst element.

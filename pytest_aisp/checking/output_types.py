@@ -24,7 +24,7 @@ READING = ("__iter__", "__len__", "__getattribute__", "__getattr__", "__class__"
 MAPPING = ("items", "keys", "values")
 """The attributes that Python also looks up when a dict is read."""
 PYTHON_CLASS = 1 << 9
-"""The bit of `__flags__` that classes defined in Python have, and built-in classes lack."""
+"""The bit of `__flags__` that is set for classes defined in Python, but not for built-in ones."""
 KEYS = (str, int, bool, float, type(None))
 
 
@@ -63,7 +63,7 @@ def _refused(tree: object, path: str) -> Iterator[tuple[str, str]]:
 
 
 def _replaced(kind: type) -> str:
-    """Return an attribute of `kind` that runs its code while an instance is read, or ""."""
+    """Return the name of an attribute of `kind` that runs code when an instance is read, or ""."""
     is_dict = issubclass(kind, dict)
     if issubclass(kind, Mapping) and not is_dict:
         return "dict"

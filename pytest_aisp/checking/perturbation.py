@@ -101,7 +101,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor | None:
 
 @functools.cache
 def _signs(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """Return `SIGNS` random signs twice in a row. A slice may start at any of the first ones."""
+    """Return `SIGNS` random signs, twice in a row, so that a slice may start at any of them."""
     generator = torch.Generator(device=device).manual_seed(1)
     signs = torch.randint(0, 2, (SIGNS,), generator=generator, device=device, dtype=torch.int8)
     signs = signs.to(dtype).mul_(2).sub_(1)

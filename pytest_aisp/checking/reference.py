@@ -214,7 +214,7 @@ class Reference:
         return structure
 
     def _require_repeatable(self, turns: Turns, first: list[Expected], operation: str) -> None:
-        """Refuse a reference that draws random numbers on which its results depend."""
+        """Refuse a reference whose results depend on random numbers that it draws."""
         *_, again = self.run(turns, None, self.pool.seed + 1)
         both = zip(first, again, strict=True)
         if not all(numerics.same_values(one.value, value) for one, (_, value) in both):

@@ -2,8 +2,8 @@
 
 `Rounding` is a dispatch mode: while it is active, it intercepts each operation that PyTorch runs in
 this process, including those of autograd, `torch.func` and optimizers. It changes the result of
-each operation by the amount by which a side's rounding may change it. The differences between
-perturbed runs and the unperturbed run show how much each output element may deviate.
+each operation about as much as rounding in a side may change it. The differences between perturbed
+runs and the unperturbed run show how much each output element may deviate.
 
 docs/explanation/checking.md describes the modeled errors.
 """
@@ -156,7 +156,7 @@ class Rounding(TorchDispatchMode):
         self.perturbation = None if seed is None else Perturbation(seed, self.scale)
 
     def start(self, tensors: Iterable[torch.Tensor], types: Iterable[torch.dtype]) -> None:
-        """Register inputs or a state, stored in `types`. Perturb them if a side rounds them."""
+        """Register inputs or a state, and their dtypes. Perturb tensors that a side rounds."""
         for tensor, dtype in zip(tensors, types, strict=True):
             self._entries[_storage(tensor)] = Entry(widened(dtype), 0, -1)
             self.structure.unit = max(self.structure.unit, unit_of(widened(dtype)))
@@ -169,7 +169,7 @@ class Rounding(TorchDispatchMode):
         return self._entries.get(_storage(tensor), NOTHING)
 
     def record_origins(self, named: NamedTensors) -> None:
-        """Store the index of the operation that rounded each of the outputs `named` last."""
+        """Store, for each output in `named`, the index of the operation that rounded it last."""
         for path, tensor in named:
             if has_error(tensor):
                 self.structure.origins[path] = self.entry(tensor).origin
@@ -242,7 +242,8 @@ class Rounding(TorchDispatchMode):
         elif name in PRODUCTS or name in SCATTERED or not func._schema.is_mutable:
             partial = rounding * max(1.0, stored / unit) if unit else rounding
             args, result_error = self._sum(noise, name, dtype, unit, rounding, partial, args)
-        if number in self.model.units and not self.model.continues:  # `numerics.allowed` adds it
+        # `numerics.allowed` adds the rounding of outputs, so it is subtracted here.
+        if number in self.model.units and not self.model.continues:
             result_error = math.sqrt(max(0.0, result_error**2 - unit**2 / 3))
         before = [t.clone() for t in tensors_of(args[:1])] if name in SCATTERED else []
         out = func(*args, **kwargs)

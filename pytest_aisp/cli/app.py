@@ -71,7 +71,7 @@ OLD_SPELLINGS = {
     "suite run": "bench run",
     "results checksums": "seals",
 }
-"""Old names of commands. A command that is not listed has the last word of its name as old name."""
+"""Old names of commands. If a command is not listed, its old name is the last word of its name."""
 CLASSES: Mapping[Command, type[TyperCommand]] = {
     suite.run: suite.PytestCommand,
     suite.verify: suite.PytestCommand,
@@ -94,7 +94,7 @@ def build() -> typer.Typer:
         app.add_typer(group, name=name)
     app.add_typer(bench, name="bench", hidden=True)
     app.command()(judge.judge)
-    # Everything after the script is an argument of the script, even `--json`.
+    # All arguments after the script belong to the script, even `--json`.
     app.command(context_settings={"allow_interspersed_args": False})(machine.bottleneck)
     return app
 

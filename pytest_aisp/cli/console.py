@@ -37,7 +37,10 @@ def finish(result: CliResult) -> NoReturn:
 
 
 def store_measured(result: CliResult, store: Callable[[], Sequence[str]]) -> CliResult:
-    """Call `store` and print its lines on stderr. If that fails, `result` gets its exit code."""
+    """Call `store`, print the lines that it returns on stderr, and return `result`.
+
+    If `store` fails, the returned result has the exit code of the error.
+    """
     try:
         print_error("\n".join(store()))
     except CliError as error:

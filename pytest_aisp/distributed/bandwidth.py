@@ -26,14 +26,15 @@ from .topology import Route, read_topology
 
 WINDOWS = 7
 WINDOW_BYTES = 4 << 30
-"""The bytes that one window copies. But each window has at least 4 and at most 64 copies."""
+"""The number of bytes that one window copies, if this takes 4 to 64 copies. If not, the number of
+copies is 4 or 64."""
 SLOW_SHARE = 0.8
 """A hop is slow if its rate is below this share of the median rate of hops of the same kind."""
 NVLINK_FLOOR, NVLINK_FULL = 250e9, 450e9
-"""The lowest acceptable rate of a hop whose NVLink links carry 450 GB/s in all, and this limit.
+"""`NVLINK_FLOOR` is the lowest acceptable rate of a hop whose links carry `NVLINK_FULL` in total.
 
-For slower links, the floor is proportionally lower. For example, a bridge of 4 links cannot carry
-250 GB/s.
+If the links carry less, the floor is proportionally lower. For example, a bridge of 4 links cannot
+carry 250 GB/s.
 """
 FULL_RATE_BYTES = 256 << 20
 """Smaller copies do not fill a link, so the floor does not apply to them."""

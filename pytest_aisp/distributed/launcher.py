@@ -167,7 +167,7 @@ class RankSet:
         return None
 
     def _waits_for_machines(self) -> str:
-        """Return what torchrun waits for before it starts any rank of several machines."""
+        """Return a text about the machines that torchrun waits for before it starts any rank."""
         if self.nodes is None or self._ranks:
             return ""
         nodes = self.nodes
@@ -290,7 +290,7 @@ class RankSet:
         return failed("died", f"rank {culprit.number} ended{how}", culprit.doing, trace)
 
     def _hung(self, seconds: float) -> Reply:
-        """Return a reply that names the rank that the others wait for, and the line where it is."""
+        """Return a reply that names the rank that the others wait for, and its line of code."""
         description, size = describe_hang(self._in_order(), self._folder)
         return replace(self._timed_out(description, seconds), at=size)
 

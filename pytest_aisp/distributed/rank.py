@@ -3,7 +3,7 @@
     python -m pytest_aisp.distributed.rank launch SOCKET [arguments of torchrun]
     python -m pytest_aisp.distributed.rank SOCKET
 
-The first command runs torch's elastic launcher, which runs the second once for each rank. A rank
+The first command runs torch's elastic launcher. It runs the second command once per rank. A rank
 connects to SOCKET, joins the others, and answers the same tasks as a worker process. If the process
 that launched the ranks dies, all ranks die too.
 """
@@ -42,7 +42,7 @@ from ..worker.server import Server, die_with_parent, encode_reply, print_at_once
 
 APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 STACK_SECONDS = 0.5
-"""Seconds that silent ranks have to write their stacks."""
+"""When ranks have stopped responding, they have this many seconds to write their stacks."""
 _FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>\w+)')
 _WAITING = re.compile(
     r"/torch/distributed/|/torch/cuda/\S+\", line \d+ in synchronize"
@@ -163,7 +163,8 @@ class Member:
 def describe_hang(ranks: Sequence[Member], folder: str) -> tuple[str, str]:
     """Return a description of the hang, and the size that was being measured.
 
-    The description names the rank that the others wait for, and the line of the page where it is.
+    The description names the rank that the others wait for, and the line of the page that this rank
+    is running.
     """
     stacks = _read_stacks(ranks, folder)
     fewest = min(rank.step for rank in ranks)

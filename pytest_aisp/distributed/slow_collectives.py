@@ -31,9 +31,10 @@ CLOCK_FACTOR = 3
 WAIT_SHARE = 0.25
 """Waits that are shorter than this share of the transfer time are ignored."""
 MOST_CALLS = 0.9
-"""A rank counts as late, or a transfer as slow, if it is in at least this share of the calls.
+"""A rank counts as late if it arrives late in at least this share of the calls. Transfers count as
+slow if they are slow in at least this share.
 
-Of two equally fast ranks, the same one is later in 27 of 30 calls with a probability of 1e-5.
+If two ranks are equally fast, the probability is 1e-5 that the same one is later in 27 of 30 calls.
 """
 SLOWDOWN = 1.5
 """There is contention if transfers take at least this many times longer than alone."""
@@ -85,7 +86,7 @@ class Diagnosis(Struct, frozen=True):
 def diagnosis(arrivals: SideArrivals, clock_error: float) -> Diagnosis:
     """Return the diagnosis of a side's collectives.
 
-    Each time is summed over the collectives of a call. The median over the calls counts.
+    The times of a call are summed over its collectives. Then the median over the calls is taken.
 
     Args:
         clock_error: the largest error, in seconds, between the clocks of two ranks.
@@ -169,7 +170,10 @@ def _late_ranks(lateness: Sequence[Sequence[float]], least: float) -> dict[int, 
 def _contention(
     calls: Sequence[Call], alone: Sequence[float | None], resolution: float
 ) -> tuple[float, str]:
-    """Return the extra seconds compared with transfers alone, and a description if it is much."""
+    """Return how many seconds longer transfers take than the same transfers alone.
+
+    Also return a description if the difference is large, or an empty string if it is not.
+    """
     known = [k for k, seconds in enumerate(alone) if seconds is not None]
     expected = sum(alone[k] or 0.0 for k in known)
     if not expected:

@@ -45,7 +45,7 @@ def _percent(shift: float) -> str:
 
 
 def boards_of(stored: Mapping[str, Stored]) -> dict[str, Board]:
-    """Return the boards of one product, by name. Cases with only one board are left out.
+    """Return the boards of one product, by name. Cases recorded on only one board are left out.
 
     Args:
         stored: the product's stored results, by chapter.

@@ -36,7 +36,7 @@ CLOSE_SECONDS = 5.0
 PORT_SECONDS = 5.0
 LOST = "Ray lost it"
 THREADS = 4
-"""Number of concurrent calls of a seat. It must receive messages while it is being polled."""
+"""Number of calls that a seat can run at once. It must receive messages while it is polled."""
 
 
 class Bridge:

@@ -196,7 +196,7 @@ class FleetRun:
         return {**self._spec, "seat": seat, "workerinput": worker}
 
     def _remote_id(self, work: Work) -> str:
-        """Return the node id of a case on the node, where the id has no product."""
+        """Return the id that a case has on the node. It does not contain the product."""
         end = f"@{work.product}]"
         return work.key.removesuffix(end) + "]" if work.key.endswith(end) else work.key
 

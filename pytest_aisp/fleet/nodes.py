@@ -29,12 +29,14 @@ class RayNode:
 
     @property
     def told(self) -> bool:
-        """Whether this node is to be judged. Others have no GPU, like many head nodes."""
+        """Whether the run accepts or refuses this node. It ignores nodes without a GPU or `LABEL`,
+        such as many head nodes.
+        """
         return self.gpus > 0 or LABEL in self.labels
 
 
 def refusal(node: RayNode, facts: Facts, *, now: float) -> str:
-    """Return the reason why a node cannot take part and what to do, or an empty string.
+    """Return the reason why the fleet refuses a node, with advice, or an empty string.
 
     Args:
         now: this machine's time when the facts arrived, in seconds since 1970.

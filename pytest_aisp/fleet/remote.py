@@ -1,6 +1,6 @@
 """pytest on a node. It collects the same files, runs the cases that it receives, and reports them.
 
-Other modules treat it like an xdist worker: it sends its rows and stores nothing.
+Other modules treat it like an xdist worker: it sends its result rows and stores nothing.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class Reporter:
             if row := plain.get("aisp"):
                 self._verdicts[report.nodeid] = row["verdict"]
             self._hook.pytest_runtest_logreport(report=report)
-        if reports:  # a plugin of the node may report nothing
+        if reports:  # a plugin on the node may suppress all reports
             first = reports[0]
             self._hook.pytest_runtest_logfinish(nodeid=first["nodeid"], location=first["location"])
 

@@ -136,7 +136,7 @@ class Scheduler:
         self.nodes: dict[str, Node] = {}
         self.seats: dict[str, Seat] = {}
         self._queues: dict[str, dict[int, deque[Work]]] = defaultdict(lambda: defaultdict(deque))
-        self._lacking: dict[str, float] = {}  # by product: since when it has no node
+        self._lacking: dict[str, float] = {}  # by product: the time since which it has had no node
         self._where: dict[str, list[str]] = defaultdict(list)  # by case: nodes lost during it
         self._avoid: dict[str, set[str]] = defaultdict(set)  # by case: ids of nodes
         self._out: list[Action] = []
@@ -211,7 +211,7 @@ class Scheduler:
             self.again(work, seat)
 
     def again(self, work: Work, seat: Seat) -> None:
-        """Run `work`, which has a verdict from `seat`, again, if possible on another node."""
+        """Run `work` again, if possible on another node. It already has a verdict from `seat`."""
         self._avoid[work.key].add(seat.node.id)
         self._queues[work.product][work.gpus].append(
             Work(work.key, work.product, work.gpus, again=True)
@@ -279,7 +279,7 @@ class Scheduler:
             queue.clear()
 
     def _width(self, gpus: int, product: str) -> int:
-        """Return the number of GPUs of a seat for a case, at most what the largest node has."""
+        """Return how many GPUs a seat for a case gets: at most as many as the largest node has."""
         return min(gpus, max((node.gpus for node in self.usable(product)), default=gpus))
 
     def _start_seats(self) -> None:
@@ -309,7 +309,10 @@ class Scheduler:
         return True
 
     def _may(self, node_id: str, work: Work) -> bool:
-        """Return whether a node may run `work`. A node to avoid may, if there is no other node."""
+        """Return whether a node may run `work`.
+
+        A node that `work` avoids may run it only if the product has no other usable node.
+        """
         if node_id not in self._avoid.get(work.key, ()):
             return True
         return all(node.id == node_id for node in self.usable(work.product))
@@ -329,7 +332,7 @@ class Scheduler:
                 self._give_next(seat, behind=True)
 
     def _fitting(self, seat: Seat) -> list[deque[Work]]:
-        """Return the queues of cases for the seat's product that need exactly its GPUs."""
+        """Return the queues of cases that need the seat's product and exactly its GPU count."""
         product = seat.node.product
         queues = self._queues[product]
         return [q for gpus, q in queues.items() if q and self._width(gpus, product) == seat.width]
@@ -337,7 +340,7 @@ class Scheduler:
     def _give_next(self, seat: Seat, *, behind: bool = False) -> bool:
         """Give a case to a seat. Return False if there is none for it.
 
-        If it would wait `behind` another case, cases during which a seat was lost are skipped.
+        If the case would wait `behind` another one, skip cases during which a seat was lost.
         """
         for queue in self._fitting(seat):
             for work in queue:

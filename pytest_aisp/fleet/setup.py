@@ -35,14 +35,14 @@ CONFLICTS = {
     "tx": "a fleet has its own processes",
     "reruns": "a rerun would turn a red verdict green",
 }
-"""The options that a fleet refuses, by destination, with the reason."""
+"""The options that a fleet refuses, by their `dest` in pytest's parser, with the reason."""
 ONLY_HERE = (
     *("aisp_fleet", "aisp_fleet_products", "aisp_fleet_resume", "aisp_artifacts", "xmlpath"),
     *("maxfail", "keyword", "lf", "failedfirst", "newfirst", "stepwise", "stepwise_skip"),
     *("cacheclear", "durations", "basetemp", "numprocesses", "tx", "dist", "deselect"),
     "file_or_dir",
 )
-"""The options that are not sent to nodes, by destination."""
+"""The options that are not sent to nodes, by their `dest` in pytest's parser."""
 PROBE_SECONDS = 70.0
 
 

@@ -130,8 +130,8 @@ def _hashed(path: Path, name: str) -> bytes:
 def _history(top: Path, refs: Sequence[str]) -> dict[str, bytes]:
     """Return a git pack, the commits that it contains, and the file ``shallow`` of a shallow clone.
 
-    Stored results name blobs of code. These are packed too, because after a squash merge they may
-    be in no commit's history.
+    Stored results name blobs of code. These blobs are packed too, because a squash merge may have
+    removed them from the history.
     """
     commits = [try_git(top, "rev-parse", "--verify", "-q", f"{ref}^{{commit}}") for ref in refs]
     head = try_git(top, "rev-parse", "--verify", "-q", "HEAD^{commit}")

@@ -42,8 +42,8 @@ def start_command(
         block: whether the command waits until Ray ends.
 
     Raises:
-        CliError: if not exactly one of `head` and `address` is given, or the machine cannot take
-            part.
+        CliError: if both or neither of `head` and `address` are given, or if a fleet would refuse
+            the machine.
     """
     if head == (address is not None):
         raise CliError(

@@ -77,21 +77,21 @@ def snapshot() -> dict[str, object]:
 def restore(before: Mapping[str, object]) -> None:
     """Reset every setting that has changed to its value in `before`."""
     for name, setting in _settings().items():
-        # Settings that are not in `before` exist only since CUDA was initialized.
+        # A setting that is missing in `before` did not exist until CUDA was initialized.
         if name in before and setting.read() != before[name]:
             with suppress(OSError):  # only root can raise a priority
                 setting.write(before[name])
 
 
 def _settings() -> Settings:
-    """Return all settings by name. A setting whose change affects others comes before them."""
+    """Return all settings by name. If changing one setting changes others, it precedes them."""
     torch_settings = {**_modes(), **_precision(), **_behavior(), **_hooks()}
     named = {f"torch's {name}": setting for name, setting in torch_settings.items()}
     return {**named, **_persisting_l2(), **_process()}
 
 
 def _persisting_l2() -> Settings:
-    """Return the setting for the size of the L2's persisting part, if CUDA is initialized."""
+    """Return the setting for the size of the persisting L2 set-aside, if CUDA is initialized."""
     import torch
 
     if not torch.cuda.is_initialized():
@@ -299,8 +299,8 @@ _LASTING = "torch's modes", "torch's dispatch modes", "torch's module hooks"
 _before_imports: dict[str, object] = {}
 _changed_by_imports: dict[str, dict[str, object]] = {}
 """The settings that changed when a page was imported, keyed by each newly imported module: the page
-and the modules that no earlier page had imported. A later page that uses such a module gets its
-settings too.
+and the modules that no earlier page had imported. A later page that uses such a module gets the
+module's settings too.
 """
 
 

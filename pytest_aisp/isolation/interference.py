@@ -29,9 +29,9 @@ from ..util.process_group import current_group
 from .protections import enabled
 
 POLL_SECONDS, IDLE_POLLS = 1e-3, 4
-"""Seconds between polls of a thread, and the number of polls that must find it asleep."""
+"""Seconds between polls of a thread. The thread is idle once `IDLE_POLLS` polls find it asleep."""
 BUSY_NS = 4_000_000
-"""A thread is busy if it uses more CPU time than this, which is more than shutting down takes."""
+"""A thread is busy if it uses more CPU time than this. A thread that shuts down uses less."""
 POLL_TIMEOUT = 2.0
 """A thread that is not found idle within this many seconds counts as busy."""
 _TIMERS = ("ITIMER_REAL", "ITIMER_VIRTUAL", "ITIMER_PROF")
@@ -54,14 +54,14 @@ class Disturbed(RuntimeError):
 
 
 class Cause(NamedTuple):
-    """The cause of a disturbed block: the machine, or the side itself, for example by an import."""
+    """The cause of a disturbed block: the machine, or the side itself, such as its imports."""
 
     text: str
     machine: bool = True
 
 
 def agreed_cause(side: Cause | None, machine: str | None) -> Cause | None:
-    """Return one cause for all ranks. A cause by the side has priority over one by the machine."""
+    """Return one cause for all ranks. If a side and the machine both disturbed, return the side."""
     group = current_group()
     own = side.text if side is not None and not side.machine else None
     text = group.first_message(own)
@@ -237,7 +237,7 @@ class InterferenceMonitor:
         return Cause(text, machine=not own) if text else None
 
     def grew(self) -> bool:
-        """Return whether anything was imported or compiled since `begin`. Count anew from now."""
+        """Return whether anything was imported or compiled since `begin`, and restart the count."""
         before, self._before = self._before, self._now()
         compiled = any(before.events[name] != self._before.events[name] for name in _COMPILING)
         return compiled or bool(_imported(before.modules, self._before.modules))
@@ -293,7 +293,7 @@ def _imported(before: Mapping[str, object], now: Mapping[str, object]) -> list[s
 
 
 def _dynamo() -> dict[str, int]:
-    """Return the counters of Dynamo and Inductor. They are 0 if these were never imported."""
+    """Return the counters of Dynamo and Inductor. All are 0 if Dynamo was never imported."""
     utils = sys.modules.get("torch._dynamo.utils")
     counters: Mapping[str, Mapping[str, int]] = getattr(utils, "counters", {})
     inductor = counters.get("inductor", {})

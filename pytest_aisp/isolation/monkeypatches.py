@@ -30,7 +30,7 @@ from .setters import Change, changes_inside, install
 now_ns = time.perf_counter_ns
 now = time.perf_counter
 cpu_now = time.process_time
-"""The clocks that this package uses, because a page can replace the functions in `time`."""
+"""This package calls these clocks, because a page can replace the functions in `time`."""
 
 WATCHED = ("checking", "isolation", "judging", "results", "timing", "util", "worker")
 """The packages whose functions and methods are watched."""
@@ -154,8 +154,7 @@ def watching(name: str, owns: Sequence[str] = ()) -> Iterator[None]:
 
     Args:
         owns: the settings that the page is allowed to change, such as ``threads`` (which includes
-        processes),
-            ``tf32``, ``gc`` or ``affinity``.
+            processes), ``tf32``, ``gc`` or ``affinity``.
 
     Raises:
         SideError: if something else was changed. The message names it.
@@ -197,7 +196,7 @@ def _check_functions(name: str, before: Mapping[tuple[Any, str], object]) -> Non
 
 
 def _torch_functions() -> dict[tuple[Any, str], object]:
-    """Return the functions of `TORCH_MODULES` and the `forward` of torch's modules, by place."""
+    """Return the functions in `TORCH_MODULES` and all `forward` methods of torch, by place."""
     import torch
 
     functions = {

@@ -1,7 +1,7 @@
 """Record each change of a CPU setting, even if a side restores the setting before its call ends.
 
-Comparing settings before and after a call does not detect such a change. So `install` wraps the
-functions that change settings, before a page is imported. The wrapped functions still work.
+Comparing settings before and after a call does not detect such a change. So, before a page is
+imported, `install` wraps the functions that change settings. The wrapped functions still work.
 Libraries such as `torch.export` change these settings for their own reasons, so changes by
 libraries are not recorded.
 """
@@ -52,7 +52,7 @@ def install() -> None:
         return
     _installed.append(True)
     _wrap("torch's threads", torch.get_num_threads, (torch, "set_num_threads"))
-    # Assignments to torch.backends.mkldnn.enabled call a function that it has stored.
+    # An assignment to torch.backends.mkldnn.enabled calls a setter that torch stored at its import.
     enabled = vars(type(torch.backends.mkldnn))["enabled"]
     places = (torch._C, "_set_mkldnn_enabled"), (enabled, "setter")
     _wrap("torch's oneDNN", torch._C._get_mkldnn_enabled, *places)
@@ -62,7 +62,7 @@ def install() -> None:
 
 
 def _wrap(setting: str, read: Callable[[], object], *places: tuple[Any, str]) -> None:
-    """Replace a setter at all `places`. The new setter records changes of the value of `read`."""
+    """Replace a setter at all `places`. The new setter records changes of the value `read()`."""
     owner, name = places[0]
     original = getattr(owner, name)
 

@@ -55,7 +55,7 @@ from outside.
 ATTEMPTS = 3
 """Number of attempts to confirm a time, because the machine may be busy during an attempt."""
 LEAST, TIMES = 0.02, 3
-"""The least seconds of one timing from outside, and the number of timings."""
+"""The minimum duration of one timing from outside, in seconds, and the number of timings."""
 MOST_SEED = 2**31 - 1
 
 PAGE = """from pytest_aisp.judging.problem import page_of
@@ -179,7 +179,7 @@ class Judge:
             with closing(self._processes.fresh()) as worker:
                 # The times of a simulated device are made up.
                 self._run_sandboxed(worker, page, timing if self.timer is None else None)
-                verdict.memory["process"] = peak_bytes(worker.pid)  # without the reference
+                verdict.memory["process"] = peak_bytes(worker.pid)  # the sandbox runs no reference
         return verdict
 
     def _run_sandboxed(
@@ -214,7 +214,9 @@ class Judge:
         speedup: float,
         limit: float,
     ) -> None:
-        """Time each side in its own process, from outside. Refuse an unconfirmed speedup."""
+        """Time each side from outside, in its own process. If that does not confirm the speedup,
+        refuse the candidate.
+        """
 
         def seconds(role: str, worker: WorkerProcess, unit: int) -> float:
             def work(count: int) -> float:

@@ -40,7 +40,7 @@ BASELINE, CANDIDATE = "baseline", "candidate"
 INIT_SEED = 0
 """The seed for constructors. It gives model and candidate the same random numbers."""
 KINDS = {"Model": "get_inputs", "baseline": "inputs", "reference": "inputs"}
-"""The name of the function that draws the inputs, keyed by the name of what is compared with."""
+"""For each name that a problem can give the code to compare with: its function for the inputs."""
 
 
 class Problem(Protocol):
@@ -286,7 +286,10 @@ def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
 
 
 def _match(own: Shapes, given: Shapes) -> dict[str, str] | None:
-    """Return a given name for each own name: by name, else by position, or None if none fits."""
+    """Map each name in `own` to one in `given`, by name or else by position.
+
+    Return None if the shapes match neither by name nor by position.
+    """
     if all(given.get(name) == shape for name, shape in own.items()):
         return dict(zip(own, own, strict=True))
     if list(own.values()) == list(given.values()):
@@ -304,7 +307,7 @@ def _misfit(own: Shapes, given: Shapes) -> str:
 
 
 def _varied(tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor`, or random values if all its elements are equal. Nonzero signs are kept."""
+    """Return `tensor`, or random values of the same sign if all its elements are equal."""
     import torch
 
     if not tensor.is_floating_point() or (tensor != tensor.flatten()[:1]).any():

@@ -29,7 +29,7 @@ class Processes:
         self._spares: list[WorkerProcess] = []
 
     def fresh(self) -> WorkerProcess:
-        """Return a process that has run nothing."""
+        """Return a process that has run no task yet."""
         while True:
             try:
                 worker = self._spares.pop(0)

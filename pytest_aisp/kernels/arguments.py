@@ -57,7 +57,7 @@ PASSED = (
 
 
 class LaunchError(TypeError):
-    """A kernel cannot be launched this way. The message says what it needs."""
+    """A kernel cannot be launched this way. The message says what the kernel needs."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def _torch_name(dtype: torch.dtype) -> str:
 def _tensor(
     dtypes: frozenset[str], align: int, cast: int, arg: torch.Tensor, device: int
 ) -> int | None:
-    """Return the tensor's address, or None if it does not match the parameter.
+    """Return the tensor's address, or None if the tensor does not match the parameter.
 
     Args:
         align: the required alignment of the address in bytes.
@@ -222,7 +222,8 @@ def _pointer(dtype: str, width: int) -> tuple[str, Convert]:
     align = min(16, size // 3 if width == 3 else size)
     needs = f"a contiguous {names} tensor" if names else "a contiguous tensor"
     needs += " on cuda:{device}" + f" at a multiple of {align} bytes" * (width > 1)
-    # Kernels load any type as float4 or similar. But half2 is for arithmetic, so it must match.
+    # Kernels load any type as float4 or similar. But half2 is for arithmetic, so the tensor's dtype
+    # must match.
     cast = size if width in (2, 4) and dtype not in ("float16", "bfloat16") else 0
     needs += f", or one of another type whose size is a multiple of {size} bytes" * bool(cast)
     return needs, partial(_tensor, frozenset((dtype, signed)) - {""}, align, cast)
@@ -248,7 +249,7 @@ def _dtype(c_type: str) -> str:
 
 @dataclass(frozen=True)
 class TensorMap:
-    """A kernel argument that describes `tensor` in tiles of `box` elements, and keeps it alive."""
+    """A kernel argument that describes `tensor` in tiles of `box` elements. It keeps the tensor."""
 
     tensor: torch.Tensor
     box: tuple[int, ...]
@@ -311,7 +312,7 @@ def _tma_faults(
 def _encode_tensor_map(
     tensor: torch.Tensor, box: tuple[int, ...], swizzle: int, promotion: int
 ) -> cuda.core.TensorMapDescriptor:
-    """Return the descriptor. This does not wait for the GPU, so it is legal during a capture."""
+    """Return the descriptor. This does not wait for the GPU, so it is legal in graph capture."""
     import torch
 
     maps = import_module("cuda.core._tensor_map")  # cuda.core does not export its enums

@@ -4,8 +4,9 @@
 with its meta-parameters. An autotuned kernel is recorded in every configuration. Triton also
 compiles its kernels for the fake GPU's arch.
 
-`record_choices` records the configurations that the autotuner chooses on a real device. It chooses
-by measured times, so the next process may choose others. Each result is stored with its choices.
+`record_choices` records the configurations that the autotuner chooses on a real device. The
+autotuner chooses by measured times, so another process may choose other configurations. So each
+result is stored with the configurations that it was measured with.
 """
 
 from __future__ import annotations
@@ -268,7 +269,7 @@ def _meta_parameters(kernel: JITFunction, values: Mapping[str, object]) -> str:
 def record_choices(found: dict[str, set[str]]) -> Iterator[None]:
     """Record the configurations of autotuned kernels that are launched in the block, in `found`.
 
-    Recording makes each launch some tenths of a microsecond slower, so time nothing in the block.
+    Recording makes each launch some tenths of a microsecond slower, so the block must time nothing.
     """
     module = sys.modules.get("triton.runtime.autotuner")
     if module is None:

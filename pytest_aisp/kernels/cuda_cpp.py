@@ -1,4 +1,4 @@
-"""CUDA C++ kernels in a file beside the page. NVRTC compiles them on first use.
+"""CUDA C++ kernels in a file next to the page. NVRTC compiles them on first use.
 
 Kernels run on torch's current stream. A kernel is declared as
 ``extern "C" __global__ void name(...)``. The signature is read from the source when the page is
@@ -137,7 +137,7 @@ class LaunchConfig:
         return ", ".join(words)
 
     def for_cuda_core(self, core: ModuleType) -> object:
-        """Return a `cuda.core.LaunchConfig`. If there are clusters, its grid counts clusters."""
+        """Return a `cuda.core.LaunchConfig`. Its grid counts clusters if there are any."""
         grid = self.grid
         attributes: dict[str, object] = {}
         if self.cluster:
@@ -217,7 +217,7 @@ class Kernel:
         cooperative: bool = False,
         dependent: bool = False,
     ) -> Launch:
-        """Return a launch with attributes. If none is given, it equals ``[grid, block, shared]``.
+        """Return a launch with attributes. Without any, it is the launch ``[grid, block, shared]``.
 
         Args:
             grid: the number of blocks in each dimension, even if there are clusters.

@@ -133,7 +133,7 @@ def compile_source(
 ) -> tuple[bytes, str]:
     """Compile `source`. Return the machine code and the compiler's log, or raise `CompileError`.
 
-    Relocatable code must be linked with `libraries`, which `_linked` returns, to be loadable.
+    Relocatable code cannot be loaded until it is linked with `libraries`, which `_linked` returns.
     """
     log = io.StringIO()
     try:

@@ -55,7 +55,7 @@ def usage(cubin: bytes) -> dict[str, dict[str, int]]:
 def contents(cubin: bytes, *, code_alone: bool = False) -> list[Section]:
     """Return the name, header and content of each section that may affect a kernel's execution.
 
-    Debug information, such as line tables, compiler notes, and symbol names are left out, because
+    Debug information (such as line tables), compiler notes and symbol names are left out, because
     a changed comment or variable name would change them.
 
     Args:

@@ -24,7 +24,7 @@ from .pair import (
 UNITS = ("l2", "shared", "atomics", "sfu", "blocks")
 """The attributes of `Cost` that use a unit of the GPU. The unit's rate has the same name."""
 HOST = {"launches": "launch", "host_steps": "host_step"}
-"""The attributes of `Cost` that take time on the host, with the name of each one's rate."""
+"""The attributes of `Cost` that take time on the host, each with the name of its rate."""
 AMOUNTS = (
     *("read", "write", *UNITS, "h2d", "d2h", "sent", "nccl"),
     *(*HOST, "graph_nodes", "syncs", "collectives"),

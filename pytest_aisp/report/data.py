@@ -30,7 +30,7 @@ from .source_view import Page, diff
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 
 MAX_CODE = 2_500_000
-"""The maximum bytes of code and diffs in a report. Cases beyond it are shown without code."""
+"""The maximum bytes of code and diffs in a report. Once it is reached, cases get no code."""
 MAX_BLOCKS, MIN_BLOCKS_SHOWN, MAX_BLOCKS_SHOWN = 24_000, 6, 40
 """The target number of timing blocks in a report, and the limits per process."""
 MIN_BARS, MAX_ALL_BARS = 40, 30_000

@@ -75,8 +75,9 @@ class Breakdown:
         loader: the loader, or None if calls of the optimizer separate the steps. Without a loader,
             the time spent waiting for data is not measured.
         steps, warm: the timed steps, and the warm-up steps before them.
-        drained: the seconds that the GPU kept working after the last step of each epoch, summed.
-        gpu: the GPU's work in a step, or None. `note` is then the reason.
+        drained: the seconds that the GPU kept working after the last step of an epoch, summed over
+            all epochs.
+        gpu: the GPU's work in a step, or None. If it is None, `note` gives the reason.
         stages: the stages of loading a batch, the slowest first.
     """
 
@@ -125,7 +126,7 @@ class Breakdown:
 
     @property
     def host(self) -> float:
-        """The time that Python and kernel launches take, and without a GPU also the operators."""
+        """The time of Python code and kernel launches. Without a GPU, it includes operators too."""
         return self.body - self.stalls
 
     @property
@@ -221,7 +222,7 @@ NOTICEABLE = 0.05
 ROOM = 0.5
 """A batch twice as large fits if at most this share of the GPU's memory is used."""
 Rule: TypeAlias = Iterator[tuple[float, str]]
-"""For each change: the most seconds per step that it can save, and its text with the reason."""
+"""For each change: how many seconds per step it can save at most, and the advice as text."""
 
 
 @dataclass(frozen=True)
@@ -238,7 +239,7 @@ def _counted(count: int, noun: str) -> str:
 
 
 def advise(breakdown: Breakdown) -> list[Advice]:
-    """Return the changes that can save a noticeable share, the largest first."""
+    """Return the changes that can save a noticeable share of a step, the largest share first."""
     rules = [*_loading(breakdown), *_gpu(breakdown)]
     every = [Advice(seconds, breakdown.share(seconds), text) for seconds, text in rules]
     return sorted((a for a in every if a.share >= NOTICEABLE), key=lambda a: -a.seconds)

@@ -67,9 +67,9 @@ class Loop:
     """Times one loop. The caller must call `request` and `receive` for each batch.
 
     Attributes:
-        drained: the seconds that the GPU kept working after the last timed step of each epoch,
-            summed.
-        profile: the profiler, or None. `note` is then the reason if profiling was impossible.
+        drained: the seconds that the GPU kept working after the last timed step of an epoch, summed
+            over all epochs.
+        profile: the profiler, or None. If profiling was impossible, `note` gives the reason.
         profiled: the number of profiled steps.
     """
 

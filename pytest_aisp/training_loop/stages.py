@@ -109,7 +109,7 @@ def _leaves(place: AnyPlace, above: tuple[int, ...]) -> Iterator[AnyPlace]:
 
 
 def innermost(dataset: object, above: tuple[int, ...] = ()) -> list[object]:
-    """Return the datasets that produce the items of `dataset`: the innermost ones, or itself."""
+    """Return the innermost datasets in `dataset`, which produce its items, or `dataset` itself."""
     if id(dataset) in above:
         return []
     inner = _wrapped_datasets(dataset)
@@ -140,8 +140,8 @@ _inner = _InnerSeconds()
 class Timed:
     """A callable that adds its calls and seconds to shared memory.
 
-    In all other respects, it behaves like the original callable. A copy of it is the original
-    callable, unless multiprocessing makes the copy for a new worker process.
+    In all other respects, it behaves like the original callable. Copying or pickling it returns the
+    original callable, except when multiprocessing pickles it for a new worker process.
     """
 
     def __init__(self, work: Work, cells: Array[c_double], at: int, width: int) -> None:
