@@ -1,4 +1,4 @@
-"""Shared code of the forward attention pages: inputs, reference, work, costs, some sides."""
+"""Shared code of the pages on forward attention: inputs, reference, work, costs, some sides."""
 
 import math
 from dataclasses import replace
@@ -11,12 +11,12 @@ from pytest_aisp import Cost, Work, cuda_module
 
 WIDTH = 128  # of a head
 SCALE = WIDTH**-0.5 * math.log2(math.e)  # of scores. Kernels use base-2 exponentials
-AT_ONCE = 2**26  # scores that the reference holds at a time
+AT_ONCE = 2**26  # scores that the reference holds at once
 STAGED = 128 * 256 + 2 * 2 * 64 * 256 + 1024
 """Bytes of shared memory with mma.sync: queries, two stages of keys and values, alignment."""
 tensor = cuda_module("cuda_attention_mma.cu")
 
-# Less than a tile, a part of the second tile, a part of the third one.
+# Part of one tile, one tile and part of a second, two tiles and part of a third.
 CHECKED = [
     {"total": 66, "tokens": 33, "causal": False},
     {"total": 70, "tokens": 70, "causal": True},

@@ -1,4 +1,4 @@
-"""Block-sparse attention: visit the tiles in a list, and no others.
+"""Block-sparse attention: visit only the tiles in a list.
 
 Problem    Attention of 16384 tokens in bf16, 8 heads of 128. Tokens are in blocks of 64. A block of
            queries sees `kept` blocks of keys: its own, the first one, and others that are spread
@@ -14,13 +14,13 @@ Optimized  tiled: changes biased. A Triton kernel reads one byte per tile instea
            queries and 128 keys by default. So flex visits more tiles than listed, and masks parts
            of them.
 Bound      listed: the L2, because each program of 64 queries reads its kept tiles of keys and
-           values. The tensor cores take nearly as long. tiled: the same for all tiles. biased:
-           tensor cores for all tiles. It also reads two bytes of its mask for every score.
+           values. The tensor cores take nearly as long. tiled: the L2 too, but for all tiles.
+           biased: tensor cores, for all tiles. It also reads two bytes of its mask for every score.
 Seen       On an H100, biased and flex take much longer than predicted. We did not record which
            kernel PyTorch chose for biased. Nearly every tile of flex is kept only in part. In such
            a tile, flex loads a flag for each score, which the cost leaves out. The times of listed
-           at both sizes suggest that a program's start and end take about as long as two tiles. The
-           cost leaves them out too.
+           at both sizes suggest that the start and end of a program take about as long as two
+           tiles. The cost leaves out this time too.
 Use when   A pattern is known before the call and leaves out most blocks. The saving depends on the
            tiles, not on the scores: a pattern that keeps one score in every tile saves nothing. Use
            flex if its tiles fit the pattern. For a sliding window, see
@@ -92,7 +92,7 @@ def pattern(heads, blocks, kept):
             while len(seen) < kept:
                 seen.add((block * 7919 + head * 104729 + step * 31 + step * step) % blocks)
                 step += 1
-                if step > blocks:  # squares may repeat themselves
+                if step > blocks:  # squares may repeat
                     seen.add(next(i for i in range(blocks) if i not in seen))
             rows.append(sorted(seen)[:kept])
     return torch.tensor(rows, dtype=torch.int32).view(heads, blocks, kept)

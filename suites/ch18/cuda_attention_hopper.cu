@@ -10,7 +10,7 @@
 // specialized: scores_ahead, but a producer warpgroup fills the ring, without block-wide barriers.
 // pingpong: specialized, but the warpgroups take turns on the tensor cores. One computes weights
 //   while the products of the other run.
-// overlapped: pingpong, and a warpgroup computes weights while its own outputs are still summed.
+// overlapped: pingpong, but a warpgroup computes weights while its own outputs are still summed.
 
 #include <cuda_bf16.h>
 
@@ -32,7 +32,7 @@ __device__ float exp2_of(float x) {
   return y;
 }
 
-// Volatile, so the compiler keeps it after the wait for the product that reads its registers.
+// Volatile, so the compiler keeps it after the wait for the product that reads these registers.
 __device__ unsigned packed(float low, float high) {
   unsigned both;
   asm volatile("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
@@ -123,7 +123,7 @@ struct Rows {
     }
   }
 
-  // Forces the weights to be computed before the next wait. Without it, ptxas moved most
+  // Forces the weights to be computed before the next wait. Without this, ptxas moved most
   // exponentials of `overlapped` after the wait for the outputs, so nothing overlapped. The branch
   // is never taken, because a sum of weights is never negative.
   __device__ void finish() const {

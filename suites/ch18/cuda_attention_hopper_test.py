@@ -1,9 +1,10 @@
 """Attention on Hopper: keep the tensor cores busy while exponentials are computed.
 
-Problem    As in `cuda_attention_test.py`: forward attention in bf16, heads of 128, with and without
-           a causal mask. The number of heads times tokens is the same at each length.
+Problem    The same problem as in `cuda_attention_test.py`: forward attention in bf16, heads of 128,
+           with and without a causal mask. The number of heads times tokens is the same at each
+           length.
 Baseline   mma_sync: FlashAttention-2, with `mma.sync`. A block of 4 warps takes 128 queries, and 64
-           keys at a time. The next keys and values are copied during the products.
+           keys at a time. The next keys and values are copied while the tensor cores multiply.
 Optimized  tma: changes mma_sync. The tensor memory accelerator copies the same tiles.
            wgmma: changes tma. There are four changes. Two warpgroups multiply with `wgmma`,
            directly from shared memory. They take 128 keys at a time, not 64. An SM has one block of
@@ -21,20 +22,19 @@ Optimized  tma: changes mma_sync. The tensor memory accelerator copies the same 
            flash: `SDPBackend.FLASH_ATTENTION`, which is FlashAttention-2.
            cudnn: `SDPBackend.CUDNN_ATTENTION`, which uses wgmma and TMA on Hopper.
 Bound      mma_sync, tma and flash: `mma.sync`, which does not reach the rate of wgmma on Hopper
-           (`../ch10/gemm_test.py`), and then the exponentials. wgmma and scores_ahead: products
-           and then exponentials, because barriers of the whole block keep both warpgroups in step.
-           specialized, pingpong and overlapped: tensor cores. One warpgroup can compute
-           exponentials while the products of the other run. specialized only allows that, and
-           pingpong forces it.
+           (`../ch10/gemm_test.py`), and then the exponentials. wgmma and scores_ahead: products and
+           then exponentials, because block-wide barriers keep both warpgroups in step. specialized,
+           pingpong and overlapped: tensor cores. One warpgroup can compute exponentials while the
+           other warpgroup's products run. specialized allows this overlap, and pingpong forces it.
 Seen       On an H100, pingpong and overlapped gain at most a little over specialized, and only with
            1024 tokens. So the warpgroups of specialized must already alternate. mma_sync takes
-           longer than predicted and tma does not: the threads of mma_sync copy all tiles
-           themselves, and the cost leaves these instructions out. With 1024 tokens, all sides take
+           longer than predicted, and tma does not. The threads of mma_sync copy all tiles
+           themselves, and the cost leaves out these instructions. With 1024 tokens, all sides take
            longer than predicted. A block then has few tiles of keys. The times of wgmma at the
-           three lengths fit a fixed time per block for its start and end, which the cost leaves
-           out. With 1024 tokens, cudnn is faster than every other side. With the causal mask, all
-           sides also lose time because blocks differ in length, most at short lengths. Probably SMs
-           are idle while the last blocks run.
+           three lengths suggest that the start and end of a block take a fixed time, which the cost
+           leaves out. With 1024 tokens, cudnn is faster than every other side. With the causal
+           mask, all sides also lose time, most of it with short sequences. The reason is probably
+           that blocks have different numbers of tiles, so SMs are idle while the last blocks run.
 Use when   Call `scaled_dot_product_attention`, which chooses cuDNN on Hopper. Write your own kernel
            only for attention that no library has, and stop at specialized. Its producer warpgroup
            is the last change that gains.

@@ -9,21 +9,21 @@ Optimized  online: changes naive. One kernel computes the same tiles. It keeps a
            sum of each row, and corrects the outputs with them. So no score leaves the chip.
            mma_sync: changes online. There are three changes. The tensor cores multiply bf16, so
            weights are rounded to bf16. A block takes 128 queries, not 64. The next keys and values
-           are copied during the products. This is FlashAttention-2.
+           are copied while the tensor cores multiply. This is FlashAttention-2.
            flash: `SDPBackend.FLASH_ATTENTION`, which is FlashAttention-2 too.
            cudnn: `SDPBackend.CUDNN_ATTENTION`, which uses wgmma and TMA on Hopper.
 Bound      naive and online: shared memory and fp32 multiply-adds. naive also writes and reads all
-           scores, which is the smaller part. mma_sync and flash: `mma.sync`, which does not reach
-           the rate of wgmma on Hopper (`../ch10/gemm_test.py`), and then the exponentials. cudnn:
-           tensor cores.
+           scores, which takes less time than the arithmetic. mma_sync and flash: `mma.sync`, which
+           does not reach the rate of wgmma on Hopper (`../ch10/gemm_test.py`), and then the
+           exponentials. cudnn: tensor cores.
 Seen       naive and online take at least one and a half times as long as predicted. Their costs
            assume that loads of shared memory, multiply-adds and exponentials overlap fully, which
            we did not profile. mma_sync takes longer than predicted, as in
            `cuda_attention_hopper_test.py`, because its threads copy all tiles themselves. With 1024
-           tokens, mma_sync and cudnn miss their predictions by more. A block then has few tiles of
-           keys, so its start and its end probably take a large share. With the causal mask, every
-           side misses its prediction by more than without the mask. The probable reason is that
-           blocks have different numbers of tiles.
+           tokens, mma_sync and cudnn miss their predictions by more than with longer sequences. A
+           block then has few tiles of keys, so its start and end probably take a large share of its
+           time. With the causal mask, every side misses its prediction by more than without the
+           mask, probably because blocks have different numbers of tiles.
 Use when   Call `scaled_dot_product_attention`. Keeping the scores on the chip always saves memory,
            but tensor cores save more time. The rungs for Hopper are in
            `cuda_attention_hopper_test.py`.

@@ -8,8 +8,8 @@ Baseline   biased: `scaled_dot_product_attention` with an additive bf16 mask. Py
            kernel.
 Optimized  looped: changes biased. One causal call per document, on a view of its tokens.
            flex: changes biased. Compiled FlexAttention. A Python function compares the documents of
-           query and key. A block mask lists the tiles of 128 x 128 that the function hides
-           completely. They are skipped.
+           query and key. A block mask tells the kernel which tiles of 128 x 128 the function hides
+           completely, and the kernel skips them.
 Bound      flex: tensor cores, for the tiles that have at least one visible score. Tiles that the
            function hides in part take extra instructions. biased computes all tiles and also reads
            two bytes of the mask for every score and head. looped computes about the same number of
@@ -17,12 +17,12 @@ Bound      flex: tensor cores, for the tiles that have at least one visible scor
            its last tile of queries, which sees the whole document.
 Seen       On an H100, all sides take longer than predicted. We did not record which kernel PyTorch
            chose for biased and looped. flex has programs of different lengths, and its partly
-           hidden tiles take extra instructions. We did not measure how much either costs. A call of
-           looped has few tiles if documents are short, so its start and its end probably take
-           longer than its products.
+           hidden tiles take extra instructions. We did not measure the cost of either. A call of
+           looped has few tiles if its document is short, so starting and ending the call probably
+           takes longer than its products.
 Use when   Training packs short documents into long sequences. All layers of a step can share one
            block mask, but each new batch needs a new one. `varlen_test.py` has the same problem
-           without a causal mask. Its kernels take a list of the sequences' starts. Long causal
+           without a causal mask, and its kernels take a list of the sequences' starts. Long causal
            attention and a sliding window are in `../ch13/long_attention_test.py` and
            `../ch13/sliding_window_test.py`.
 """
@@ -131,7 +131,7 @@ def attending(heads, tokens, scores, extra=0, longest=0):
 
     An SM computes one tile of queries at a time. The longest tile has `longest` scores.
     """
-    # SMs without a tile are idle, and so are SMs that wait for the longest tile.
+    # Some SMs have no tile, and others wait for the longest tile, so both kinds are idle.
     idle = max(1, SMS / (heads * -(-tokens // TILE)))
     counted = max(heads * scores * idle, SMS * longest)
     return Cost(

@@ -4,8 +4,8 @@ Problem    Forward attention without a mask, heads of 128. Queries, keys, values
            bf16. The number of heads times tokens is the same at each length. The scores have a
            standard deviation of 3, as in trained models. The values of heads differ in magnitude by
            up to a factor of 4. Triton's interpreter multiplies bf16 wrongly, so a CPU checks fp16.
-Baseline   bf16: one Triton kernel with an online softmax, as `tuned` of `triton_attention_test.py`.
-           All sides choose from the same tiles, with 2 or 3 stages.
+Baseline   bf16: one Triton kernel with an online softmax, like `tuned` of
+           `triton_attention_test.py`. All sides choose from the same tiles, with 2 or 3 stages.
 Optimized  The variants run the same kernel on e4m3 operands. The call quantizes them first, with
            one scale per head: one kernel finds the largest element of each tile, and a second
            kernel takes the maximum per head and rounds.
@@ -19,16 +19,17 @@ Optimized  The variants run the same kernel on e4m3 operands. The call quantizes
 Bound      Tensor cores and exponentials, one after the other, because the warps of a program run
            the same phase at the same time. FP8 halves only the time of the products. The number of
            exponentials stays the same, and each result needs a cast. Quantizing reads each input
-           twice. It takes the same time at both lengths, and the products take four times as long
-           at 16384 tokens, so FP8 gains more there. According to the costs, quantizing takes about
-           as long as fp8_scores saves at 4096 tokens. So the page claims no speedup for fp8_scores.
-           cuDNN computes exponentials during the products. According to the costs, it is faster in
-           bf16 than fp8_both at 4096, and nearly as fast at 16384. On Hopper, the operand P of an
-           FP8 product has another register layout than the result of QK^T. So threads must exchange
-           values. The costs leave out this exchange and the casts.
+           twice. Quantizing takes the same time at both lengths, but the products take four times
+           as long at 16384 tokens as at 4096. So FP8 gains more at 16384 tokens. At 4096 tokens,
+           the predicted time of quantizing is about the time that fp8_scores saves. So the page
+           claims no speedup for fp8_scores. cuDNN computes exponentials during the products.
+           The costs predict that cuDNN in bf16 is faster than fp8_both at 4096 tokens, and nearly
+           as fast at 16384. On Hopper, the operand P of an FP8 product has a different register
+           layout from the result of QK^T. So threads must exchange values. The costs leave out this
+           exchange and the casts.
 Seen       fp8_scores gains a little, as predicted. fp8_both takes up to a quarter longer than
            predicted. The gap is larger with 4096 tokens than with 16384. We did not profile which
-           of its steps takes longer.
+           step of fp8_both takes longer than predicted.
 Use when   Sequences are long, the model tolerates the error, and no library has your form of
            attention. In all other cases, call cuDNN in bf16, because FP8 in Triton gains little
            over it. The check accepts the error that a relative rounding error of 2^-4 in Q, K, P, V
@@ -37,8 +38,8 @@ Use when   Sequences are long, the model tolerates the error, and no library has
            large would pass. Most of the error comes from Q and K. A score sums 128 products, each
            with two rounding errors. At a standard deviation of 3, a score is then off by up to 0.15
            (rms), so its weight has a relative error of the same size. Rounding P and V adds little
-           error. So fp8_scores is hardly more exact than fp8_both. The tensor cores accumulate PV.
-           Hopper's tensor cores keep about 14 bits of a sum of FP8 products, which is many more
+           error. So fp8_scores is hardly more accurate than fp8_both. The tensor cores accumulate
+           PV. Hopper's tensor cores keep about 14 bits of a sum of FP8 products, which is many more
            bits than the operands have. One scale per head works if the tokens of a head have
            similar magnitudes. Outlier channels need a rotation first (`../ch19/outliers_test.py`),
            which this page does not show. If the error is too large, call the library in bf16.
@@ -65,7 +66,7 @@ from .attention_ladder import cudnn as causal_or_not
 
 HEAD = tl.constexpr(WIDTH)
 LARGEST = tl.constexpr(448.0)  # of e4m3
-SHIFT = tl.constexpr(8.0)  # added to exponents of e4m3 weights, which are at most 2^8
+SHIFT = tl.constexpr(8.0)  # added to the exponents of e4m3 weights, so weights are at most 2^8
 ROWS = 128  # tokens that a program quantizes
 CONFIGS = [
     triton.Config({"M": 128, "N": n}, num_warps=warps, num_stages=stages)
@@ -152,7 +153,7 @@ def add_keys(
     weights = tl.exp2(scores - top[:, None])
     kept = tl.exp2(most - now)
     total = total * kept + tl.sum(weights, 1)
-    # A GPU's cast rounds to even. The interpreter's does not.
+    # A GPU's cast rounds to even, but the interpreter's cast does not.
     rounded = to_even(weights, DROPPED=20) if SMALL and EXACT else weights
     sums = tl.dot(rounded.to(values.dtype), values, sums * kept[:, None])
     return now, total, sums

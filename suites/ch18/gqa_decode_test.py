@@ -1,12 +1,12 @@
 """GQA and MQA decode: read the cache once per group of heads, with enough programs for every SM.
 
 Problem    Attention of one new token per sequence, 64 query heads, 128 numbers per head, bf16.
-           With `groups=8`, 8 query heads share keys and values (GQA). With `groups=1`, all 64 do
-           (MQA). Two of the sizes have few sequences with long contexts. The cache is the page's
-           state.
+           With `groups=8`, 8 query heads share keys and values (GQA). With `groups=1`, all 64 query
+           heads share them (MQA). Two of the sizes have few sequences with long contexts. The cache
+           is the page's state.
 Baseline   per_head: a Triton kernel with one program per sequence and query head. Each program
            reads all keys and values of its group. A tensor-core product has at least 16 rows, so 15
-           rows are empty.
+           of its rows are empty.
 Optimized  grouped: changes per_head. One program computes all query heads of a group as rows of one
            product, so the cache is read once.
            split: changes grouped. One program per `chunk` tokens of the context, and a second
@@ -15,17 +15,17 @@ Optimized  grouped: changes per_head. One program computes all query heads of a 
            kernel.
 Bound      split: DRAM, because the cache is read once. per_head: the L2, because the programs of a
            group run at about the same time and read the same tiles. grouped: one program per
-           sequence and group. With fewer programs than SMs, the limit is the rate at which an SM
-           can read.
+           sequence and group. If there are fewer programs than SMs, the limit is the rate at which
+           an SM can read.
 Seen       On an H100, library takes one and a half times as long as predicted with one group of
            heads and 16 sequences. There, split reaches four fifths of the read rate. With few
            sequences, grouped takes longer than predicted from each SM's share of the L2 rate. An SM
            has only one program of 4 warps. One program probably cannot keep enough bytes in flight
            to use that share.
-Use when   Always group the heads. Split the context if there are otherwise too few programs to fill
-           the GPU: one for each group of each sequence. Choose the number of splits by the batch
-           size, because the result of every chunk is written and read again. The same kernel on a
-           cache of 8 bits is in `../ch19/kv_quantization_test.py`.
+Use when   Always group the heads. Split the context if one program for each group of each sequence
+           is too few to fill the GPU. Choose the number of splits by the batch size, because the
+           result of every chunk is written and read again. The same kernel on a cache of 8 bits is
+           in `../ch19/kv_quantization_test.py`.
 """
 
 import pytest

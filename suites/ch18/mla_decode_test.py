@@ -3,8 +3,8 @@
 Problem    Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434), one new token per sequence,
            bf16. A cached token has 512 latent numbers and 64 numbers with a rotary position. All
            heads share them. For each head, two weight matrices expand the latent numbers to a key
-           of 128 numbers and a value of 128 numbers. 128 heads are the whole model, and 16 heads
-           are the share of one of 8 GPUs. Cache and weights are the page's state.
+           of 128 numbers and a value of 128 numbers. The whole model has 128 heads. With 8 GPUs,
+           each GPU has 16 of them. Cache and weights are the page's state.
 Baseline   expanded: the cache holds keys and values of all heads, made before the timed part.
            `scaled_dot_product_attention` attends to them.
 Optimized  absorbed: changes expanded. The weights are applied to queries and outputs instead of to
@@ -18,16 +18,17 @@ Optimized  absorbed: changes expanded. The weights are applied to queries and ou
            All heads become queries of a single head. PyTorch chooses the kernel.
 Bound      fused: DRAM with 16 heads, because the latent cache is read once. With 128 heads, each
            byte takes 8 times as many operations, so the tensor cores take about as long as DRAM.
-           expanded: DRAM. It reads 320 numbers per token and head instead of 576 per token.
+           expanded: DRAM. It reads 320 numbers per token for each head. fused reads 576 per token
+           for all heads together.
            library: the L2. Only PyTorch's memory-efficient kernel supports this head dimension. Its
            sums do not fit into registers, so it writes and reads them once per 128 tokens.
 Seen       On an H100, fused with 128 heads takes more than twice as long as predicted. Its sums
            fill so many registers that an SM holds only one program. Probably copies, products and
            exponentials then wait for one another. absorbed with 128 heads and library also take
-           longer, and we cannot explain that.
-Use when   Absorb in decode, always. Expand in prefill: there, many queries use each key, and a
-           score costs 192 + 128 multiplications instead of 576 + 512. Memory matters as much as
-           time: in the same memory, a latent cache holds many times more tokens.
+           longer than predicted, and we cannot explain that.
+Use when   Always absorb in decode. Expand in prefill, where many queries use each key: a score then
+           costs 192 + 128 multiplications instead of 576 + 512. Memory matters as much as time: a
+           latent cache holds many times more tokens in the same memory.
 """
 
 import pytest

@@ -1,7 +1,7 @@
 // Shared code of cuda_attention_mma.cu and cuda_attention_hopper_tma.cu: attention of heads of 128
 // with mma.sync, like FlashAttention-2: bf16, sums in fp32. Causal: a query sees the keys up to its
 // own position. blockIdx.y is the head. A block of 4 warps takes 128 queries, 32 per warp, and 64
-// keys at a time. Meanwhile the next 64 keys and values are loaded.
+// keys at a time. The next 64 keys and values are loaded during the computation.
 
 #include <cuda_bf16.h>
 
@@ -115,7 +115,7 @@ __device__ void attend(Rows& rows, unsigned q, unsigned k, int row, int start, i
     }
     now = fmaxf(now, __shfl_xor_sync(~0u, now, 1));
     now = fmaxf(now, __shfl_xor_sync(~0u, now, 2));
-    // The first tile has key 0, to which every row attends. So the maximum is finite.
+    // Every row attends to key 0, which is in the first tile. So the maximum is finite.
     const float scaled = now * scale, kept = exp2_of(rows.most[i / 2][i % 2] * scale - scaled);
     rows.most[i / 2][i % 2] = now;
 #pragma unroll

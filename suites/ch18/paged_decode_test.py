@@ -12,18 +12,18 @@ Optimized  copied: like gathered, but a Triton kernel computes attention over th
            program per sequence, group, and `chunk` tokens. A second kernel joins the chunks'
            results.
            paged: like copied, without the copy. The kernel looks up each page in the table one step
-           before it reads the page. So Triton can prefetch keys and values as in copied.
+           before it reads the page. So Triton can prefetch keys and values, as it does in copied.
            contiguous: paged on a contiguous cache, which is made before the timed part. It shows
-           what the table costs. No server with pages has such a cache.
+           what the table costs. A server that uses pages has no contiguous cache.
 Bound      paged: DRAM, because each page is read once. The numbers of a token and group are 256
            contiguous bytes. The table adds 4 bytes per page. gathered reads the pool, writes the
            padded copy, and reads the copy again.
 Use when   Always, when the cache has pages. The fused attention kernels of inference servers also
-           look up pages in the table. Gather only if a kernel does not support a table. For
-           example, in a prefill the copy takes little time compared with the products.
+           look up pages in the table. Gather only if a kernel does not support a table, for example
+           in a prefill, where the copy takes little time compared with the products.
            `../ch13/kv_cache_test.py` shows how pages are filled. A wrong table entry would read the
-           cache of another user. So check a table on the host when it is made. To check it on the
-           GPU, the host would have to wait for the GPU.
+           cache of another user. So check a table on the host when it is made. If the check ran on
+           the GPU, the host would have to wait for it.
 """
 
 import pytest

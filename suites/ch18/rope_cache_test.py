@@ -1,23 +1,23 @@
 """Rotary positions: rotate queries and keys and fill the cache in one kernel.
 
-Problem    The step between the projection and the attention of a layer, 32 query heads, 8 groups of
-           keys and values, 128 numbers each, bf16. It rotates queries and keys by the positions of
-           their tokens (RoPE, arXiv:2104.09864, in fp32) and writes keys and values to their slots
-           of the cache. It returns the rotated queries. Cache and table of cosines and sines are
-           the page's state. 64 tokens are a decode step, 16384 are a prefill.
+Problem    The step between the projection and the attention of a layer: 32 query heads, 8 groups of
+           keys and values, 128 numbers each, bf16. The step rotates queries and keys by the
+           positions of their tokens (RoPE, arXiv:2104.09864, in fp32) and writes keys and values to
+           their slots of the cache. It returns the rotated queries. The cache and the table of
+           cosines and sines are the page's state. 64 tokens are a decode step, 16384 are a prefill.
 Baseline   eager: look up cosines and sines, rotate queries and keys as whole tensors, and write
            keys and values with `index_copy_`.
 Optimized  compiled: eager, compiled by `torch.compile`.
            fused: changes eager. One Triton kernel with a program per token and 8 heads. It reads
-           the projection once, and writes each number to its last place.
+           the projection once, and writes each number directly to its final place.
 Bound      fused at 16384 tokens: DRAM. It reads the projection once, and writes queries and cache
            once. eager reads and writes fp32 copies of the queries several times. At 64 tokens, the
-           number of kernels is the limit. All sides are timed in CUDA graphs, but there too the GPU
-           needs time to start each kernel.
-Seen       On an H100, eager with 64 tokens takes longer than the starts of its kernels, which read
-           and write little. Each of them probably takes somewhat longer than its start. compiled
-           takes as long as its three starts. fused is one kernel and takes a third longer than its
-           start.
+           number of kernels is the limit. All sides are timed in CUDA graphs, but even in a graph
+           the GPU needs time to start each kernel.
+Seen       On an H100, eager with 64 tokens takes longer than predicted from the starts of its
+           kernels, which read and write little. Each kernel probably takes somewhat longer than its
+           start. compiled takes as long as the starts of its three kernels. fused is one kernel and
+           takes a third longer than its start.
 Use when   Every layer of a decoder has this step. Use compiled if the model is compiled anyway, and
            check that the cache is written in place. The kernel does not check slots, because they
            are on the GPU. Check them on the host when they are made, as `paged_decode_test.py`

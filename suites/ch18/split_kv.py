@@ -11,7 +11,7 @@ LOG2_E = 1.4426950408889634
 
 @triton.jit
 def product_operand(values, PRODUCT: tl.constexpr):
-    """Return `values` as PRODUCT. In the interpreter, that is fp32: round to bf16 first."""
+    """Return `values` as PRODUCT. The interpreter uses fp32, so round to bf16 first."""
     if tl.bfloat16 == PRODUCT:
         return values.to(tl.bfloat16)
     else:
@@ -62,7 +62,7 @@ def part_bytes(items, chunks, rows, width):
 
 
 def product_type(tensor):
-    # Triton 3.9's interpreter takes bf16 for integers. In fp32, the products are the same.
+    # Triton 3.9's interpreter treats bf16 as integers. In fp32, the products are the same.
     return tl.bfloat16 if tensor.is_cuda else tl.float32
 
 

@@ -16,15 +16,15 @@ Optimized  masked: changes per_branch. Write all nodes at once, and make one cal
            tokens. A second kernel joins the chunks' results. For each node, the kernel reads a
            32-bit word instead of a mask value per score.
 Bound      fused: DRAM, because the context is read once. per_branch reads the context once for each
-           branch, but its tensor cores take even longer: FlashAttention-2 computes a tile of 128
-           queries for each head, and only 4 of them exist. With 2 sequences, masked has 16
-           programs, so most SMs have nothing to do.
+           branch, but the tensor cores take even longer: FlashAttention-2 computes a tile of 128
+           queries for each head, and only 4 of these queries exist. With 2 sequences, masked has 16
+           programs, so most SMs are idle.
 Seen       masked takes two to three times as long as predicted, on an H100 and on an H200. We did
            not record which kernel PyTorch chose. If it does not split the context, an SM has at
            most one program, which probably keeps too few bytes in flight. With 2 sequences on an
-           H100, masked gains about a third over per_branch, and fused, which splits the context,
-           gains many times. There per_branch takes a third longer than predicted. We did not
-           measure why. fused is within about a fifth of its prediction.
+           H100, masked gains about a third over per_branch. fused splits the context, and is many
+           times as fast as per_branch. per_branch takes a third longer than predicted there, and we
+           did not measure why. fused is within about a fifth of its prediction.
 Use when   A draft has several candidates for a token, and the context is much longer than the tree.
            Whether the tree pays off also depends on how many drafted tokens are accepted, which
            this page does not measure.

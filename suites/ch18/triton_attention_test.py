@@ -11,24 +11,26 @@ Optimized  tiled: changes eager. One kernel with an online softmax keeps the sco
            descriptors: changes tuned. The tensor memory accelerator (TMA) loads and stores tiles.
            flash: `SDPBackend.FLASH_ATTENTION`, which is FlashAttention-2.
            cudnn: `SDPBackend.CUDNN_ATTENTION`, which uses wgmma and TMA on Hopper.
-Bound      eager: DRAM, because each step reads and writes all scores. tiled: the L2, from which
-           each program of 64 queries reads keys and values. cudnn: tensor cores. The kernels in
+Bound      eager: DRAM, because each step reads and writes all scores. tiled: the L2, because each
+           program of 64 queries reads keys and values from it. cudnn: tensor cores. The kernels in
            Triton use wgmma on Hopper. The costs assume that their exponentials run after the
            products, because the warps of a program run the same phase at the same time. There is no
            variant with warps that only load: Triton 3.9 fails to compile this loop with
            `warp_specialize`, for Hopper and for Blackwell.
 Seen       All cases were recorded on an H100. Without a mask, cudnn takes a fifth to a third longer
-           than predicted, and at 16384 tokens longer than the same call in
+           than predicted, and at 16384 tokens it takes longer than the same call in
            `cuda_attention_hopper_test.py`. The clock of the GPU was probably lower when it was
-           timed together with eager. tuned takes a quarter to a half longer than predicted, and
-           descriptors less than that: their only difference is how tiles are loaded. eager takes up
-           to a quarter longer. We did not time its kernels alone.
+           timed together with eager. tuned takes a quarter to a half longer than predicted.
+           descriptors differs from tuned only in how tiles are loaded, and is closer to its
+           prediction. eager takes up to a quarter longer than predicted. We did not time the
+           kernels of eager alone.
            With the causal mask, every side is further from its prediction: tiled by up to two
-           fifths, eager, descriptors, cudnn and flash by more, and tuned by up to twice. Causal
-           programs have between one tile of keys and all of them, and the costs do not count SMs
+           fifths, eager, descriptors, cudnn and flash by more, and tuned by up to twice. A causal
+           program has anything from one tile of keys to all tiles, and the costs do not count SMs
            that wait for the longest program. We did not measure how much of the time that explains.
-           At 1024 tokens with the mask, tuned is slower than tiled, and descriptors hardly faster.
-           Their programs have twice the queries of tiled, so there are half as many.
+           At 1024 tokens with the mask, tuned is slower than tiled, and descriptors is hardly
+           faster than tiled. A program of tuned or descriptors has twice as many queries as a
+           program of tiled, so there are half as many programs.
            cudnn is the fastest side everywhere. flash is slower than every kernel in Triton.
 Use when   You need attention that no library has: Triton takes the least code. Use descriptors, and
            tune the tile sizes. For plain or causal attention call the library. The same ladder in
@@ -109,7 +111,7 @@ def rows_of(at, start, tokens, N: tl.constexpr):
 
 @triton.jit
 def pointers_body(q, k, v, out, tokens, scale, causal, M: tl.constexpr, N: tl.constexpr):
-    # In a causal head, programs of later queries have more keys. These start first.
+    # In a causal head, programs of later queries have more keys. These long programs start first.
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * M
     head = tl.program_id(1).to(tl.int64) * tokens * HEAD
     queries = rows_of(q + head, first, tokens, M)

@@ -3,7 +3,7 @@
 Problem    Attention without a mask over a batch of sequences, as in an encoder, bf16, 16 heads of
            128. The lengths are between a sixteenth of `tokens` and `tokens`, so about half of a
            padded batch is padding. Queries, keys and values are packed: the tokens of all sequences
-           are contiguous, with a list of the sequences' starts (`cu_seqlens`). The results are
+           are contiguous, and a list gives the sequences' starts (`cu_seqlens`). The results are
            packed too.
 Baseline   padded: copy the tokens to a batch as long as the longest sequence. Then call
            `scaled_dot_product_attention` with a mask for the padding, and copy the tokens back. The
@@ -16,23 +16,22 @@ Optimized  looped: changes padded. One call per sequence on a view of its tokens
            layout, which PyTorch's flash kernel handles as packed tokens.
            varlen: changes looped. `torch.nn.attention.varlen.varlen_attn`, which calls the same
            kernel with the list of starts.
-Bound      Tensor cores, for all but the short sequences. padded computes the scores of the padding
-           as well. looped leaves SMs idle when a sequence has fewer tiles of queries than there are
+Bound      Tensor cores, except for short sequences. padded computes the scores of the padding as
+           well. looped leaves SMs idle when a sequence has fewer tiles of queries than there are
            SMs, and each call ends before the next one begins. In packed, a program has only 64
-           queries, so the L2 takes longer to deliver keys and values than the tensor cores take for
-           the products. A program's exponentials come after its products.
+           queries, so reading keys and values from the L2 takes longer than the products. A
+           program's exponentials come after its products.
 Seen       On an H100 with sequences of up to 512 tokens, all sides take about twice as long as
            predicted, and looped takes even longer. In packed, nested and varlen, a program has only
-           a few tiles of keys, so its start and its end probably take as long as its products. A
-           call of looped has few programs, which do not fill the GPU. We did not record which
-           kernel PyTorch chose for padded, which has a mask. packed, nested and varlen take the
-           same time.
+           a few tiles of keys, so its start and end probably take as long as its products. A call
+           of looped has few programs, which do not fill the GPU. We did not record which kernel
+           PyTorch chose for padded, which has a mask. packed, nested and varlen take the same time.
            With up to 4096 tokens, looped is the fastest side. It takes a third less time than
-           packed, nested and varlen, which again take the same time. nested and varlen reach the
-           share of the tensor cores' peak that FlashAttention-2 reaches in
-           `triton_attention_test.py`, and take more than twice as long as predicted. looped reaches
-           a share that FlashAttention-2 does not reach there, but cuDNN does. So PyTorch probably
-           chose cuDNN for it. We did not record the kernel. packed takes almost half longer than
+           packed, nested and varlen, which again take the same time. nested and varlen take more
+           than twice as long as predicted. They reach the same share of the tensor cores' peak as
+           FlashAttention-2 in `triton_attention_test.py`. looped reaches a larger share. On that
+           page, cuDNN reaches it and FlashAttention-2 does not. So PyTorch probably chose cuDNN for
+           looped. We did not record the kernel. packed takes almost one and a half times as long as
            predicted. padded takes almost twice as long as predicted.
 Use when   The sequences of a batch differ in length. The gain depends on how many scores belong to
            padding, and scores grow with the square of the length. If each sequence fills the GPU, a
