@@ -90,6 +90,18 @@ def test_every_page_is_collected_even_if_the_ini_file_deselects_it(collect, pyte
     assert (pytester.path / "out" / "results.jsonl").read_text() == "of the run before"
 
 
+def test_a_claim_is_about_the_first_number_of_gpus(collect, page):
+    claims = '{"sm90": 1.5, "sm100-x4": 1.2}'
+    page(
+        name="ranks_test.py",
+        at_least=claims,
+        defs="def reference(ranks): return [2 * x.double() for (x,) in ranks]",
+        more="conditions=Conditions(gpus=(2, 4)),",
+    )
+    found = {c.gpus: c.claims for c in collect().cases if c.name == "ch99:ranks"}
+    assert (found[2]["sm90"], found[4]["sm90"], found[4]["sm100"]) == (1.5, "yardstick", 1.2)
+
+
 def test_only_requested_pages_are_imported_and_all_are_listed(collect):
     found = collect("--aisp-catalog-of=ch98:other")
     assert [c.name for c in found.cases] == ["ch98:other"]

@@ -259,9 +259,7 @@ class CatalogPlugin:
             "needs": list(pair.features(variant)),
             "archs": ["cpu"] if case.kind == "cpu" else list(pair.archs(variant)),
             "versus": pair.versus or "",
-            "claims": {
-                arch: pair.claim(variant, arch) if case.judged else "yardstick" for arch in ARCHS
-            },
+            "claims": {arch: case.claim(arch) for arch in ARCHS},
             "work": _work(case),
             "costs": _costs(case, sides),
             "has_seen": location.has_seen,
