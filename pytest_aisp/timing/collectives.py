@@ -150,7 +150,7 @@ def known_collective(op: str, nbytes: int, device: str) -> Collective:
 
 
 def loop_of_all_reduces(sizes: Sequence[int], device: str) -> BoundSide:
-    """Return a side that makes an all-reduce of each of `sizes` in bytes, one after the other."""
+    """Return a side that makes one all-reduce for each size of `sizes`, in bytes, in this order."""
     collectives = [known_collective("all_reduce", nbytes, device) for nbytes in sizes]
 
     def all_reduces() -> None:
@@ -215,7 +215,7 @@ def _timed(collective: Collective, device: str) -> CollectiveTime:
 
 
 def _seconds(side: BoundSide, device: str) -> tuple[str, float]:
-    """Return the clock, and the slowest rank's seconds per call (median of the windows)."""
+    """Return the clock and the slowest rank's seconds per call, as the median over the windows."""
     for clock, make in _clocks(device):
         try:
             probe = on_all_ranks(partial(make, side, 1))

@@ -1,4 +1,5 @@
-"""Timing on the CPU's clock. GPU pages that are timed as called use its `HostWindow` too."""
+"""Timing on the CPU's clock. GPU pages whose ordinary calls are timed, not graphs, use its
+`HostWindow` too."""
 
 from __future__ import annotations
 
@@ -168,7 +169,7 @@ class CpuPairTimer:
         drawing = unseen.draw_seconds
         counts = [window_calls(t, window, slots, drawing, planted) for t in seconds]
         if max(counts) <= SIMILAR * min(counts):
-            counts = [max(counts)] * 2  # so that the first call weighs as much on both sides
+            counts = [max(counts)] * 2  # so that the first call has the same weight on both sides
         first, second = self.sides
         extra = extra_calls(counts[1], planted)
         return (
@@ -187,7 +188,7 @@ class CpuPairTimer:
         return call
 
     def _unseen_seconds(self, side: BoundSide, unseen: UnseenValues) -> float:
-        """Return the seconds of a call, from windows of about 1 ms if calls are short."""
+        """Return the seconds of a call. If calls are short, the windows take about 1 ms."""
         single = UnseenWindow(side, 1, 0, unseen)
         seconds = min(single() for _ in range(3))
         calls = min(len(self.pool.slots), int(SHORT_WINDOW / seconds))

@@ -42,12 +42,12 @@ HOST, COUNTER = 150e-6, 60e-6
 LATE, LATE_QUEUED, LATE_ON_RANKS = 50e-6, 30e-6, 150e-6
 """The device must be idle within this many seconds (plus `MARGIN`) after the last event.
 
-Queued calls get no `MARGIN`: work hidden on a side stream may be late by only its last call, so a
-margin would hide it. With NCCL, an honest GPU became idle after 50 to 120 us, or after 450 us when
-the NCCL calls had run for 0.2 s.
+Queued calls get no `MARGIN`. Work hidden on a side stream may end only one call late, and a margin
+would excuse that. With NCCL, an honest GPU became idle after 50 to 120 us, or after 450 us when the
+NCCL calls had run for 0.2 s.
 """
 ATTEMPTS = 5
-"""A side is refused only if this many readings all disagree: the host may be briefly busy."""
+"""A side is refused only if this many readings disagree. One may disagree if the host is busy."""
 
 
 @dataclass(frozen=True)

@@ -208,14 +208,14 @@ def _abandon(graph: torch.cuda.CUDAGraph, pool: _POOL_HANDLE) -> None:
 def capture(step: Callable[[], T], *, pool: _POOL_HANDLE | None = None) -> Callable[[], T]:
     """Capture `step` in a CUDA graph and return a callable that replays it.
 
-    `step` first runs three times on a side stream, so that everything it creates lazily exists.
-    The callable returns `step`'s outputs, which every replay overwrites. It keeps `step` alive, and
-    with it the tensors that the graph reads and writes. Without a GPU it is `step` itself, so that
-    a page's results can be checked on any machine.
+    `step` first runs three times on a side stream, so that everything it creates lazily exists. The
+    callable returns `step`'s outputs, which every replay overwrites. It keeps `step` alive, and
+    with it the tensors that the graph reads and writes. Without a GPU, the callable is `step`
+    itself, so that a page's results can be checked on any machine.
 
     Args:
         pool: memory that several graphs share (`torch.cuda.graph_pool_handle()`). Replay such
-            graphs one after the other. By default the graph has its own memory.
+            graphs one after the other. By default, each graph has its own memory.
 
     Source: PyTorch's notes on CUDA graphs ("CUDA semantics").
     """

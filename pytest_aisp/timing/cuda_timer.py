@@ -1,7 +1,7 @@
 """Time two sides on a CUDA GPU, on the best clock that both sides can use.
 
 The best clock is the replay of a graph (`GraphWindow`), and the second best is queued calls
-(`QueueWindow`). Pages that are timed as called use the host's clock (`HostWindow`).
+(`QueueWindow`). Pages whose ordinary calls are timed use the host's clock (`HostWindow`).
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ SIZINGS = 3
 FASTEST = 5e-7
 """A call is assumed to take at least this many seconds.
 
-An empty graph node takes twice as long, so a side that seems faster does no work. The limit keeps
-its windows from having a million calls.
+An empty graph node takes twice as long, so a side that seems faster than this does no work. The
+limit keeps the windows of such a side from having a million calls.
 """
 NEAR = 0.25
 """The number of calls in a window is accepted if it is off by at most this share."""
@@ -259,8 +259,9 @@ class CudaPairTimer:
         """Profile both sides. Refuse a side whose kernels run longer than its `seconds` per call.
 
         This runs the sides again. On the graph clock, a side is refused only if a profiled replay
-        takes too long as well. No side is refused on the host's clock, because its windows wait for
-        all work, or with several ranks, because kernels may wait for other ranks' profilers.
+        takes too long as well. On the host's clock, no side is refused, because windows wait for
+        all work. With several ranks, no side is refused either, because kernels may wait for other
+        ranks' profilers.
         """
         profiles = {}
         for side, window, expected in zip(self.sides, self.windows, seconds, strict=True):

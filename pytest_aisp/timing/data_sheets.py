@@ -1,8 +1,8 @@
 """Rates of GPUs without stored measurements, estimated from NVIDIA's data sheets.
 
 A prediction from a data sheet is not a measurement. It assumes that each rate reaches the same
-share of its data-sheet value as on the H200, whose rates are measured. Fixed times, such as that of
-a launch, are assumed to be those of the H200.
+share of its data-sheet value as on the H200, whose rates are measured. Fixed times, such as the
+time of a launch, are assumed to be the same as on the H200.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _FIGURES = {
 }
 """The column of the table for each rate that is scaled."""
 _ONE_WAY = ("peer", "busbw", "h2d", "d2h")
-"""Rates in one direction of a link, of which the table has the sum of both."""
+"""Rates in one direction of a link. The table has the sum of both directions."""
 _OTHER_KERNEL = 1.3
 """Without a data sheet, a kernel may exceed the library kernel's rate by this factor."""
 
@@ -91,11 +91,11 @@ def full_rate(product: str, rate: str) -> float | None:
 
 
 def most_above(product: str, rate: str, measured: float) -> float:
-    """Return by which factor a side may exceed the `measured` rate before its work is doubted.
+    """Return the factor by which a side may exceed the `measured` rate before its work is doubted.
 
-    The rate of a matrix product is measured with a library's kernel and random values. A better
-    kernel can be faster, and so can values that need less power. So the limit is the rate in the
-    data sheet, if it has one.
+    The rate of a matrix product is measured with a library's kernel and random values. A side can
+    be faster than that if its kernel is better, or if its values need less power. So the limit is
+    the data sheet's rate, if the data sheet has one.
     """
     if rate not in MATRIX:
         return TOLERANCE
@@ -104,7 +104,7 @@ def most_above(product: str, rate: str, measured: float) -> float:
 
 
 def shares(measured: Peaks) -> dict[str, float]:
-    """Return the share of its data sheet that each of the H200's `measured` rates reaches."""
+    """Return each `measured` rate of the H200 as a share of the rate in the data sheet."""
     full = {rate: full_rate(REFERENCE, rate) for rate in measured.rates}
     return {rate: measured.rates[rate] / value for rate, value in full.items() if value}
 

@@ -25,9 +25,9 @@ LINE = 32
 STEPS, LINES, LINKS = 4096, 2048, 4096
 BLOCK, ROUNDS, VECTOR = unit_probes.BLOCK, unit_probes.ROUNDS, unit_probes.VECTOR
 DRAM_SETS = 128
-"""The working set for DRAM as a multiple of the largest one of the L2: at least 32 L2s."""
+"""The working set for DRAM, as a multiple of the L2's largest one. It is at least 32 L2s large."""
 L1_BYTES = 16 << 10
-"""Bytes that fit in the L1 of every known GPU beside other data."""
+"""Bytes that fit in the L1 of every known GPU, next to other data."""
 HOST_BYTES, HOST_ROUNDS = 256 << 20, 16
 """The working set in host memory, larger than any L2, and the rounds in which it is read."""
 OPERANDS = 12
@@ -108,7 +108,7 @@ class _Address:
 
 
 def on_gpu(pinned: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of the GPU on `pinned` int32 host memory, which it reads over its link."""
+    """Return a GPU tensor on `pinned` int32 host memory, which the GPU reads over its link."""
     import torch
 
     return torch.as_tensor(_Address(pinned), device="cuda")

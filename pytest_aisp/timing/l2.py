@@ -2,8 +2,8 @@
 
 Each call uses a different slot of inputs. All slots together are five times as large as the L2, so
 they should evict each other. The latency of dependent loads shows whether old data were evicted.
-The loads ask the L2 to evict their lines first. Otherwise, the lines may outlast a side that reads
-its data with this priority, as some matrix-vector products do.
+These loads mark their lines as evict-first. Some sides, such as some matrix-vector products, mark
+their own data so, and would not evict lines that lack this mark.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ LINES, LINE = 16384, 32
 STEPS = 1024
 """Number of lines that one reading loads, 128 KiB in total."""
 COLD_RATIO, COLD_SHARE = 1.25, 0.85
-"""A load after a flush must take at least this many times as long as one from the L2 (usually 2).
-Otherwise the check says nothing. A round of calls must add at least this share of the latency that
-a flush adds. On an H200, reading 24 MiB again and again adds 0.62 of it, and reading 256 MiB adds
-0.99.
+"""A load after a flush usually takes twice as long as a load from the L2. If this ratio is below
+the first number, the check says nothing. A round of calls must add at least the second number times
+the latency that a flush adds. On an H200, reading 24 MiB again and again adds 0.62 times that
+latency, and reading 256 MiB adds 0.99 times.
 """
 ATTEMPTS = 3
 
@@ -54,7 +54,7 @@ class Latency(NamedTuple):
 
     @property
     def cold(self) -> bool:
-        """True if the round of calls evicted the lines from the L2, or if a flush does not."""
+        """True if the round of calls evicted the lines from the L2, or if even a flush does not."""
         if self.flushed < COLD_RATIO * self.warm:
             return True
         return self.after - self.warm >= COLD_SHARE * (self.flushed - self.warm)

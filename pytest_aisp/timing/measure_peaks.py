@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 WINDOWS = 12
 L2_SHARE = 4
-"""The rate of the L2 is that of a working set of 1/4 of its size."""
+"""The L2's rate is measured with a working set of 1/4 of the L2's size."""
 
 
 def measure(device: str) -> Peaks:
@@ -109,7 +109,7 @@ class _Survey:
             self.facts[key], self.rates[key] = fastest, rate
 
     def where_it_runs(self, name: str, make: Callable[[], Run]) -> dict[str, Run]:
-        """Return the run of `make` by name. If it fails, return nothing and note the reason."""
+        """Return the run of `make`, keyed by `name`. If it fails, note the reason in `facts`."""
         import torch
 
         try:

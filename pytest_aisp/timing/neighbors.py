@@ -25,7 +25,7 @@ KERNELS, KERNEL_NS = 20, 200_000
 """The number of kernels in a chain, and the length of each: 4 ms in total.
 
 A chain is longer than a time slice, so that it is interrupted if others wait. The kernels are
-short, so that it can also be interrupted between two of them.
+short, so that the chain can also be interrupted between two of them.
 """
 SLICE_NS = 50_000
 """A shorter pause between two readings is not a time slice."""
@@ -35,7 +35,8 @@ GATE_CYCLES = 2_000_000
 """Length of the kernel behind which the chain is queued, in GPU cycles, about 1 ms."""
 ATTEMPTS = 3
 FEW, MANY = 1, 6
-"""Chains: FEW in a routine look, MANY after an error, uneven windows, or a busy GPU."""
+"""The number of chains: FEW in a routine look; MANY after an error, uneven windows, or a busy
+GPU."""
 UNEVEN = 1.25
 """Windows are uneven if the longest takes this many times the median."""
 NAMED, NO_VERDICT = 0.05, 0.20
@@ -130,7 +131,7 @@ class Neighbors:
     named: dict[str, float] = field(default_factory=dict)
 
     def look(self, chains: int = FEW) -> None:
-        """Look for time slices of others, and ask NVML who computes."""
+        """Look for time slices of others, and ask NVML which processes compute."""
         if self.read is None:
             return
         for slices in filter(None, (self.read() for _ in range(chains))):

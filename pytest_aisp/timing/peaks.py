@@ -22,7 +22,7 @@ TOLERANCE = 1.05
 """A side that is faster than the limit by more than this factor skips declared work."""
 PCIE = ("h2d", "d2h")
 UNITS = ("l2", "shared", "atomics", "sfu", "blocks")
-"""Rates of single units of a GPU. They do not limit declared work: other units may do it."""
+"""Rates of single units of a GPU. They do not limit declared work, which other units may do."""
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "tf32": "float32", "fp32": "float32"}
 """Types of the matrix products. The longest is last, because a hot GPU lowers its clocks."""
 LINKS = ("peer", "busbw")
@@ -105,8 +105,8 @@ def share(limit: Limit, seconds: float) -> float:
 def implausible(limit: Limit, seconds: float, most: float = TOLERANCE) -> bool:
     """Return whether `seconds` is too short for the declared work with cold buffers.
 
-    It is too short if it exceeds the limit's rate by more than the factor `most`.
-    A link's time is never too short, because a switch may do the reduction, and a GPU has several
+    The time is too short if the side exceeds the limit's rate by more than the factor `most`. A
+    link's time is never too short, because a switch may do the reduction, and a GPU has several
     links. The L2's time is never too short, because the L1 may serve some reads.
     """
     return limit.name not in (*LINKS, *UNITS) and share(limit, seconds) > most

@@ -121,10 +121,10 @@ class UnseenValues:
         return pytree.map_tensors(functools.partial(scaled_down, self._random.randrange(3)), values)
 
     def keep(self, side: BoundSide) -> None:
-        """Keep randomly chosen calls of the last window, so that each window is equally likely.
+        """Keep some calls of the last window, chosen so that each window has an equal chance.
 
         Raises:
-            SideError: if such a call changed its inputs, or returned outputs that are not plain.
+            SideError: if a kept call changed its inputs, or returned outputs that are not plain.
         """
         kept, most = self.kept.setdefault(side, []), self._most_kept(side)
         size = size_words(self.pool.size)

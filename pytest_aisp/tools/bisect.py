@@ -2,7 +2,7 @@
 
 The code gate compares each commit with the good one: it times both versions in one process. The
 search divides every range of commits whose ends differ by more than their noise. So if several
-commits cause a loss, it finds all of them. At last, it compares each of these commits with the
+commits cause a loss, it finds all of them. Finally, it compares each of these commits with the
 version just before it.
 
 All measurements are kept in the git folder until the search ends. Their keys are hashes of the code

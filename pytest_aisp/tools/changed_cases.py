@@ -216,7 +216,7 @@ def _files_differ(pages: Catalog, path: str, old: GitSnapshot) -> bool:
 
 
 def _changed_files(pages: Catalog, here: Path, then: Path, old: GitSnapshot) -> set[str]:
-    """Return the changed files, apart from the page, that either version of it may use."""
+    """Return the changed files that either version of the page may use, without the page itself."""
     new_files = contents(here, str(pages.root), pages.imports)
     old_files = contents(then, str(old.tree), pages.imports)
     names = new_files.keys() | old_files.keys()

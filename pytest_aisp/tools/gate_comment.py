@@ -63,7 +63,7 @@ def why(case: JournalLine) -> str:
 
 
 def write(gate: Gate, file: Path) -> list[str]:
-    """Write the comment to `file`, and the plot beside it. Return a line that names both.
+    """Write the comment to `file`, and the plot next to it. Return a line that names both files.
 
     Raises:
         CliError: if `file` cannot be written, or ends in ``.svg`` like the plot.

@@ -27,7 +27,7 @@ from ..util.device import read_text
 
 State: TypeAlias = Literal["fine", "note", "harms", "unread"]
 """The result of a check: `note` may cost time or affect other users, `harms` makes times wrong or
-noisy, and `unread` could not be read.
+noisy, and `unread` means that the check could not read a value.
 """
 MIB, GIB = 1 << 20, 1 << 30
 LIMITS = {

@@ -141,7 +141,7 @@ def _limit(
 
 
 TIMEOUT = 120.0
-"""Maximum seconds until the worker process replies, which it does after all measurements."""
+"""Maximum seconds until the worker process replies. It replies only after all measurements."""
 
 
 def measure_peaks(machine: Machine, tell: Callable[[str], None]) -> Peaks:

@@ -239,7 +239,7 @@ class OtherProcesses:
         self._lists_us: bool | None = None
 
     def shares(self) -> dict[str, float]:
-        """Return the share of the GPU that each has used since the last call, by its name."""
+        """Return each process's share of the GPU since the last call, keyed by process name."""
         nvml, handle, since = self._nvml, self._handle, self._asked_us
         self._asked_us = time.time_ns() // 1000
         if nvml is None or handle is None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 ROUND_TRIPS = 32
-"""The number of messages to each rank and back. The fastest one gives the best clock offset."""
+"""The number of round trips to each rank. The fastest one gives the best clock offset."""
 
 
 class SingleProcess:
@@ -52,7 +52,7 @@ class SingleProcess:
     def clock_offset(self) -> tuple[float, float]:
         """Return the seconds by which this rank's clock is ahead of rank 0's, and their error.
 
-        The clock is that of `time.time_ns`.
+        The clock is `time.time_ns`.
         """
         return 0.0, 0.0
 
@@ -142,7 +142,8 @@ class Ranks(SingleProcess):
         offsets, error = [0.0], 0.0
         for other in range(1, self.world):
             offset, half = self.broadcast(self._round_trips(other))
-            # Clocks that may be equal are treated as equal: those of one machine are.
+            # Clocks that may be equal are treated as equal, because ranks on one machine share a
+            # clock.
             offsets.append(offset if abs(offset) > half else 0.0)
             error = max(error, half)
         return offsets[self.rank], error

@@ -143,7 +143,7 @@ def pieces(shape: Sequence[int], most: int | None = None) -> Iterator[Piece]:
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor. Unlike its values, they are equal even if they are NaN."""
+    """Return the bytes of a tensor. Two NaNs are never equal as values, but their bytes can be."""
     import torch
 
     flat = tensor.detach().contiguous().view(-1)

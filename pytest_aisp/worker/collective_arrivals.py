@@ -1,11 +1,13 @@
 """Record when each rank arrives at its collectives and when they end, with torch's profiler.
 
-The profiler sees every collective, also those that DDP and FSDP start. With Gloo, its range of a
-collective lasts from the call to the end of the transfer. With NCCL, the kernel is used: it starts
-when the rank's stream reaches the collective, and it ends when the data are there.
+The profiler sees every collective, including those that DDP and FSDP start. With Gloo, the
+profiler's range of a collective lasts from the call to the end of the transfer. With NCCL, the
+kernel is used: it starts when the rank's stream reaches the collective, and it ends when the data
+have arrived.
 
 The profiler puts the times of kernels on the host's clock, with an error that differs between
-ranks. So an all-reduce, which ends on all GPUs at almost the same time, comes before each call.
+ranks. To correct this error, each call is preceded by an all-reduce, which ends on all GPUs at
+almost the same time.
 """
 
 from __future__ import annotations
@@ -106,7 +108,7 @@ class DiagnoseResult(Struct, frozen=True):
 
     Attributes:
         sides: by the name of the side.
-        clock_error: seconds by which arrivals on two ranks may be off against each other.
+        clock_error: seconds by which arrivals on two ranks may be off relative to each other.
     """
 
     sides: Mapping[str, SideArrivals]
@@ -114,7 +116,7 @@ class DiagnoseResult(Struct, frozen=True):
 
 
 def diagnose(task: DiagnoseTask, progress: Callable[[str], object]) -> DiagnoseResult:
-    """Record both sides of the case, or without a page a loop of all-reduces.
+    """Record both sides of the case, or a loop of all-reduces if there is no page.
 
     Raises:
         PageError: a side makes no collective, or the ranks do not make the same ones.
@@ -161,14 +163,15 @@ def aligned(
 ) -> tuple[Sequence[Sequence[Sequence[Operation]]], float | None]:
     """Return the operations with the kernels of all ranks on the clock of rank 0's GPU.
 
-    The all-reduce at the start of a call cannot end on a rank before all have begun it. So the ends
-    on two ranks differ at most by the time that it takes on the last one, which is the shortest.
+    The all-reduce at the start of a call cannot end on any rank before all ranks have begun it. So
+    its ends on two ranks differ by at most its duration on the rank that began last, which is the
+    shortest duration.
 
     Args:
         ranks: the operations by rank and call.
 
     Returns:
-        The operations, and the error of the alignment in seconds. It is None for Gloo, whose
+        The operations, and the error of the alignment in seconds. The error is None for Gloo, whose
         operations stay on the host's clock.
     """
     starts = [[operations[0] for operations in rank] for rank in ranks]

@@ -57,7 +57,7 @@ class HeldSide:
         return HoldResult(self.timer.clock, self.laps, counted, repeats)
 
     def window(self, task: WindowTask) -> WindowResult:
-        """Time one window. Disturbances while the other process worked are ignored."""
+        """Time one window. Ignore disturbances that happened while the other process worked."""
         if task.refresh:
             self.timer.refresh(last=task.refresh == "last")
         self.timer.disturbance()

@@ -38,7 +38,7 @@ COUNTERS: dict[str, Callable[[InputPool, Side], float]] = {
     "launches": launches_per_call,
     "goodput": compute_seconds,
 }
-"""Functions that measure one side, keyed by metric. Goodput's measures the compute time."""
+"""Functions that measure one side, keyed by metric. For goodput, it measures the compute time."""
 
 
 class Uncountable(PageError):

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 OPTIONS = ("--csv", "--page=raw", "--print-units=base")
-"""With these, ``ncu --import`` prints a row of names, a row of units, and a row per kernel."""
+"""With these options, ``ncu --import`` prints a row of names, one of units, and one per kernel."""
 TIME = "gpu__time_duration.sum"
 OCCUPANCY = ["sm__warps_active.avg.pct_of_peak_sustained_active"]
 ISSUED = [
@@ -25,7 +25,7 @@ ISSUED = [
 """The names that versions of ncu use, the preferred one first."""
 STALL = re.compile(r"smsp__average_warps_issue_stalled_(\w+?)_per_issue_active\.ratio")
 SELECTED = "selected"
-"""The reason of a warp that issues an instruction: it does not stall."""
+"""The stall reason that ncu gives a warp that issues an instruction. It is no stall."""
 MAX_BYTES = 10_000
 
 Share = Annotated[float, Meta(ge=0)]

@@ -35,7 +35,7 @@ from .output_capture import Stream
 from .torch_profiler import range_name
 
 PROFILER_SLOWDOWN = 20.0
-"""Factor by which a profiler's time limit is longer: `ncu` runs each kernel about forty times."""
+"""A profiler's time limit is this many times longer: `ncu` runs each kernel about forty times."""
 LAUNCHES = 100
 """The largest number of kernel launches of a side that `ncu` profiles."""
 NO_COUNTERS = "ERR_NVGPUCTRPERM"

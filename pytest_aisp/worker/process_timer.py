@@ -3,7 +3,7 @@
 Each sample comes from one fresh process, which imports the page, makes the inputs, warms up, and
 times its own calls. The processes run in the order ABBA, like the windows of every clock. The
 processes of a block start together, because importing torch takes most of their time. Then each
-waits for its turn, so that only one process works at a time.
+process waits for its turn, so that only one works at a time.
 """
 
 from __future__ import annotations
