@@ -1,4 +1,4 @@
-"""The plugin's hooks and fixtures. Each of them calls the module that does the work.
+"""The plugin's hooks and fixtures. Each hook and fixture calls the module that does the work.
 
 Only pytest, the standard library and the options are imported here. Hooks import all other modules
 when a page needs them.

@@ -1,8 +1,9 @@
 """Check that sides compute what the reference computes, before and after they are timed.
 
-`check_sides` runs each side in new memory, and then on new values at the same addresses. It refuses
-sides that change their inputs or return a view of an input, and compares the outputs with the
-reference. Then it runs the exact probe (small integers) and the negative controls (wrong answers).
+`check_sides` runs each side on newly allocated inputs, and then on new values at the same
+addresses. It refuses a side that changes its inputs or returns a view of an input, and it compares
+the outputs with the reference. Then `check_sides` runs the exact probe (small integers) and the
+negative controls (wrong answers).
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ SMALL = 1 << 18
 
 
 def scatter(count: int) -> float:
-    """Return the random variation of an rms over `count` elements: 3 standard deviations."""
+    """Return how much an rms over `count` elements varies by chance: 3 standard deviations."""
     return 3 / math.sqrt(2 * count) if count else 0.0
 
 
@@ -76,7 +76,7 @@ def compare_all(
 ) -> list[Comparison]:
     """Compare outputs with the expected ones, in order. The shapes must be equal.
 
-    Small outputs are compared together first. Those that fail are compared again one by one.
+    Small outputs are compared together first. Outputs that fail are compared again one by one.
     """
     accepted: dict[int, Comparison] = {}
     if not rule.exact:

@@ -3,8 +3,8 @@
 Each control is a changed copy of the reference's outputs. A control applies if its error is more
 than `APPLIES` times the derived bound. Pages cannot declare which controls apply. If the tolerance
 accepts a control that applies, the tolerance is too loose. There are three kinds of controls:
-noise, structure and freshness. At least one control of each kind must be clearly refused. If not,
-these inputs cannot distinguish right from wrong answers.
+noise, structure and freshness. At least one control of each kind must be clearly refused. If no
+control of a kind is clearly refused, the inputs cannot distinguish right from wrong answers.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ def run_controls(
     types: Sequence[torch.dtype],
     rule: Rule,
 ) -> list[Control]:
-    """Apply every control and return the results. One wrong answer is in memory at a time.
+    """Apply every control and return the results. Keep only one wrong answer in memory at a time.
 
     Args:
         expected: the reference's outputs for these inputs.

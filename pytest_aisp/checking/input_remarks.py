@@ -1,8 +1,8 @@
 """Remarks about inputs on which a wrong side may give the right answer.
 
-Such inputs are constant, have equal elements or a low rank, or contain NaN. They are not refused,
-because correct pages use them too. To keep remarks rare, small tensors, tables of integers, masks
-with both values, and small constant tables of floats are left out.
+Such inputs are constant, have equal elements or a low rank, or contain NaN. Pages with such inputs
+are not refused, because correct pages use them too. To keep remarks rare, small tensors, tables of
+integers, masks with both values, and small constant tables of floats are left out.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def _has_low_rank(tensor: torch.Tensor) -> bool:
 
 
 def _places(shape: Sequence[int], count: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Return `count` random indices for each dimension. They are the same in every call."""
+    """Return `count` random indices for each dimension. Every call returns the same indices."""
     import torch
 
     rng = torch.Generator().manual_seed(0)

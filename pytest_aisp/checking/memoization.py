@@ -169,7 +169,7 @@ def _altered(values: Inputs, alter: Callable[[torch.Tensor], torch.Tensor]) -> I
     range.
 
     Args:
-        values: what `inputs` returned.
+        values: the arguments that the page's `inputs` returned.
         alter: returns a floating-point tensor with other values, and other tensors as they are.
     """
     import torch

@@ -1,10 +1,10 @@
-"""Compute the allowed error of each output element. The module `compare` applies it.
+"""Compute the allowed error of each output element. The module `compare` applies the limits.
 
 The reference is computed in float64 from the same inputs that the sides get. The allowed error of
-each element is a standard deviation. It depends on the number formats, and on how far the rounding
-of intermediate values moves the reference (docs/explanation/checking.md has the derivation). Two
-things are limited: the rms error over all elements of an output, and the error of its worst
-element.
+each element is a standard deviation. This deviation depends on the number formats, and on how far
+the rounding of intermediate values moves the reference (docs/explanation/checking.md has the
+derivation). Two errors are limited: the rms error over all elements of an output, and the error of
+the output's worst element.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ class Leaf:
 
     Attributes:
         sigma: allowed standard deviation of each element, or None if only equality is accepted.
-            It is in float32 unless the side's output is in float64. Zeros are replaced by
-            `LEAST_SIGMA`.
+            The dtype is float64 if the side's output is in float64, and float32 if not. Zeros are
+            replaced by `LEAST_SIGMA`.
         worst_limit: allowed error of the worst element, in allowed standard deviations.
     """
 

@@ -34,7 +34,7 @@ EXACT = _words(
     "zeros_like ones_like full_like new_empty new_zeros new_ones new_full _local_scalar_dense "
     "item bernoulli fmod remainder _linalg_check_errors native_dropout"
 )
-"""Operations that select, move or compare values. They do not round."""
+"""Operations that select, move or compare values, and never round."""
 PRODUCTS = {
     "mm": (0, 1),
     "bmm": (0, 1),
@@ -68,7 +68,7 @@ DECOMPOSED = _words(
     "binary_cross_entropy xlogy logit sinc _safe_softmax "
     "linalg_vector_norm norm logaddexp logaddexp2"
 )
-"""Composite operations. They are split into simpler operations when they are traced."""
+"""Composite operations, which tracing splits into simpler operations."""
 
 
 @functools.cache

@@ -12,11 +12,11 @@ import torch  # noqa: TID253 - imported only in worker processes
 from .operations import has_error
 
 SIGNS = 1048573
-"""Number of random signs. It is prime, so the signs do not line up with a tensor's rows."""
+"""Number of random signs: a prime number, so that the signs do not line up with a tensor's rows."""
 
 
 class Perturbation:
-    """Random perturbations from one `seed`. Each is `scale` times larger than requested."""
+    """Random perturbations from one `seed`, which are `scale` times larger than requested."""
 
     def __init__(self, seed: int, scale: float = 1.0) -> None:
         self._random, self.scale = Random(seed), scale

@@ -54,8 +54,8 @@ LARGEST_STEP = 2.0**-14
 FUNCTION_ERROR = 2.0
 """Error of functions such as exp and sin on a GPU, in units of the rounding error."""
 FACTORIZATION, EIGENVALUES = 4.0, 16.0
-"""Backward errors of linear algebra on n x n matrices. They are multiples of the rounding error of
-the matrix's norm, divided by sqrt(n).
+"""Backward errors of linear algebra on n x n matrices, as multiples of the rounding error of the
+matrix's norm, divided by sqrt(n).
 """
 
 
@@ -320,7 +320,7 @@ class Rounding(TorchDispatchMode):
 
 
 class SeesOutside(TorchFunctionMode):
-    """A mode that records whether values leave PyTorch. Rounding outside of it is not traced."""
+    """A mode that records whether values leave PyTorch. Rounding outside PyTorch is not traced."""
 
     def __init__(self, structure: Structure) -> None:
         super().__init__()

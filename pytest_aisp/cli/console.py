@@ -61,7 +61,7 @@ def print_error(text: str) -> None:
 
 @contextmanager
 def show_progress() -> Iterator[Progress]:
-    """Yield a function that shows a text in a progress bar. It shows nothing without a terminal.
+    """Yield a function that shows a text in a progress bar, or shows nothing without a terminal.
 
     If the texts are made by `with_progress`, the bar fills. For other texts, it only shows
     activity.

@@ -184,7 +184,7 @@ def _why_slow(hop: Hop, usual: float, nbytes: int) -> str:
 
 
 def _floor(hop: Hop) -> float:
-    """Return the lowest acceptable rate of a hop. It is 0 for PCIe and for unknown link rates."""
+    """Return the lowest acceptable rate of a hop, or 0 for PCIe and for unknown link rates."""
     if not hop.kind.startswith("NVLink") or hop.limit is None:
         return 0.0
     directions = 2 if hop.both else 1
@@ -303,7 +303,7 @@ def store_peaks(
         facts: how each rate was measured. This function adds the versions and the date.
 
     Raises:
-        CliError: if the GPUs are of different products, or the file cannot be written.
+        CliError: if the GPUs are different products, or the file cannot be written.
     """
     if count > len(machine.gpus):
         raise CliError(

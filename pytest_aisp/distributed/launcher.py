@@ -41,7 +41,7 @@ from .rank import Member, describe_hang, output_file
 ERRORS_IN_COLLECTIVES = ("fault", "side", "memory")
 """Errors after which a collective may still be pending, which would disturb the next page."""
 MAX_FOLDER = 93
-"""The maximum length of the folder's path in bytes. Linux allows 107 for a socket's path."""
+"""The maximum length of the folder's path in bytes. Linux allows 107 bytes for a socket's path."""
 GRACE_SECONDS = 3.0
 """Seconds that the other ranks have to reply after one rank has failed."""
 OUTPUT_LINES = 20
@@ -308,7 +308,7 @@ class RankSet:
         return "\n".join(lines or self._output.peek().lines()[-OUTPUT_LINES:])
 
     def kill(self) -> None:
-        """Kill every rank and the launcher. Each of them runs in its own session."""
+        """Kill every rank and the launcher. Every rank and the launcher have their own session."""
         for rank in self._ranks.values():
             with suppress(ProcessLookupError):
                 os.killpg(rank.pid, signal.SIGKILL)  # also kills the processes that it has started

@@ -3,9 +3,9 @@
     python -m pytest_aisp.distributed.rank launch SOCKET [arguments of torchrun]
     python -m pytest_aisp.distributed.rank SOCKET
 
-The first command runs torch's elastic launcher. It runs the second command once per rank. A rank
-connects to SOCKET, joins the others, and answers the same tasks as a worker process. If the process
-that launched the ranks dies, all ranks die too.
+The first command runs torch's elastic launcher, which starts the second command for each rank. A
+rank connects to SOCKET, joins the other ranks, and answers the same tasks as a worker process. If
+the process that launched the ranks dies, all ranks die too.
 """
 
 from __future__ import annotations

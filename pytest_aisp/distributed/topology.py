@@ -147,7 +147,7 @@ class Topology:
         return next(r for r in self.routes if (r.source, r.target) == (source, target))
 
     def to_json(self) -> str:
-        """Return the document of `aisp links topology --json`."""
+        """Return the JSON text that `aisp links topology --json` prints."""
         routes = [asdict(r) | {"kind": r.kind, "limit": r.limit} for r in self.routes]
         return json.dumps({"gpus": [asdict(gpu) for gpu in self.gpus], "ways": routes}, indent=1)
 

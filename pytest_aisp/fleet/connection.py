@@ -98,7 +98,7 @@ class RayProcess:
                     return
 
     def close(self) -> None:
-        """End the process. Ray then ends whatever it has started."""
+        """End the process. Ray then ends everything that the process has started."""
         self._pipe.close()
         try:
             self._process.wait(END_SECONDS)

@@ -9,7 +9,7 @@ Facts: TypeAlias = dict[str, Any]
 
 
 def probe() -> Facts:
-    """Return facts about this machine. It may have only Python's standard library.
+    """Return facts about this machine, which may have only Python's standard library.
 
     The keys: ``plugin``, ``protocol``, ``python``, ``pytest``, ``torch``, ``triton``, ``driver``
     (versions; None if missing), ``nice``, ``time`` (seconds since 1970), ``host``, ``product``,

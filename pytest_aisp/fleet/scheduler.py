@@ -1,8 +1,8 @@
 """Decide which case runs on which GPUs: the queues, nodes and seats of a fleet, without Ray.
 
 A seat is a set of GPUs of one node, with one pytest process that runs cases one after another. The
-scheduler receives events, and `plan` returns actions to execute and findings to report. It reads no
-clock: each time is an argument, in seconds.
+scheduler receives events, and `plan` returns actions to execute and findings to report. The
+scheduler reads no clock: each time is an argument, in seconds.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Work:
 
 @dataclass
 class Node:
-    """A machine with GPUs of one product. It gets work as long as `why_avoided` is empty."""
+    """A machine with GPUs of one product, which gets work as long as `why_avoided` is empty."""
 
     id: str
     name: str
@@ -53,7 +53,7 @@ class Seat:
     Attributes:
         state: ``starting``, ``ready`` or ``finishing``.
         width: the number of GPUs.
-        queue: the unfinished cases of the seat. The first one is running.
+        queue: the unfinished cases of the seat. The first case is running.
         unproved: the finished cases whose verdicts wait for the seat's canary.
     """
 
@@ -147,7 +147,7 @@ class Scheduler:
     # Events
 
     def node_joined(self, node: Node) -> None:
-        """Add a node. It takes work from now on."""
+        """Add a node, which can get work from now on."""
         self.nodes[node.id] = node
 
     def node_left(self, node_id: str, why: str) -> None:

@@ -25,7 +25,7 @@ POLL_SECONDS = 2.0
 ALONE_SECONDS = 60.0
 """A seat ends if it is not polled for this many seconds, because the main process is then gone."""
 INJECTED = ("OMP_NUM_THREADS", "PYTHONPATH", "CUDA_VISIBLE_DEVICES", "PYTHONBREAKPOINT")
-"""Environment variables that Ray sets in its workers. They are removed before pytest starts."""
+"""Environment variables that Ray sets in its workers, and that are removed before pytest starts."""
 PR_SET_PDEATHSIG = 1
 OUTPUT_LINES = 20
 """The largest number of lines of pytest's output in the reason why a seat was lost."""
@@ -159,7 +159,7 @@ def die_with(parent: int) -> None:
     """End this process at once when the thread that started it ends.
 
     Args:
-        parent: the id of the process that started this one. It may have ended already.
+        parent: the id of the process that started this one, which may have ended already.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

@@ -155,9 +155,10 @@ def choose_products(config: pytest.Config, nodes: Nodes) -> dict[str, str]:
 
 
 def fleet_machine(products: Mapping[str, str], nodes: Nodes) -> Machine:
-    """Return a `Machine` for the manifest and the report. It lists the nodes at the run's start.
+    """Return a `Machine` for the manifest and the report, with the nodes at the start of the run.
 
-    Its product is the first product. Each result row has the product and facts of its own node.
+    The machine's product is the first product of the run. Each result row has the product and the
+    facts of the node that measured it.
     """
     product, arch = next(iter(products.items()))
     chosen = [node for node in nodes.accepted if node.product in products]
@@ -209,8 +210,8 @@ def spec(config: pytest.Config, top: Path, digest: str, files: list[str]) -> dic
 def shipped_variables(variables: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables that are sent to nodes.
 
-    These are the variables of the manifest, without paths of this machine. They affect measurements
-    and contain no secrets.
+    The variables are the ones in the manifest, without paths of this machine. All of them affect
+    measurements, and none contains a secret.
     """
     own = ("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "CUDA_PATH", "LD_PRELOAD")
     return {k: v for k, v in environment(variables).items() if k not in own}

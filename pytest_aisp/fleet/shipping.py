@@ -25,7 +25,7 @@ from typing import IO
 from ..util.git import GitError, run_git, try_git
 
 LIMIT = 500 << 20
-"""The largest size in bytes to ship. It is also Ray's limit for a package."""
+"""The largest size in bytes to ship, which is also Ray's limit for a package."""
 FOLDER = "AISP_FLEET_FOLDER"
 """The environment variable with the folder in which a node unpacks trees."""
 OLD = 86400.0
@@ -48,7 +48,7 @@ class Tree:
         top: the folder here that was packed.
         data: a compressed tar file.
         digest: SHA-256 of the files' contents and of the commits.
-        code: SHA-256 of the files with code and settings. Runs never write such files.
+        code: SHA-256 of the files with code and settings, which runs never write.
     """
 
     top: Path

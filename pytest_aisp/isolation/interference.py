@@ -4,10 +4,10 @@
 
 `BackgroundWork` finds threads, processes and timers that still run after a side has returned.
 
-`InterferenceMonitor` reads its counters between blocks, never inside a window. It is used only on
-clocks whose windows run a side's Python code. If a module was imported or something was compiled in
-a block, the block is measured again. Imports belong at the top of the page, and compilation in the
-warmup.
+`InterferenceMonitor` reads its counters between blocks, never inside a window. The monitor is used
+only on clocks whose windows run a side's Python code. If a module was imported or something was
+compiled in a block, the block is measured again. Imports belong at the top of the page, and
+compilation in the warmup.
 """
 
 from __future__ import annotations
@@ -193,8 +193,8 @@ class Counts:
     """The counters at one moment.
 
     Attributes:
-        modules: a copy of `sys.modules`. It shows reimports, because these create new objects.
-        events: number of events so far, by name.
+        modules: a copy of `sys.modules`, which shows reimports, because they create new objects.
+        events: number of events up to this moment, by name.
         swapped: KiB of this process that are swapped out, or None if the system does not report it.
     """
 
@@ -209,7 +209,7 @@ class InterferenceMonitor:
     Args:
         owns: the settings that the page changes on purpose. With ``page_faults``, page faults are
             counted but allowed.
-        allocations: a function that returns the number of memory allocations on the device so far.
+        allocations: a function that returns how many memory allocations the device has made.
     """
 
     def __init__(

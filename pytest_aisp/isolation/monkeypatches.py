@@ -30,7 +30,7 @@ from .setters import Change, changes_inside, install
 now_ns = time.perf_counter_ns
 now = time.perf_counter
 cpu_now = time.process_time
-"""This package calls these clocks, because a page can replace the functions in `time`."""
+"""The clocks that this package calls, because a page can replace the functions in `time`."""
 
 WATCHED = ("checking", "isolation", "judging", "results", "timing", "util", "worker")
 """The packages whose functions and methods are watched."""

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 Integer: TypeAlias = "ctypes._SimpleCData[int]"
 Float: TypeAlias = "ctypes._SimpleCData[float]"
 Convert: TypeAlias = Callable[[Any, int], object]
-"""A function of an argument and a device index. It returns the argument converted for cuda.core, or
-None if the argument does not match the parameter."""
+"""A function that takes an argument and a device index, and returns the argument converted for
+cuda.core, or None if the argument does not match the parameter."""
 
 # PyTorch's names of C types. `_dtype` derives the names of integer types from their bits.
 _DTYPES = {"float": "float32", "double": "float64", "bool": "bool", "size_t": "uint64"}
@@ -268,8 +268,9 @@ def tensor_map(
     Args:
         box: the tile's size in each dimension, 1 to 256 elements. A row (the last dimension) must
             be a multiple of 16 bytes.
-        swizzle: 32, 64 or 128 bytes, or 0 for none. It selects the pattern in which 16-byte pieces
-            of a tile's rows are exchanged in shared memory. A tile's row must fit into this length.
+        swizzle: 32, 64 or 128 bytes, or 0 for none. The swizzle selects the pattern in which
+            16-byte pieces of a tile's rows are exchanged in shared memory. A tile's row must fit
+            into this length.
         promotion: bytes that a miss loads into the L2: 64, 128 or 256, or 0 for no promotion.
 
     Raises:

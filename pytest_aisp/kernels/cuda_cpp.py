@@ -243,9 +243,9 @@ class Kernel:
     def clusters_at_once(self, block: Dims, shared: int = 0, *, cluster: Dims) -> int:
         """Return the number of clusters that torch's current GPU can run at once.
 
-        Use it for the grid of a persistent kernel. It can be less than the number of SMs divided by
-        the cluster's size: a cluster must fit into one GPC (a group of SMs), and the leftover SMs
-        of a GPC are idle.
+        Use this number for the grid of a persistent kernel. It can be less than the number of SMs
+        divided by the cluster's size: a cluster must fit into one GPC (a group of SMs), and the
+        leftover SMs of a GPC are idle.
 
         Raises:
             LaunchError: no GPU can launch this.
@@ -292,7 +292,7 @@ class Launch:
         self._ready: dict[int, tuple[Callable[..., None], object, cuda.core.Kernel]] = {}
 
     def __call__(self, *args: object) -> None:
-        """Launch on the current stream of torch's current GPU. This is legal during a capture.
+        """Launch on the current stream of torch's current GPU, which may be in graph capture.
 
         Raises:
             LaunchError: an argument does not match the kernel's signature.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from triton.backends.compiler import GPUTarget
 
 ADDRESS = 1 << 32
-"""The address of every tensor on a fake GPU. It is aligned like real allocations of torch."""
+"""The address of every tensor on a fake GPU, aligned like real allocations of torch."""
 
 
 class FakeDriver:

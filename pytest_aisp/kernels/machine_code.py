@@ -27,7 +27,7 @@ from .fake_gpu import FakeDriver
 
 CALLS = 2
 ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
-"""The operators that only allocate memory. They launch no kernel, and are not recorded."""
+"""The operators that only allocate memory and launch no kernel. Calls of them are not recorded."""
 QUERIES: tuple[str, ...] = ("is_available", "device_count", "mem_get_info", "get_device_properties")
 QUERIES += ("get_device_capability", "get_device_name")
 """Functions of torch.cuda whose results may differ between a fake GPU and a real one."""
@@ -43,7 +43,7 @@ class LaunchedCode:
         launches: for each launch, the kernel's name, and its grid, block, arguments and options.
         code: the name and machine code of each launched Triton kernel, and of each .cu file.
         operators: the called operators of torch that may launch kernels, with their arguments.
-        launched: the Triton kernels, and the .cu files of the CUDA C++ kernels, that were launched.
+        launched: the launched Triton kernels, and the .cu files of the launched CUDA C++ kernels.
         queries: the functions of `QUERIES` that were called.
         error: the reason why the record is incomplete, or an empty string.
     """

@@ -39,7 +39,7 @@ _LABEL = re.compile(r"\.L_\w+")
 def usage(cubin: bytes) -> dict[str, dict[str, int]]:
     """Return the ``registers`` and the bytes of ``stack`` per thread, keyed by kernel.
 
-    The stack is in local memory. It contains spilled registers and arrays that do not fit in
+    The stack is in local memory, and contains spilled registers and arrays that do not fit in
     registers.
     """
     sections = {name: content for name, _, content in _sections(cubin)}

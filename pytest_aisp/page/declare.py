@@ -158,7 +158,7 @@ _BELONGS = {
     "gpu_only": "on each variant",
     "marks": "on the test function, as in @pytest.mark.skipif(...)",
 }
-"""Where to write each argument of `Variant` that a baseline does not accept."""
+"""For each argument of `Variant` that a baseline does not accept, where to write it instead."""
 
 
 def _baseline(baseline: Side | Variant) -> Variant:

@@ -146,7 +146,7 @@ def capability_of(arch: str) -> tuple[int, int]:
 
 
 def arch_of(major: int, minor: int) -> str:
-    """Return the arch of a compute capability: ``sm90`` for (9, 0). It may be an unknown arch."""
+    """Return the arch of a compute capability, even an unknown one: ``sm90`` for (9, 0)."""
     return f"sm{major}{minor}"
 
 

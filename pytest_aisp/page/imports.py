@@ -1,8 +1,8 @@
-"""The files that a page may use: what it imports, and the data files that its code names.
+"""The files that a page may use: modules that it imports, and data files that its code names.
 
-The digest of a side (see `sources`) includes only what the code refers to by name. A side can also
-call code through a method, a default argument, a table, or a module that imports another module. So
-a change of any of these files counts as a change of both sides.
+The digest of a side (see `sources`) includes only objects that the code refers to by name. A side
+can also call code through a method, a default argument, a table, or a module that imports another
+module. So if any file of the page changes, both sides count as changed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .sources import libraries, reach
 
 CUDA_SUFFIXES = (".cu", ".cuh", ".h", ".hpp")
 PLUGIN = __name__.partition(".")[0]
-"""The plugin's own package. It is not part of a page: old sides also run with today's plugin."""
+"""The plugin's own package, which is not part of a page: old sides also run with today's plugin."""
 DYNAMIC_IMPORTS = ("import_module", "__import__")
 _INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', re.MULTILINE)
 LONGEST_NAME = 200
@@ -175,7 +175,7 @@ def _named(text: str, file: Path, root: Path, bases: Collection[Path]) -> Iterat
 
 
 def _included(file: Path, folders: Iterable[Path]) -> Iterator[Path]:
-    """Yield the headers that a CUDA file includes, if they are beside it or in `folders`."""
+    """Yield the headers that a CUDA file includes from its own folder or from `folders`."""
     for name in _INCLUDE.findall(file.read_text(encoding="utf-8", errors="replace")):
         paths = ((folder / name).resolve() for folder in (file.parent, *folders))
         yield from (path for path in paths if path.is_file())

@@ -115,8 +115,8 @@ def _definitions(text: str) -> dict[Definition, list[ast.AST]]:
 def _python(tree: ast.AST, docstrings: bool) -> str:
     """Return a syntax tree as text, without line numbers and empty fields.
 
-    `ast.dump` is not used, because its output differs between versions of Python. This is a loop,
-    because Python's recursion limit would limit the tree's depth.
+    `ast.dump` is not used, because its output differs between versions of Python. The function
+    loops instead of calling itself, because Python's recursion limit would limit the tree's depth.
     """
     parts: list[str] = []
     todo: list[object] = [tree]
@@ -130,7 +130,7 @@ def _python(tree: ast.AST, docstrings: bool) -> str:
 
 
 def _children(item: object, docstrings: bool) -> Iterator[object]:
-    """Yield the parts of a node or a list: strings, nodes and lists. The caller splits them on."""
+    """Yield the parts of a node or a list: strings, and nodes and lists that have parts too."""
     if isinstance(item, list):
         yield "["
         for each in item:
@@ -204,7 +204,7 @@ TOKEN = re.compile(
 )
 HASH = ("#", "%:")
 GAP = ""
-"""White space between two tokens. It matters only if a macro turns the tokens into a string."""
+"""White space between two tokens, which matters only if a macro turns the tokens into a string."""
 
 
 def cuda(texts: Sequence[str]) -> list[list[str]]:

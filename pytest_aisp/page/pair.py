@@ -106,11 +106,11 @@ class Variant:
         needs: features this variant needs in addition to the page's, as in ``needs="tma"``.
         when: a function that takes a size's keys and returns whether the variant has a case there.
         at_least: the variant's claim, if it differs from the page's.
-        precision: the lower precision that the side uses on purpose. It enlarges the tolerance.
-        sass: more instructions that the machine code must contain, besides the instructions of
-            `needs`, as in ``sass="LDG.128"``. They are checked when the kernels are assembled.
+        precision: the lower precision that the side uses on purpose, which enlarges the tolerance.
+        sass: instructions that the machine code must contain in addition to those of `needs`, as in
+            ``sass="LDG.128"``. The check takes place when the kernels are assembled.
         gpu_only: the reason why the side cannot be checked on a CPU, as in
-            ``gpu_only="symmetric memory"``. Its cases are skipped if there are not enough GPUs.
+            ``gpu_only="symmetric memory"``. Without enough GPUs, the variant's cases are skipped.
         marks: pytest marks for the variant's cases, as in ``pytest.param(marks=...)``.
     """
 
@@ -338,7 +338,7 @@ def require_known(kind: str, words: Sequence[str], legal: Sequence[str]) -> None
 
 
 def validate_sweep(sweep: object, sizes: Sequence[Size]) -> None:
-    """Raise `PairError` if `sweep` is invalid for `sizes`, such as for fewer than three values."""
+    """Raise `PairError` if `sweep` is invalid for `sizes`, such as one with under three values."""
     if not isinstance(sweep, Sweep):
         raise PairError(f"sweep={sweep!r} is not a Sweep, such as sweep=Sweep('block')")
     require_known("key in sweep", [sweep.key], list(sizes[0]))

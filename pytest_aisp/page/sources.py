@@ -41,8 +41,8 @@ def digest(side: object, root: str, *, constants: bool = False, kernels: bool = 
     Args:
         root: the root folder of the pages.
         constants: whether to include plain constants whose names the code uses, and the compile
-            options of .cu files. It is True for comparing two commits, and False for stored
-            results.
+            options of .cu files. Comparisons of two commits pass True. Comparisons with stored
+            results pass False.
         kernels: False to leave out the code of kernels. The parameters of Triton kernels are
             always included.
     """

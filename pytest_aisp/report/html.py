@@ -29,11 +29,10 @@ from .run import VERDICTS, ReportCase, ReportRun, read_hierarchy
 PARTS = Path(__file__).parent / "page"
 SCRIPTS = ["dom", "marks", "list", "axis", "curves", "roofline", "samples", "interval", "code"]
 SCRIPTS += ["errors", "hierarchy", "timeline", "case", "main"]
-"""The scripts in the order in which they must run. Each uses definitions of earlier scripts."""
+"""The scripts in the order in which they must run. Scripts use definitions of earlier scripts."""
 POLICY = "default-src 'none'; img-src data:; style-src {style}; script-src {script}"
-"""The content security policy. The report loads no other file and runs only its own script.
-
-This holds even if the name of a case contains HTML.
+"""The content security policy, which makes browsers load no other file and run only the report's
+own script, even if the name of a case contains HTML.
 """
 COARSE, FINE = (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 7)
 """The ticks within one decade of the axis."""

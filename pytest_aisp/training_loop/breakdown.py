@@ -1,7 +1,7 @@
 """Show where the time of a loop's steps goes, and what to change.
 
-No change on the host makes a step shorter than the GPU's busy time, so most changes can save no
-more than the GPU's idle time. The savings of several changes overlap, so they do not add up.
+A change on the host cannot make a step shorter than the GPU's busy time, so most changes save at
+most the GPU's idle time. The savings of several changes overlap, so they do not add up.
 """
 
 from __future__ import annotations

@@ -189,7 +189,7 @@ class Loop:
 
 
 BODY = "aisp.body"
-"""The profiler annotation around a step's work, from its batch to the next request."""
+"""The profiler annotation around a step's work, from receiving a batch to requesting the next."""
 ITEM, COPY = "aten::_local_scalar_dense", "aten::copy_"
 """Two operators: one that `.item()`, `float()` and `bool()` call, and one that copies."""
 BLOCKS = re.compile(r"\w*Synchronize|cudaMemcpy(Async)?")
@@ -287,7 +287,7 @@ class GpuStep:
 
 
 def gpu_memory() -> tuple[int, int]:
-    """Return the GPU's bytes of memory and the most that PyTorch reserved, or two zeros."""
+    """Return the GPU's memory and PyTorch's peak reserved memory in bytes, or two zeros."""
     import torch
 
     if not torch.cuda.is_initialized():

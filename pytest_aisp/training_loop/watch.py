@@ -46,8 +46,8 @@ def bottleneck(
         loader: any iterable.
         steps: the maximum number of steps to time. The default is all steps.
         warmup: the number of steps at the start that are not measured.
-        profiled: the number of steps after the warm-up that run under torch.profiler if a GPU is
-            used. They are not timed.
+        profiled: the number of untimed steps after the warm-up that run under torch.profiler, if a
+            GPU is used.
     """
     return Watch(loader, Plan(warmup, profiled, steps))
 
