@@ -1,23 +1,23 @@
 """Asynchronous checkpoint: let a thread write while the next steps run.
 
 Problem    Nine steps of SGD on a model of linear layers, in fp32. After steps 3 and 6, the weights
-           are saved to a new file. The batches are the input. The files are mapped and their
-           tensors are returned, so the check compares what was written to the files. The losses are
-           returned too, and the weights after the last step are compared.
+           are saved to a new file. The batches are the input. Each side returns the tensors of the
+           files, mapped into memory, so the check compares what was written. The check also
+           compares the losses and the weights after the last step.
 Baseline   blocking: `torch.save` of the weights, before the next step starts.
 Optimized  staged: blocking, but the weights are first copied into pinned memory that is reused.
            threaded: staged, but `torch.save` runs in a thread during the next steps. The loop waits
-           for the copy into pinned memory. Before it reuses that memory, it waits until the last
-           file is written.
-Bound      The host on blocking and staged: the GPU has nothing to do while a file is written.
-           threaded is limited by the steps, or by the writing if a file takes longer than the steps
-           between two files. The costs count the steps and the copies from the GPU, but not the
-           writing, because the rate of writing was not measured. So blocking and staged take longer
-           than predicted.
-Use when   A checkpoint takes long enough to be noticed, and host memory has room for a second copy.
-           On a CPU, the thread takes cores from the steps. Write to a temporary name, and rename
-           the file when it is complete. If the process is killed, the last complete file then
-           remains.
+           for the copy into pinned memory. Before the loop reuses this memory, it waits until the
+           previous file has been written.
+Bound      For blocking and staged, the host: the GPU has nothing to do while a file is written.
+           For threaded, the steps, or the writing if a file takes longer than the steps between two
+           files. The costs count the steps and the copies from the GPU. They do not count the
+           writing, because its rate was not measured. So blocking and staged take longer than
+           predicted.
+Use when   Writing a checkpoint takes a noticeable time, and host memory has room for a second copy
+           of the weights. On a CPU, the thread takes cores from the steps. Write to a temporary
+           name, and rename the file when it is complete. Then the last complete file remains if the
+           process is killed.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -71,14 +71,15 @@ def reference(state, images, labels):
 
 
 def written(weights):
-    """Save `weights` to a new file; return what the file holds then."""
+    """Save `weights` to a new file, and return the tensors of the file by name, mapped into
+    memory."""
     with new_file(sum(weight.nbytes for weight in weights.values())) as file:
         torch.save(weights, path_of(file))
         return torch.load(path_of(file), map_location="cpu", mmap=True)
 
 
 def pinned_like(model):
-    """Return memory for the weights of `model`, by name."""
+    """Return pinned CPU tensors shaped like the weights of `model`, by name."""
     return {
         name: torch.empty_like(weight, device="cpu", requires_grad=False, pin_memory=weight.is_cuda)
         for name, weight in model.named_parameters()
@@ -122,7 +123,7 @@ def threaded(state, images, labels):
 
         def save(weights):
             if writes:
-                writes[-1].result()  # the thread has read the buffers
+                writes[-1].result()  # now the thread has read the buffers
             stage(buffers, weights)
             writes.append(writer.submit(written, buffers))
 
@@ -138,7 +139,7 @@ def weights_of(layers, width):
 
 
 def flops(layers, width, batch):
-    # Nothing computes the gradient of the images.
+    # The gradient of the images is not computed.
     products = 3 * (layers * width * width + width * CLASSES) - width * width
     return 2 * STEPS * batch * products
 

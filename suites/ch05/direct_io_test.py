@@ -2,29 +2,30 @@
 
 Problem    Load blocks of a file into one tensor on the GPU. The input says which blocks, and in
            which order. The file is not in the page cache, as with data larger than memory. To
-           ensure this, every call ends by dropping the file's pages, and that is timed. With full
-           memory, the kernel would also have to drop pages. All sides read into pinned memory that
-           is kept.
+           ensure this, every call ends by dropping the file's pages. The time includes this,
+           because the kernel would also have to drop pages if memory were full. All sides read into
+           pinned memory that is reused from call to call.
 Baseline   buffered: one read at a time, through the page cache.
-Optimized  mapped: buffered, but the file is mapped, before the timed part. Page faults read the
-           file in pieces that the kernel chooses. That may be slower, so mapped claims no speedup.
-           torch may copy a block with several threads, so it may have several page faults at a
-           time.
+Optimized  mapped: buffered, but the file is mapped before the timed part. Page faults then read the
+           file in pieces whose size the kernel chooses. That may be slower than buffered, so mapped
+           claims no speedup. If torch copies a block with several threads, several page faults may
+           occur at a time.
            advised: buffered with `POSIX_FADV_RANDOM`, so the kernel reads only the block. Without
-           this advice, it reads ahead, but the data that follows is rarely the next block.
+           this advice, the kernel also reads the data after the block, which is rarely the next
+           block of the order.
            threads: changes advised. Eight threads read, so the disk has several requests at a time.
            direct: changes threads. Files are opened with `O_DIRECT`: the disk writes to the pinned
            memory, and no byte passes through the page cache.
-Bound      The disk. buffered, mapped and advised leave it idle between two requests. All sides but
-           direct also copy all bytes on the CPU, and make pages and drop them. The costs count only
-           the copy to the GPU, because the disk's rate was not measured. So all sides take longer
-           than predicted.
-Use when   The data is larger than memory and each byte is read once: use direct. It needs
-           addresses, offsets and sizes that are multiples of the disk's block size. If data is read
-           again soon and fits in memory, the page cache is faster than any disk.
+Bound      The disk. buffered, mapped and advised leave it idle between two requests. All sides
+           except direct also copy all bytes on the CPU, and fill and drop pages of the page cache.
+           The costs count only the copy to the GPU, because the disk's rate was not measured. So
+           all sides take longer than predicted.
+Use when   The data is larger than memory and each byte is read once. direct needs addresses,
+           offsets and sizes that are multiples of the disk's block size. If data is read again soon
+           and fits in memory, the page cache is faster than any disk.
 
-The page needs a disk. It is skipped if `O_DIRECT` does not exist, or if files stay in memory
-(tmpfs).
+The page needs a disk. It is skipped if the file system has no `O_DIRECT` or keeps its files in
+memory (tmpfs).
 """
 
 import mmap
@@ -62,7 +63,7 @@ def on_a_disk():
             return False  # the page is still in memory
         except BlockingIOError:
             pass
-        except OSError:  # a file system that cannot tell
+        except OSError:  # this file system does not support RWF_NOWAIT
             return False
         try:
             descriptor = os.open(path_of(file), os.O_RDONLY | os.O_DIRECT)
@@ -91,15 +92,15 @@ def reference(state, wanted):
 
 @contextmanager
 def cold(state):
-    """Open a file with all blocks, and drop it from the page cache."""
+    """Yield an open file that contains all blocks and is not in the page cache."""
     with unnamed(bytes_of(state.values)) as file:
-        os.fsync(file.fileno())  # dirty pages are not dropped
+        os.fsync(file.fileno())  # the kernel does not drop dirty pages
         drop(file)
         yield file
 
 
 def aligned(state, count):
-    """Return pinned memory for `count` blocks that begins at a multiple of a page."""
+    """Return pinned memory for `count` blocks. Its address is a multiple of the page size."""
     size = count * state.values.shape[1] * 4
     pin = torch.device(state.device).type == "cuda"
     room = torch.empty(size + PAGE, dtype=torch.uint8, pin_memory=pin)
@@ -108,7 +109,7 @@ def aligned(state, count):
 
 
 def loader(state, wanted, file, descriptor, mapper):
-    """Return a function that reads the blocks through `descriptor`; `mapper` calls it for each."""
+    """Return a function that loads the blocks. `mapper` (`map` or a pool's) runs the reads."""
     read = aligned(state, len(wanted))
 
     def read_block(at, row):
@@ -145,7 +146,7 @@ def mapped(state, wanted):
             for at, row in enumerate(wanted.tolist()):
                 read[at].copy_(table[row])
             found = read.to(state.device, copy=True)
-            pages.madvise(mmap.MADV_DONTNEED)  # the kernel drops no page that is mapped
+            pages.madvise(mmap.MADV_DONTNEED)  # the kernel does not drop mapped pages
             drop(file)
             return found
 
@@ -184,7 +185,7 @@ def copied(count, size):
     work=lambda count, size: Work(wire=count * size),
     bound="host",
     costs=dict.fromkeys((buffered, mapped, advised, threads, direct), copied),
-    # The reading threads are kept from call to call, and a mapping reads the disk by page faults.
+    # The reading threads stay alive between calls, and a mapping reads the disk by page faults.
     conditions=Conditions(owns=["threads", "page_faults"]),
     at_least={"cpu": "yardstick"},
 )

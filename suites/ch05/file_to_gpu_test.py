@@ -1,27 +1,28 @@
 """File to GPU: read into pinned memory, and copy one block while the next is read.
 
 Problem    Load blocks of a file into one tensor on the GPU. The input says which blocks, and in
-           which order. The file was written just before, so all sides find it in the page cache.
-Baseline   pageable: read the blocks into a new tensor in ordinary memory, and copy that to the GPU.
-Optimized  mapped: pageable, but the file is mapped, before the timed part. Each block is copied to
+           which order. The file was written just before, so all sides read it from the page cache.
+Baseline   pageable: read the blocks into a new tensor in ordinary memory, and copy the tensor to
+           the GPU.
+Optimized  mapped: pageable, but the file is mapped before the timed part. Each block is copied to
            the GPU straight from the mapping. So there is one copy per block, and no tensor in host
            memory.
-           kept: pageable, but the tensor in host memory is reused by every call. Its pages exist
-           already, so the kernel need not find and clear new ones.
+           kept: pageable, but every call reuses one tensor in host memory. The pages of this tensor
+           exist already, so the kernel does not need to find and clear new ones.
            pinned: kept, but in pinned memory, which the copy engine reads directly.
-           per_block: pinned, but with one copy per block, which runs while the next block is read.
-           The host waits once, at the end.
+           per_block: pinned, but with one copy per block. The copy of a block runs while the next
+           block is read, and the host waits once, at the end.
            two_buffers: per_block, but with pinned memory for only two blocks. Before the host reads
            into a buffer again, it waits for the last copy from that buffer.
-Bound      The host's copy out of the page cache. In per_block and two_buffers, PCIe works at the
-           same time. In pageable and kept, the driver copies all bytes on the CPU once more. In
-           mapped, only the driver copies them. The costs count PCIe alone, because no rate of
-           copies on the CPU is measured. So all sides take longer than predicted.
+Bound      The host's copy out of the page cache. In per_block and two_buffers, the transfer over
+           PCIe runs at the same time. In pageable and kept, the driver copies all bytes on the CPU
+           a second time. In mapped, the driver's copy is the only copy on the CPU. The costs count
+           only PCIe, because no rate of copies on the CPU was measured. So all sides take longer
+           than predicted.
 Use when   Large files go to the GPU again and again. Use two_buffers, which needs little pinned
            memory, or mapped if all files fit in the page cache. If a process loads one file once,
            pinning memory takes longer than it saves. With GPUDirect Storage, a disk writes to the
-           GPU without this copy on the CPU, but that needs a driver and a file system that support
-           it.
+           GPU without any copy on the CPU. It needs a driver and a file system that support it.
 """
 
 from types import SimpleNamespace
@@ -92,7 +93,8 @@ def pinned(state, wanted):
 
 
 def one_copy(state, wanted, read):
-    """Yield a function that reads all blocks into `read`, and then copies that."""
+    """Yield a function that reads all blocks into the tensor `read`, and then copies it to the
+    GPU."""
     with unnamed(bytes_of(state.values)) as file:
 
         def load():

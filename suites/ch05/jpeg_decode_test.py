@@ -1,26 +1,27 @@
 """JPEG decoding: send the files to the GPU, and decode there.
 
 Problem    Decode JPEG files of pictures (3, side, side) into one fp32 tensor on the GPU. All sides
-           convert the decoded bytes to fp32 there. The files lie in host memory, and their order is
-           the input. They are real files of synthetic pictures with about as many coefficients as a
-           photo. Their colours have full resolution, because decoders enlarge smaller ones
-           differently.
+           convert the decoded bytes to fp32 on the GPU. The files are in host memory, and their
+           order is the input. They are valid JPEG files of synthetic pictures, with about as many
+           nonzero coefficients as a photo. Their colours have full resolution, because decoders
+           differ in how they enlarge colours of lower resolution.
 Baseline   one_thread: torchvision's `decode_jpeg` on the CPU, one file after another. Then the
            pictures are copied to the GPU.
 Optimized  threads: one_thread, but with a thread per core. The decoder releases Python's GIL.
            on_gpu: one_thread with `device="cuda"` and all files in one call. This is nvJPEG, which
            uses the JPEG engines of the GPU if there are any.
 Bound      The CPU limits one_thread and threads. The GPU's JPEG engines limit on_gpu. A GPU without
-           JPEG engines decodes with its SMs and the CPU together. With on_gpu, PCIe carries the
-           files and not the pictures. The costs leave out the decoding, because the rate of
-           decoding was not measured. So all sides take longer than predicted.
-Use when   Decoding keeps the CPU from feeding the GPU. Use threads or worker processes first. They
-           cost nothing if the cores are idle. Use on_gpu if they are not enough. Where the GPU has
-           no JPEG engines, its SMs decode, and the training step then has fewer of them.
+           JPEG engines decodes with its SMs and the CPU together. With on_gpu, the files cross PCIe
+           instead of the decoded pictures. The costs leave out the decoding, because its rate was
+           not measured. So all sides take longer than predicted.
+Use when   The GPU waits for data because the CPU decodes too slowly. Use threads or worker
+           processes first: they cost nothing if cores are idle. Use on_gpu if the cores are not
+           enough. If the GPU has no JPEG engines, its SMs decode, and the training step gets fewer
+           SMs.
 
-Decoders round the colours to bytes before and after they convert them to RGB. So a picture may
-differ from the exact one by a level or two of 255, and all sides declare int8. The page needs
-torchvision. Without it, the page is skipped.
+Decoders round the colours to bytes before and after the conversion to RGB. So a value may differ
+from the exact one by one or two of 255 levels, and all sides declare int8. Without torchvision, the
+page is skipped.
 """
 
 import importlib.util
@@ -37,7 +38,7 @@ from .jpeg_files import exact_pictures, jpeg, random_coefficients
 
 ABSENT = importlib.util.find_spec("torchvision") is None
 BYTES = "int8"  # decoders keep colours as bytes
-BITS = 1.4  # that `jpeg` writes per pixel of these pictures
+BITS = 1.4  # per pixel, in the files that `jpeg` writes of these pictures
 
 
 def state(device, pictures, side):
@@ -54,7 +55,7 @@ def reference(state, order):
 
 
 def in_memory(state):
-    """Return the JPEG files as tensors of bytes."""
+    """Return the JPEG files as a list of uint8 tensors."""
     files = (jpeg(coefficients, state.side) for coefficients in state.coefficients)
     return [torch.frombuffer(bytearray(file), dtype=torch.uint8) for file in files]
 
@@ -123,7 +124,7 @@ def sends_files(pictures, side):
     work=lambda pictures, side: Work(wire=packed(pictures, side), write=12 * pictures * side**2),
     bound="host",
     costs={one_thread: sends_pictures, threads: sends_pictures, on_gpu: sends_files},
-    conditions=Conditions(owns=["threads"]),  # the thread pool is kept
+    conditions=Conditions(owns=["threads"]),  # the thread pool stays alive
 )
 def test_jpeg_decode(pair):
     pair.assert_equivalent()

@@ -1,8 +1,8 @@
 """A baseline JPEG encoder from quantized coefficients, and a decoder in float64.
 
-The encoder writes real JPEG files: 8 x 8 blocks, YCbCr, all components at full resolution, Huffman
-codes. So a page can draw coefficients at random and decode the files with any library. The exact
-picture is computed from the coefficients, without a file.
+The encoder writes valid JPEG files: 8 x 8 blocks, YCbCr, all components at full resolution, Huffman
+codes. So a page can draw random coefficients, and any library can decode the files. The decoder in
+float64 computes the exact pictures from the coefficients, without a file.
 """
 
 import heapq
@@ -22,7 +22,7 @@ TO_RGB = [[1.0, 0.0, 1.402], [1.0, -0.344136286, -0.714136286], [1.0, 1.772, 0.0
 
 
 def random_coefficients(pictures, side):
-    """Draw quantized coefficients (pictures, blocks, 3, 64) that fall off as in a photo."""
+    """Return random quantized coefficients (pictures, blocks, 3, 64) that decay as in a photo."""
     blocks = (side // SIDE) ** 2
     spread = 12.0 / (1 + torch.arange(64.0))
     spread = torch.stack([spread, spread / 3, spread / 3])
@@ -65,17 +65,18 @@ def _segment(marker, data):
     return bytes([0xFF, marker]) + struct.pack(">H", len(data) + 2) + data
 
 
-# Tokens are tensors: the place in the file, the symbol, the bits after its code, and how many.
+# Tokens are tensors: place in the file, symbol, the bits after the symbol's code, their number.
 
 
 def _bits(values):
-    """Return the number of bits of each value, and these bits as integers."""
+    """Return how many bits each value needs, and the bits as integers."""
     size = torch.frexp(values.abs().double()).exponent.long()
     return size, torch.where(values < 0, values + (1 << size) - 1, values)
 
 
 def _direct_tokens(coefficients):
-    """Return the tokens of the first coefficients: differences from the previous block."""
+    """Return the tokens of each block's first coefficient: its difference from the previous
+    block's."""
     first = coefficients[:, :, 0].long()
     size, bits = _bits(first.diff(dim=0, prepend=torch.zeros_like(first[:1])).flatten())
     return 64 * 4 * torch.arange(len(size)), size, bits, size
@@ -93,7 +94,7 @@ def _alternating_tokens(coefficients):
     zeros = at - before - 1
     places = (block * 64 + at) * 4
     tokens = [(places + 3, zeros % 16 * 16 + size, bits, size)]
-    for turn in range(3):  # 16 zeros each
+    for turn in range(3):  # each token stands for 16 zeros
         more = places[zeros // 16 > turn] + turn
         tokens.append((more, torch.full_like(more, 0xF0), *torch.zeros(2, len(more)).long()))
     open_blocks = (table[:, LAST] == 0).nonzero().flatten()
@@ -122,7 +123,7 @@ def _huffman_codes(symbols):
         code <<= length - last
         codes[symbol] = length, code
         code, last = code + 1, length
-    del codes[ALL_ONES]  # the last one
+    del codes[ALL_ONES]  # the last code, which is all ones
     return codes
 
 

@@ -1,20 +1,22 @@
 """Load a checkpoint: map the file and copy only the weights that this rank needs.
 
 Problem    A checkpoint holds the weights (width, width) of all experts of each layer, in bf16. One
-           rank loads an eighth of each layer's experts to the GPU. The input gives their numbers.
-           The file was written just before, so all sides find it in the page cache. Every call
-           opens the file again, because a process loads a checkpoint once.
-Baseline   whole: `torch.load` reads all weights into memory. Then the rank's weights are copied.
+           rank loads an eighth of each layer's experts to the GPU. The input gives the numbers of
+           these experts. The file was written just before, so all sides read it from the page
+           cache. Every call opens the file again, because a real process loads a checkpoint only
+           once.
+Baseline   whole: `torch.load` reads all weights into memory. Then the rank's weights are copied to
+           the GPU.
 Optimized  mapped: whole with `mmap=True`. Only the pages of the rank's weights are read.
-           safetensors: mapped, but in the safetensors format, by `safe_open` and `get_tensor`. It
-           uses no pickle, but it needs the library safetensors. Without it, the variant is skipped.
-Bound      Host memory on whole, which copies every byte of the file. The other sides read the list
-           of all weights, touch new pages, and copy the rank's weights to the GPU one by one. The
-           costs count only these copies, because no rate of the host's work is measured. So all
-           sides take longer than predicted.
-Use when   A process needs a part of a large file: some experts, some layers. If it needs all of the
-           file, a mapping still saves one copy in memory. From a disk, page faults read small
-           pieces, so a mapping may load more slowly than one long read. Use safetensors also for
+           safetensors: mapped, but in the safetensors format, by `safe_open` and `get_tensor`. The
+           format contains no pickle. Without the library safetensors, the variant is skipped.
+Bound      For whole, host memory, because it copies every byte of the file. The other sides read
+           the list of all weights, touch new pages, and copy the rank's weights to the GPU one by
+           one. The costs count only the copies to the GPU, because no rate of the host's work was
+           measured. So all sides take longer than predicted.
+Use when   A process needs part of a large file, such as some experts or layers. If it needs the
+           whole file, a mapping still saves one copy in memory. From a disk, page faults read small
+           pieces, so a mapping may load more slowly than one long read. Also use safetensors for
            files that you do not trust.
 """
 
@@ -54,7 +56,7 @@ def reference(state, chosen):
 
 
 def named(weights):
-    """Return the weights by name, each in its own memory."""
+    """Return the weights as a dict by name, each a tensor with its own memory."""
     return {
         f"layers.{layer}.experts.{expert}": weight.clone()
         for layer, experts in enumerate(weights)

@@ -1,25 +1,27 @@
 """Small files: pack them into one file and read a whole shard at a time.
 
-Problem    Load images of 3 x 32 x 32 bytes into one tensor on the GPU. Their order is the input.
-           The order shuffles the shards of 64 images, and the images within each shard. The files
-           were written just before, so all sides read from the page cache.
-Baseline   files: one file per image, by Python's `open` and `read`.
-Optimized  unbuffered: files by `os.open` and `os.preadv`, which reads into the image's row of the
-           result. Python then makes no buffer and no `bytes` object.
-           packed: unbuffered, but all images are in one tar file, which is open already. An index,
-           made before the timed part, has the offset of each image. There is still one read per
-           image.
-           shards: packed, but with one read per shard. The images are then picked from memory.
-Bound      The host: system calls and Python's steps per image. shards makes few system calls. The
-           costs count only the copy to the GPU, because no rate of the host's work is measured. So
-           all sides take longer than predicted.
+Problem    Load images of 3 x 32 x 32 bytes into one tensor on the GPU. The input is the order of
+           the images: shards of 64 images in random order, and a random order within each shard.
+           The files were written just before, so all sides read from the page cache.
+Baseline   files: one file per image, which Python's `open` and `read` load.
+Optimized  unbuffered: files, but by `os.open` and `os.preadv`, which reads straight into the
+           image's row of the result. So Python creates no buffer and no `bytes` object.
+           packed: unbuffered, but all images are in one tar file. Before the timed part, the file
+           is opened and the offset of each image is looked up. There is still one read per image.
+           shards: packed, but with one read per shard. The images are then copied out of the shard
+           in memory.
+Bound      The host: each image costs system calls and Python code. shards makes few system calls.
+           The costs count only the copy to the GPU, because no rate of the host's work was
+           measured. So all sides take longer than predicted.
 Use when   A data set has many small files. Use shards if shuffling within a shard is random enough.
-           packed serves any order. The gain grows on a disk or a network, where each file costs a
-           round trip. It shrinks with larger images, because all sides copy the same bytes.
+           packed works with any order. The gain is larger on a disk or a network, where each file
+           costs a round trip. It is smaller with larger images, because all sides copy the same
+           bytes.
 
 The files have no names, so no file can be left behind. They are opened through /proc. On one
-machine, that took 4 us per file. Opening a file by a name that the kernel had cached took 2 us, in
-a folder of 20,000 files. So packed and shards gain less over files that have names.
+machine, opening a file through /proc took 4 us. Opening a named file took 2 us, in a folder of
+20,000 files whose names the kernel had cached. So packed and shards gain less if the files have
+names.
 """
 
 import io
@@ -53,12 +55,13 @@ def reference(state, order):
 
 
 def one_each(state, stack):
-    """Return the paths of files that hold an image each and live as long as `stack`."""
+    """Return the paths of files with one image each. The files are open until `stack` closes
+    them."""
     return [path_of(stack.enter_context(unnamed(bytes_of(image)))) for image in state.images]
 
 
 def in_tar(state):
-    """Return a tar file of all images, and the offset of each image."""
+    """Return an open tar file of all images, and a list of each image's offset in it."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as archive:
         for item, image in enumerate(state.images):
@@ -127,7 +130,7 @@ def shards(state, order):
                 first = int(order[row]) // SHARD * SHARD
                 count = min(SHARD, len(order) - first)
                 shard = torch.empty(count * stride, dtype=torch.uint8)
-                # From here, a member's header follows the member before it.
+                # The read begins at the first image, so each header follows the image before it.
                 span = bytes_of(shard)[: (count - 1) * stride + BYTES]
                 read_into(file.fileno(), span, begins[first])
                 members = shard.view(count, stride)[:, :BYTES]

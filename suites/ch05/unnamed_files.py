@@ -1,8 +1,9 @@
 """Files without a name, which the pages of this chapter write and read.
 
 A file exists until the process closes it or ends. So no file is left behind, even after SIGKILL.
-The files lie in `$TMPDIR`, or else in /tmp. Python's `tempfile` would also try other folders, even
-the current one. Pages that read write the file before their timed part, so it is in the page cache.
+The files are in `$TMPDIR` if it is set, and in /tmp if not. Python's `tempfile` would also try
+other folders, even the current one. A page that times reading writes its file before the timed
+part, so the file is in the page cache.
 """
 
 import errno
@@ -40,7 +41,7 @@ def unnamed(data):
 
 
 def path_of(file):
-    """Return a path at which this process can open `file` once more."""
+    """Return a path by which this process can open `file` a second time."""
     return f"/proc/self/fd/{file.fileno()}"
 
 
@@ -50,7 +51,7 @@ def bytes_of(tensor):
 
 
 def read_into(descriptor, view, offset=0):
-    """Fill `view` with the bytes of a file that begin at `offset`."""
+    """Read from the file at `offset` until `view` is full."""
     while view:
         count = os.preadv(descriptor, [view], offset)
         if count == 0:

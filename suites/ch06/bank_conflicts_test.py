@@ -1,32 +1,35 @@
 """Bank conflicts: shared memory serves lanes at once only if they read from different banks.
 
-Problem    Evaluate one polynomial of 32 coefficients for each row of an (rows, 32) fp32 matrix,
-           each at its own x, by Horner's rule.
-Baseline   strided: a block copies 128 rows into shared memory, so that its loads are coalesced.
-           Then each thread walks its own row in 16-byte reads. The kernel has explicit 16-byte
-           reads, but the compiler also makes them from a plain loop over floats. Such a read serves
-           8 lanes at a time. Their rows are 32 floats apart, so all 8 read from the same 4 of the
-           32 banks, and wait for each other.
+Problem    Each row of an (rows, 32) fp32 matrix has the coefficients of a polynomial. Evaluate each
+           polynomial at its own x, by Horner's rule.
+Baseline   strided: a block copies 128 rows into shared memory, so its loads from global memory are
+           coalesced. Then each thread reads its own row from shared memory, 16 bytes at a time. The
+           source code asks for 16-byte reads, but the compiler also creates them from a plain loop
+           over floats. Shared memory serves a 16-byte read for 8 lanes at a time. The rows of these
+           lanes are 32 floats apart, so all 8 lanes read from the same 4 of the 32 banks, and wait
+           for each other.
 Optimized  padded: changes strided. Four unused floats follow each row, so the rows are 36 floats
-           apart. The 8 lanes read from all 32 banks. Rows of 33 floats, as in many textbooks, have
-           no conflicts either, but they are not aligned to 16 bytes, so they need 4-byte reads,
-           four times as many.
-           swizzled: changes strided. Row r holds its groups of four coefficients in the order group
-           xor r % 8. The 8 lanes read from all 32 banks, without unused floats.
+           apart. The 8 lanes read from all 32 banks. The rows of 33 floats that many textbooks use
+           have no conflicts either. But they are not aligned to 16 bytes, so they need four times
+           as many reads, of 4 bytes each.
+           swizzled: changes strided. Row r stores its group g of four coefficients in place g xor r
+           % 8. The 8 lanes read from all 32 banks, without unused floats.
            straight: changes padded. No shared memory. A thread reads its row in eight 16-byte loads
            from global memory. A warp's lanes are 128 bytes apart, so each load touches 32 lines of
-           the L1. It uses half of each sector, and a later load finds the other half in the L1.
-           There is no library variant, because no library evaluates a polynomial per row.
-Bound      DRAM for padded and swizzled: each coefficient is read once. Shared memory for strided:
-           its reads take eight times as long as without conflicts. These reads take only a little
-           longer than the transfers from DRAM. So conflicts cost much less here than in a kernel
-           that reads each word several times.
-Seen       straight takes longer than predicted from its bytes. The kernels of
-           `launch_bounds_test.py`, whose accesses also use half of each sector, do so by about the
-           same factor. We did not measure which unit limits them.
-Use when   The lanes of a warp access shared memory at a large, even stride, as in rows whose length
-           is a power of two. Pad or swizzle in units of the access: 4 bytes or 16. If each element
-           is used once and a row fits in registers, also measure reads straight from global memory.
+           the L1. A load uses half of each sector, and the next load finds the other half in the
+           L1. There is no library variant, because no library evaluates a polynomial per row.
+Bound      For padded and swizzled, DRAM: each coefficient is read once. For strided, shared memory:
+           the conflicts make its reads take eight times as long. Even so, the reads take only a
+           little longer than the transfers from DRAM. So conflicts cost much less here than in a
+           kernel that reads each word several times.
+Seen       straight takes longer than predicted from its bytes. The accesses of the kernels in
+           `launch_bounds_test.py` also use half of each sector, and these kernels exceed their
+           predicted times by about the same factor. We did not measure which unit limits the
+           kernels.
+Use when   The lanes of a warp access shared memory at a large, even stride, for example in rows
+           whose length is a power of two. Pad or swizzle in units of the access: 4 bytes or 16. If
+           each element is used once and a row fits in registers, also measure reads straight from
+           global memory.
 """
 
 import torch
@@ -77,16 +80,16 @@ def evaluated(rows, **more):
     return Cost(
         read=4 * (TERMS + 1) * rows,
         write=4 * rows,
-        ops={"fp32": 2 * TERMS * rows},  # the first multiply-add is by zero
+        ops={"fp32": 2 * TERMS * rows},  # the first multiply-add multiplies zero
         launches=1,
         **more,
     )
 
 
 def staged(rows, conflicts):
-    """Return the cost with each row loaded and stored once, and read with `conflicts`.
+    """Return the cost of staging rows in shared memory: `conflicts` lanes wait for one bank.
 
-    The L1, through which a row is loaded, is also shared memory.
+    Loads from global memory also count as `shared`, because the L1 and shared memory are one unit.
     """
     return evaluated(rows, shared=4 * TERMS * (1 + 1 + conflicts) * rows)
 

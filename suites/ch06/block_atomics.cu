@@ -6,8 +6,7 @@
 
 constexpr unsigned BLOCK = 256, EACH = 4, WARPS = BLOCK / 32;
 
-// As many blocks as fit on the GPU loop over the elements, so a thread has one sum for many
-// elements.
+// The grid has as many blocks as fit on the GPU at once, and each thread adds up many elements.
 __device__ float walk(const float* __restrict__ x, const float* __restrict__ y, unsigned n) {
   const unsigned stride = gridDim.x * BLOCK;
   unsigned i = blockIdx.x * BLOCK + threadIdx.x;
@@ -26,7 +25,7 @@ __device__ float walk(const float* __restrict__ x, const float* __restrict__ y, 
   return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
-// Return the sum of a warp, in lane 0. All 32 lanes must call this.
+// Return the sum of a warp's values, in lane 0. All 32 lanes must call this function.
 __device__ float of_warp(float value) {
 #pragma unroll
   for (unsigned half = 16; half > 0; half /= 2) value += __shfl_down_sync(~0u, value, half);

@@ -1,23 +1,24 @@
 """Block-aggregated atomics: add up in the block, because an address takes one atomic at a time.
 
 Problem    The dot product of two vectors of n fp32 elements.
-Baseline   per_thread: as many blocks as fit on the GPU loop over the vectors, and each thread keeps
-           its own sum. At the end, each thread adds its sum to the result by an atomic.
+Baseline   per_thread: the grid has as many blocks as fit on the GPU at once. Their threads loop
+           over the vectors, and each thread keeps its own sum. At the end, each thread adds its sum
+           to the result by an atomic.
 Optimized  per_warp: changes per_thread. The lanes of a warp add up their sums by shuffles, and one
            lane does the atomic.
            per_block: changes per_warp. The warps of a block also add up their sums, in shared
            memory, and one thread does the atomic.
            library: `torch.dot`, which is cuBLAS.
 Bound      DRAM: both vectors are read once. All atomics go to one address, so the L2 does them one
-           after another. They come at the end, when all threads finish at about the same time. The
-           machine code of per_thread has one RED per thread: the compiler does not combine fp32
-           atomics, because the order of additions changes an fp32 sum. The cost assumes that an
-           atomic on one address takes as long as in `../ch07/histogram_test.py`, where integers are
-           added.
-Seen       per_thread takes longer than predicted. Assume that all sides sum as fast as per_block.
-           Then an atomic takes 1.7 ns if all lanes of a warp do one, and 1.2 ns if only one lane
-           does. The integer atomics of histogram take 1 ns. We did not measure why 32 lanes take
-           longer than one.
+           after another. The threads finish at about the same time, so all atomics come at the end
+           of the kernel. The machine code of per_thread has one RED per thread: the compiler does
+           not combine fp32 atomics, because the order of additions changes an fp32 sum. The cost
+           assumes that an atomic on one address takes as long as in `../ch07/histogram_test.py`,
+           where integers are added.
+Seen       per_thread takes longer than predicted. If all sides sum as fast as per_block, an atomic
+           takes 1.7 ns in per_thread, where all lanes of a warp do one. It takes 1.2 ns in
+           per_warp, where one lane does. The integer atomics of `../ch07/histogram_test.py` take 1
+           ns. We do not know why an atomic takes longer if all 32 lanes do one.
 Use when   Many threads update one fp32 sum. For an int32 sum on one address, the compiler combines
            the atomics of a warp itself (REDUX in the machine code). For bitwise reproducible
            results, store the blocks' sums instead (`../ch07/reduction_test.py`).
@@ -31,9 +32,9 @@ from pytest_aisp import Cost, Variant, Work, compare, cuda_module
 kernels = cuda_module("block_atomics.cu")
 BLOCK, WARP = 256, 32
 EACH = 4  # elements that a thread loads at once
-THREADS = 2048 * 132  # that an H200 runs at once
-# The `atomics` rate is that of many addresses. In the time of one addition to a single address, the
-# L2 adds to this many different ones.
+THREADS = 2048 * 132  # on an H200 at once
+# The `atomics` rate was measured with many addresses. While the L2 does one addition to a single
+# address, it can do this many additions to different addresses.
 ADDRESSES = 850
 
 
@@ -49,7 +50,7 @@ def launch(kernel, x, y):
     gpu = torch.cuda.get_device_properties(x.device)
     resident = gpu.max_threads_per_multi_processor // BLOCK * gpu.multi_processor_count
     out = torch.zeros((), device=x.device)
-    # A small n gets fewer blocks, so that their threads also have several elements.
+    # If n is small, launch fewer blocks, so that each thread still has several elements.
     kernel[min(resident, -(-x.numel() // (EACH * BLOCK))), BLOCK](x, y, out, x.numel())
     return out
 
@@ -75,8 +76,8 @@ def summed(n):
 
 
 def cleared_and_summed(n, each):
-    """Return the cost of a fill with zeros and a sum in which 1 of `each` threads does an
-    atomic."""
+    """Return the cost of filling the result with zeros, and of a sum in which one of every `each`
+    threads does an atomic."""
     return Cost(launches=1) + summed(n) + Cost(atomics=ADDRESSES * THREADS / each)
 
 

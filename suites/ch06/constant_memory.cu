@@ -37,7 +37,7 @@ struct Table {
   }
 };
 
-// They are not `const`. If they were, the compiler would put the numbers into the code.
+// The arrays are not `const`, because the compiler would then put the numbers into the code.
 __device__ Series series_global;
 __constant__ Series series_constant;
 __device__ Table table_global;

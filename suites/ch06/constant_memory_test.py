@@ -4,38 +4,39 @@ Problem    test_constant_memory evaluates one fixed polynomial of 64 coefficient
            test_table decodes n bytes of mu-law sound (G.711) into int16 by a table of 256 entries.
            The coefficients and the table are fixed by the problem, so they are in the kernel file.
 Baseline   series_in_global: the coefficients are in global memory. Every warp executes one load per
-           coefficient, which the L1 serves.
+           coefficient, and the L1 serves these loads.
            decode_in_constant: the table is in constant memory, because it never changes.
 Optimized  series_in_constant: changes series_in_global. The coefficients are in constant memory.
-           All lanes of a warp read the same one, so one uniform load (ULDC) brings two coefficients
-           for the whole warp.
-           series_in_code: changes series_in_constant. The coefficients are numbers in the
-           instructions, and need no load.
+           All lanes of a warp read the same coefficient, so one uniform load (ULDC) fetches two
+           coefficients for the whole warp.
+           series_in_code: changes series_in_constant. The coefficients are part of the
+           instructions, so they need no load.
            decode_in_global: changes decode_in_constant. The table is in global memory, and the L1
            keeps it.
            decode_in_shared: changes decode_in_global. Each block copies the table into shared
            memory.
-           decode_computed: changes decode_in_global. No table: shifts and a few additions. There is
-           no library variant, because PyTorch has no call for either problem.
-Bound      test_constant_memory: issue, one multiply-add per coefficient, and the loads of
-           series_in_constant in addition. series_in_global is limited by the L1: it needs one load
-           per coefficient, and an SM starts one load in the time of four multiply-adds.
-           test_table: DRAM. The limit of decode_in_constant is the constant cache, because the 32
-           codes of a warp need many different words. The cost assumes that the cache serves one
-           word per clock, which was not measured. decode_computed needs 13 integer instructions per
-           code. An SM issues them at half the rate of multiply-adds, so they take longer than the
-           bytes.
+           decode_computed: changes decode_in_global. There is no table: shifts and a few additions
+           compute each value. There is no library variant, because PyTorch has no call for either
+           problem.
+Bound      test_constant_memory: issue. Each coefficient costs one multiply-add, and in
+           series_in_constant also part of a uniform load. The L1 limits series_in_global: each
+           coefficient needs one load, and an SM starts one load in the time of four multiply-adds.
+           test_table: DRAM. The constant cache limits decode_in_constant, because the 32 codes of a
+           warp need many different words. The cost assumes that the cache serves one word per
+           clock. This rate was not measured. decode_computed needs 13 integer instructions per
+           code. An SM issues these instructions at half the rate of multiply-adds, so they take
+           longer than the transfers from and to DRAM.
 Seen       decode_in_constant takes about two cycles of an SM for each different word, twice as many
            as the cost assumes. We did not confirm this with a profiler.
            series_in_code takes longer than its instructions predict. A block issues almost no
            instructions until its points arrive from DRAM. An SM holds only 8 blocks, so at times it
-           has nothing to issue. The other two exceed their predicted times by a similar amount. We
-           did not measure how often the SM has nothing to issue.
+           has nothing to issue. series_in_global and series_in_constant exceed their predicted
+           times by a similar amount. We did not measure how often the SM has nothing to issue.
 Use when   All threads read the same few numbers in the same order, and the numbers are set before
            the launch. The arguments of a kernel are in constant memory too. If the numbers are
            known when you compile, write them as `constexpr`. A thread that evaluates several points
-           loads each coefficient once for all of them, so it gains less from constant memory. For a
-           look-up by data, use the L1 or shared memory.
+           loads each coefficient once for all points, so it gains less from constant memory. If the
+           data decides which entry of a table a lane reads, use the L1 or shared memory.
 """
 
 import torch
@@ -46,8 +47,8 @@ from pytest_aisp import Cost, Variant, Work, compare, cuda_module
 kernels = cuda_module("constant_memory.cu")
 BLOCK, TERMS = 256, 64
 CODES_EACH = 16
-CONFLICTS = 2.8  # words of one bank that 32 random codes need, on average over warps
-WORDS = 28.4  # different words that 32 random codes need, on average over warps
+CONFLICTS = 2.8  # different words in the busiest bank for 32 random codes, mean over warps
+WORDS = 28.4  # different words that 32 random codes need, mean over warps
 
 
 def points(device, n):
@@ -116,9 +117,10 @@ def evaluated(n, instructions, loads=0):
     """Return the cost of n points.
 
     Args:
-        instructions: how many a point issues, counted in the machine code for sm_90. Each takes the
-            slot of a multiply-add.
-        loads: coefficients per point that are loaded from the L1, which is also shared memory.
+        instructions: instructions per point, counted in the machine code for sm_90. Each takes the
+            issue slot of a multiply-add.
+        loads: coefficients per point that are loaded from the L1. They count as `shared`, because
+            the L1 and shared memory are one unit.
     """
     return Cost(
         read=4 * n,
@@ -134,7 +136,7 @@ def decoded(n, shared=0, integers=0):
     """Return the cost of n codes.
 
     Args:
-        shared: bytes of shared memory or the L1 that a code keeps busy.
+        shared: bytes per code that shared memory or the L1 could move in the time of the look-up.
         integers: integer instructions per code. Each takes the slots of two multiply-adds.
     """
     ops = {"fp32": 4 * integers * n}
@@ -142,12 +144,12 @@ def decoded(n, shared=0, integers=0):
 
 
 def by_banks(n):
-    # A bank gives a word of 4 bytes per clock, also to a lane that needs 2 of them.
+    # A bank gives a word of 4 bytes per clock, even to a lane that needs only 2 bytes.
     return decoded(n, shared=4 * CONFLICTS)
 
 
 def by_words(n):
-    # One word per clock, in which shared memory would give 128 bytes to the 32 lanes.
+    # One word per clock. In a clock, shared memory would give 128 bytes to the 32 lanes.
     return decoded(n, shared=128 * WORDS / 32)
 
 

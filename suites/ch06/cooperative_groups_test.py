@@ -1,33 +1,34 @@
 """Cooperative groups: a barrier for the whole grid instead of a launch per step.
 
-Problem    64 steps of heat diffusion on a ring of n fp32 cells. A cell of a step needs three cells
-           of the previous step, so all blocks must have finished a step before the next begins.
+Problem    64 steps of heat diffusion on a ring of n fp32 cells. Each cell needs three cells of the
+           previous step, so all blocks must finish a step before the next one begins.
 Baseline   launches: one kernel per step. The end of a kernel is the barrier.
-Optimized  captured: changes launches. The same kernels in a CUDA graph, which the host launches
-           once.
-           grid_sync: changes launches. One cooperative kernel. Its blocks all run at once, and wait
-           for each other by `grid.sync()` after each step.
-Bound      Launch for launches: the host takes longer to launch a step than the GPU needs for it.
-           The cells stay in the L2, and a step on them is short. captured also starts 64 kernels,
-           but the GPU starts them, which takes less time. grid_sync pays for 63 barriers. At each
-           of them, every block does an atomic on one address and waits for the slowest. The cost
-           counts the atomics as in `block_atomics_test.py`. No rate of the wait was measured, so
-           the predicted time leaves the wait out.
-           For this stencil there is a faster way than all three: a block that also loads 64 cells
-           on each side computes all 64 steps without any barrier. It is not a variant, because it
-           works only if a cell depends on nearby cells. The stencil is an example of steps that may
-           depend on the whole previous step.
+Optimized  captured: changes launches. A CUDA graph contains the same kernels, and the host launches
+           the graph once.
+           grid_sync: changes launches. One cooperative kernel does all steps. All its blocks run at
+           the same time, and wait for each other at a `grid.sync()` after each step.
+Bound      For launches, the launch: the host takes longer to launch a step than the GPU takes to
+           run it. The cells stay in the L2, so a step is short. captured also starts 64 kernels,
+           but the GPU starts them by itself, which takes less time. grid_sync pays for 63 barriers.
+           At each barrier, every block does an atomic on one address and waits for the slowest
+           block. The cost counts the atomics as in `block_atomics_test.py`. The cost leaves out the
+           wait, because its length was not measured.
+           For this stencil, a fourth way is faster than all three sides: a block that also loads 64
+           cells on each side computes all 64 steps without any barrier. It is not a variant,
+           because it works only if a cell depends on nearby cells alone. On this page, the stencil
+           stands for steps that may depend on the whole previous step.
 Seen       grid_sync is slower than captured: a barrier takes longer than the start of a kernel in a
-           graph. Its atomics take about a third of it, if the cost is right. A block also waits
-           until its stores have reached the L2, until its atomic has come back, and until it has
-           read that the last block has arrived, one after the other. We measured none of these.
-           launches: a launch through `cuda_module` takes the host more than twice as long as the
-           rate `launch` says, which was measured with a torch operator. We did not measure which
-           part of a launch takes the time.
-Use when   A barrier is needed between short steps, and threads can keep something from step to step
-           in registers or shared memory, which is lost when a kernel ends. To save launches alone,
-           capture a graph first: it needs no new kernel. All blocks of the grid must fit on the GPU
-           at once.
+           graph. If the cost is right, the atomics take about a third of a barrier's time. Three
+           waits of a block follow one another in a barrier: until its stores have reached the L2,
+           until its atomic has returned, and until it has read that the last block has arrived. We
+           did not measure any of these waits.
+           launches takes longer than predicted: a launch through `cuda_module` takes the host more
+           than twice as long as the rate `launch` says. That rate was measured with a torch
+           operator. We did not measure which part of a launch takes the time.
+Use when   A barrier is needed between short steps, and threads can keep data from step to step in
+           registers or shared memory. This data would be lost at the end of a kernel. To save
+           launches alone, capture a graph first: it needs no new kernel. All blocks of the grid
+           must fit on the GPU at once.
 """
 
 import torch
@@ -71,7 +72,7 @@ def grid_sync(u):
     resident = gpu.max_threads_per_multi_processor // BLOCK * gpu.multi_processor_count
     grid = min(resident, -(-n // BLOCK))
     kernels.all_steps.launch(grid, BLOCK, cooperative=True)(RATE, u, even, odd, n, STEPS)
-    return odd  # the last of an even number of steps
+    return odd  # STEPS is even, so the last step wrote `odd`
 
 
 def stepped(n, **starts):

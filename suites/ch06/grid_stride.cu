@@ -1,18 +1,18 @@
-// Kernels of one thread per element, and the same kernels as a grid-stride loop.
+// Kernels with one thread per element, and the same kernels with a grid-stride loop.
 //
 // scale_each: out[i] = a * x[i], one thread per element.
-// scale_stride: the same by a fixed number of blocks, whose threads walk the elements.
+// scale_stride: the same with a fixed number of blocks, whose threads loop over the elements.
 // decode_each: out[i] = table[codes[i]], one thread per element. Each block first copies the table
 //     of 256 floats into shared memory.
 // decode_code_first: decode_each, whose threads load their code before they wait for the table.
-// decode_stride: the same by a fixed number of blocks, each of which copies the table once.
+// decode_stride: decode_each with a fixed number of blocks, each of which copies the table once.
 // decode_through_l1: decode_each without the copy. The table is read through the L1.
 
 constexpr unsigned BLOCK = 256, ENTRIES = 256;
 static_assert(ENTRIES == BLOCK, "each thread copies one entry of the table");
 
-// Both call `body` for each element of this thread. The loop is not unrolled, so that a thread has
-// one load in flight, as in the kernels with one thread per element.
+// one_each and grid_stride call `body` for each element of this thread. The loop is not unrolled,
+// so a thread has one load in flight, as in the kernels with one thread per element.
 template <typename Body>
 __device__ void one_each(unsigned n, Body body) {
   const unsigned i = blockIdx.x * BLOCK + threadIdx.x;

@@ -3,32 +3,34 @@
 Problem    test_grid_stride decodes n int32 codes from 0 to 255 by a table of 256 fp32 values.
            test_without_table multiplies n fp32 elements by a number.
 Baseline   decode_each: one thread per element, in blocks of 256. Each block first copies the table
-           into its shared memory, for 256 look-ups.
+           into its shared memory, for only 256 look-ups.
            scale_each: one thread per element, in blocks of 256.
-Optimized  decode_stride: changes decode_each. It starts as many blocks as fit on the GPU, and each
-           block copies the table once. Then its threads loop over the codes, a whole grid apart.
+Optimized  decode_stride: changes decode_each. The grid has as many blocks as fit on the GPU at
+           once, and each block copies the table once. Then the threads loop over the codes with a
+           stride of the whole grid.
            decode_code_first: changes decode_each. A thread loads its code before it waits for the
            table, so that both loads are in flight at the same time.
-           decode_through_l1: changes decode_each. The table is not copied. The L1 keeps it.
+           decode_through_l1: changes decode_each. Threads read the table from global memory, and
+           the L1 caches it.
            library: `torch.index_select`.
-           scale_stride: changes scale_each. As many blocks as fit on the GPU loop over the
-           elements.
+           scale_stride: changes scale_each. The grid has as many blocks as fit on the GPU at once,
+           and they loop over the elements.
 Bound      DRAM, 4 bytes read and 4 written per element. The table is small and every block of an SM
-           reads it, so it comes from the L1 or the L2 and costs few bytes. It costs time:
-           decode_each waits for the table first and then for the codes, one after the other. All
-           kernels have one code or element per thread in flight, which is not enough for the full
-           rate of DRAM (`../ch07/vector_width_test.py`). The kernels without a loop start a block
-           for every 256 elements, and the starts alone take longer than the bytes.
+           reads it, so it comes from the L1 or the L2 and costs almost no DRAM traffic. But it
+           costs time: decode_each first waits for the table and then for the codes. All kernels
+           have one code or element per thread in flight, which is not enough for the full rate of
+           DRAM (`../ch07/vector_width_test.py`). The kernels without a loop start a block for every
+           256 elements, and these starts alone take longer than the transfers from and to DRAM.
 Seen       decode_stride and scale_stride take about the same time, so copying a table once costs
-           almost nothing. Both have 8 KiB in flight per SM, which explains why they miss the copy
-           rate. The kernels without a loop also have 8 KiB in flight. But a block starts, waits for
-           DRAM and ends one after the other. We did not measure how long each of these takes.
-           decode_code_first hardly gains, so the wait for the table is short. We did not examine
-           the library's kernel.
+           almost nothing. Both have 8 KiB in flight per SM, which explains why they do not reach
+           the copy rate. The kernels without a loop also have 8 KiB in flight, but each of their
+           blocks must start, wait for DRAM and end in turn. We did not measure how long each of
+           these phases takes. decode_code_first hardly gains, so the wait for the table is short.
+           We did not examine the library's kernel.
 Use when   Each block first loads a table, sets up a random generator, or clears counters. Without
-           such work the loop gains less, because it only saves the starts of blocks. Also use it
+           such work the loop gains less, because it saves only the starts of blocks. Also use it
            when n may exceed the largest grid, or when the grid must stay the same for any n. To
-           copy at the full rate, unroll it (`ilp_test.py`).
+           reach the full copy rate, unroll the loop (`ilp_test.py`).
 """
 
 import torch
@@ -39,7 +41,7 @@ from pytest_aisp import Cost, Variant, Work, compare, cuda_module
 kernels = cuda_module("grid_stride.cu")
 A = 0.75
 BLOCK = ENTRIES = 256
-CONFLICTS = 3.2  # entries of one bank that 32 random codes need, on average over warps
+CONFLICTS = 3.2  # different entries in the busiest bank for 32 random codes, mean over warps
 COPY = 2 * 4 * ENTRIES / BLOCK  # bytes per element that a block loads and stores to copy the table
 
 
@@ -48,9 +50,9 @@ def blocks_for(x):
 
 
 def blocks_at_once(x):
-    """Return how many blocks the GPU runs at once.
+    """Return the number of blocks that the GPU runs at once.
 
-    If `x` is small, return fewer, so that a thread always has two elements or more.
+    If `x` is small, return fewer blocks, so that a thread always has two elements or more.
     """
     gpu = torch.cuda.get_device_properties(x.device)
     resident = gpu.max_threads_per_multi_processor // BLOCK * gpu.multi_processor_count
@@ -117,8 +119,9 @@ def scale_stride(x):
 def looked_up(n, blocks=0, copy=0):
     """Return the cost if a block moves `copy` bytes per element before its look-ups.
 
-    The L1, from which the table comes, is also shared memory. The blocks of a loop are too few to
-    count, and those of the library are unknown.
+    Reads of the table through the L1 also count as `shared`, because the L1 and shared memory are
+    one unit. `blocks` is 0 for a loop, which has too few blocks to matter, and for the library,
+    whose number of blocks is unknown.
     """
     read, shared = 4 * n + 4 * ENTRIES, (copy + 4 * CONFLICTS) * n
     return Cost(read=read, write=4 * n, shared=shared, blocks=blocks, launches=1)

@@ -19,7 +19,7 @@ __device__ __nv_bfloat162 silu(__nv_bfloat162 x) {
 
 __device__ unsigned place() { return blockIdx.x * BLOCK + threadIdx.x; }
 
-// The last elements, which fill no vector of `width`.
+// Handle the last elements, which are too few for a vector of `width` elements.
 template <unsigned width>
 __device__ void leftovers(const __nv_bfloat16* x, __nv_bfloat16* out, unsigned n) {
   const unsigned i = n / width * width + threadIdx.x;

@@ -4,25 +4,26 @@ Problem    SiLU of n bf16 elements, computed in fp32 and rounded to bf16 once. T
            result are bf16 on all sides.
 Baseline   widened: an fp32 kernel between two conversions, `x.float()` and `.bfloat16()`. Two fp32
            tensors pass through DRAM.
-Optimized  in_registers: changes widened. One kernel loads bf16, computes in fp32, and stores bf16.
-           A thread has one element.
+Optimized  in_registers: changes widened. One kernel loads bf16, computes in fp32, and stores bf16,
+           one element per thread.
            pairs: changes in_registers. Two elements per thread, in 4-byte accesses.
            octets: changes in_registers. Eight elements per thread, in 16-byte accesses.
            library: `torch.nn.functional.silu`, which also computes in fp32.
-Bound      DRAM for octets: 2 bytes read and 2 written per element, against 20 for widened. The
-           start of blocks for in_registers, which starts one for every 256 elements: that alone
-           takes more than twice as long as its bytes. pairs starts half as many and octets an
-           eighth. With one element per thread, the 2048 threads of an SM also have only 4 KiB of
-           loads in flight, a third of what the full rate needs (`../ch07/vector_width_test.py`).
+Bound      For octets, DRAM: it reads 2 bytes and writes 2 bytes per element, while widened moves
+           20. For in_registers, the start of blocks: it starts a block for every 256 elements, and
+           these starts alone take more than twice as long as its DRAM traffic. pairs starts half as
+           many blocks as in_registers, and octets an eighth. With one element per thread, the 2048
+           threads of an SM also have only 4 KiB of loads in flight, a third of what the full rate
+           needs (`../ch07/vector_width_test.py`).
 Seen       pairs has as many threads, blocks and 4-byte accesses as `single` of `ilp_test.py`, and
-           takes about as long. So it also has too few bytes in flight, and bf16 is not the cause.
-           widened takes longer than predicted, and we did not measure its three kernels separately.
-           Its middle kernel makes twice as many accesses as `single`. If this kernel takes twice as
-           long as `single`, the two conversions take half as long again as predicted from their
-           bytes. We cannot explain why.
-Use when   Tensors are in 16 bits and arithmetic needs 32. Do not convert a whole tensor for one
-           elementwise kernel. Load at least 16 bytes per thread. Keep sums and exponentials in
-           fp32.
+           takes about as long. So pairs is slow because too few bytes are in flight, not because of
+           bf16. widened takes longer than predicted, and we did not measure its three kernels
+           separately. Its middle kernel makes twice as many accesses as `single`. If this kernel
+           takes twice as long as `single`, the two conversions take 1.5 times as long as predicted
+           from their bytes. We cannot explain why.
+Use when   Tensors have 16-bit elements and arithmetic needs 32 bits. Do not convert a whole tensor
+           for one elementwise kernel. Load at least 16 bytes per thread. Keep sums and exponentials
+           in fp32.
 """
 
 import torch
@@ -71,11 +72,11 @@ def library(x):
 
 
 def squashed(n, instructions, each, size=2):
-    """Return the cost of the kernel.
+    """Return the cost of one kernel.
 
     Args:
-        instructions: how many it issues per element, counted in the machine code for sm_90. Each
-            takes the slot of a multiply-add.
+        instructions: instructions per element, counted in the machine code for sm_90. Each takes
+            the issue slot of a multiply-add.
         each: elements per thread.
         size: the bytes of an element.
     """
@@ -100,7 +101,8 @@ def converted_twice(n):
     inputs=inputs,
     reference=reference,
     sizes=[{"n": 2**28}],
-    # A block of octets has 2048 elements. The last 1 to 7 elements may fill no vector.
+    # A block of octets has 2048 elements. At the end, 1 to 7 elements may not fill a 16-byte
+    # vector.
     check_sizes=[{"n": 1023}, {"n": 2053}, {"n": st.integers(1, 5000)}],
     work=lambda n: Work(read=2 * n, write=2 * n),
     bound="dram",
@@ -108,7 +110,7 @@ def converted_twice(n):
         widened: converted_twice,
         in_registers: lambda n: squashed(n, instructions=32, each=1),
         pairs: lambda n: squashed(n, instructions=28, each=2),
-        # As if the library's kernel were octets, which it resembles.
+        # The library's kernel resembles octets, so assume the same cost.
         **dict.fromkeys([octets, library], lambda n: squashed(n, instructions=18, each=8)),
     },
 )

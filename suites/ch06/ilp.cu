@@ -42,7 +42,7 @@ __device__ void grow(float rate, const float* __restrict__ x, float* __restrict_
   float y[each];
 #pragma unroll
   for (unsigned k = 0; k < each; ++k) y[k] = first + k * BLOCK < n ? x[first + k * BLOCK] : 0.0f;
-#pragma unroll (64 / each)  // as many instructions per round for every `each`
+#pragma unroll (64 / each) // the same number of instructions per iteration for every `each`
   for (unsigned step = 0; step < STEPS; ++step) {
 #pragma unroll
     for (unsigned k = 0; k < each; ++k) y[k] = fmaf(rate, fmaf(-y[k], y[k], y[k]), y[k]);

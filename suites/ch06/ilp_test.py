@@ -5,28 +5,30 @@ Problem    test_ilp computes the sigmoid of n fp32 elements. test_long_chain int
 Baseline   single: one element per thread.
            growth_single: one element per thread.
 Optimized  in_turn: changes single. Four elements per thread. The thread loads an element only after
-           it has stored the previous one, because the compiler does not know that out is not x.
+           it has stored the previous one, because the compiler must assume that out and x overlap.
            two: changes single. Two elements per thread, both loaded before the first is used.
-           four: like two, with four elements. Compared with in_turn, only the order of the loads
-           and stores changes.
+           four: like two, with four elements. It differs from in_turn only in the order of loads
+           and stores.
            eight: like four, with eight elements.
            library: `torch.sigmoid`.
            growth_four: changes growth_single. Four elements per thread, whose steps alternate. Both
-           are unrolled to 128 multiply-adds per round of the loop, so their loops cost the same.
+           kernels are unrolled to 128 multiply-adds per iteration of the loop, so their loops cost
+           the same.
 Bound      test_ilp: DRAM. The 2048 threads of an SM have 8 KiB in flight with one element each, and
            about 13 KiB are needed (`../ch07/vector_width_test.py`). While a thread computes the
-           exponential and the division, it has no load in flight, so single needs even more
-           threads. single also starts a block for every 256 elements, and the starts alone take
-           longer than the bytes.
+           exponential and the division, it has no load in flight, so single would need even more
+           bytes in flight. single also starts a block for every 256 elements, and these starts
+           alone take longer than the transfers from and to DRAM.
            test_long_chain: issue. With 16 warps per scheduler, another warp always has a step
            ready, so the four chains of growth_four gain nothing.
-Seen       in_turn has one load in flight per thread, like single, but a quarter of the blocks, so
-           it gains from fewer block starts. It takes about as long as scale_stride of
-           `grid_stride_test.py`, which has the same bytes in flight and no starts at all. in_turn
-           still has too few bytes in flight. So does single, which also starts more blocks. We did
-           not measure how much time each of these two costs.
+Seen       in_turn has one load in flight per thread, like single, but it starts a quarter of the
+           blocks, so it is faster than single. It takes about as long as scale_stride of
+           `grid_stride_test.py`, which has as many bytes in flight and hardly any block starts. So
+           in_turn is still limited by too few bytes in flight. single has two causes, too few bytes
+           in flight and too many block starts, and we did not measure how much time each of them
+           costs.
 Use when   A kernel waits for memory with all warps resident, or few warps fit on an SM. Load all
-           elements of a thread into registers before you use the first. It gains nothing where
+           elements of a thread into registers before you use the first. This gains nothing where
            enough warps hide the latency, as in test_long_chain.
 """
 
@@ -99,7 +101,8 @@ def growth_four(x):
 
 
 def squashed(n, each=0):
-    """Return the cost with `each` elements per thread. For the library, their number is unknown."""
+    """Return the cost with `each` elements per thread, or 0 for the library, where it is
+    unknown."""
     blocks = -(-n // (each * BLOCK)) if each else 0
     return Cost(read=4 * n, write=4 * n, sfu=2 * n, ops={"fp32": 4 * n}, blocks=blocks, launches=1)
 
@@ -143,8 +146,8 @@ def test_ilp(pair):
     reference=grown,
     sizes=[{"n": 2**25}],
     check_sizes=[{"n": 1023}, {"n": st.integers(33, 2000)}],
-    # No flops: the rate of fp32 was measured in matrix products. A chain in registers may run
-    # faster than that rate, and the harness would report skipped work.
+    # No flops are declared: the fp32 rate was measured with matrix products. A chain in registers
+    # may run faster, and the harness would then report skipped work.
     work=lambda n: Work(read=4 * n, write=4 * n),
     bound="issue",
     costs=dict.fromkeys([growth_single, growth_four], stepped),

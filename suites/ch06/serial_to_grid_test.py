@@ -2,15 +2,16 @@
 
 Problem    a * x + y on n fp32 elements. This page is a tutorial and claims no speedup: nobody would
            ship its baseline.
-Baseline   one_thread: the loop of a CPU program in a kernel of one thread, `[1, 1]`.
+Baseline   one_thread: the loop of a CPU program, in a kernel that is launched with one thread, `[1,
+           1]`.
 Optimized  one_block: changes one_thread. The 256 threads of one block share the elements. A block
            runs on one SM, so the GPU's other SMs stay idle.
            whole_grid: changes one_block. One thread per element, in n / 256 blocks on all SMs.
            library: `torch.add` with `alpha`.
-Bound      Latency for one_thread and one_block: a thread waits for its loads, and too few other
-           threads run meanwhile. A cost does not include latency, so their predicted times are far
-           too short. At this n, whole_grid takes so little time that its launch is a large part of
-           it.
+Bound      For one_thread and one_block, latency: a thread waits for its loads, and too few other
+           threads run in the meantime. The costs leave out latency, so the predicted times of
+           one_thread and one_block are far too short. At this n, the launch is a large part of the
+           time of whole_grid.
 Use when   You write your first kernel: start from whole_grid. A kernel of one thread or one block
            is right only for a few numbers, such as the last step of a sum.
 """
@@ -64,7 +65,7 @@ def added(n):
     optimized=[one_block, whole_grid, library],
     inputs=inputs,
     reference=reference,
-    # Few elements, because one thread needs milliseconds for them.
+    # n is small, because one thread already needs milliseconds for this many elements.
     sizes=[{"n": 2**17}],
     check_sizes=[{"n": 1023}, {"n": st.integers(1, 2000)}],
     work=lambda n: Work(read=8 * n, write=4 * n, flops={"fp32": 2 * n}, terms=2),

@@ -18,7 +18,7 @@ __device__ const int* row_of(const int* x, unsigned r, unsigned n) {
   return x + static_cast<size_t>(r) * n;
 }
 
-// The sum of a warp, in its lane 0. All 32 lanes must call these.
+// The sum of a warp's values, in lane 0. All 32 lanes must call these functions.
 __device__ int by_shuffles(int value) {
 #pragma unroll
   for (unsigned half = 16; half > 0; half /= 2) value += __shfl_down_sync(~0u, value, half);
@@ -26,7 +26,7 @@ __device__ int by_shuffles(int value) {
 }
 __device__ int by_redux(int value) { return __reduce_add_sync(~0u, value); }
 
-// The sum of the block, in thread 0.
+// The sum of the block's values, in thread 0.
 template <int (*of_warp)(int)>
 __device__ int of_block(int value) {
   __shared__ int part[WARPS];
@@ -64,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 8)
 extern "C" __global__ void __launch_bounds__(BLOCK, 8)
     warp_per_row(const int* __restrict__ x, int* __restrict__ out, unsigned rows, unsigned n) {
   const unsigned r = blockIdx.x * WARPS + threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (r >= rows) return;  // whole warps, so that no lane of a sum is missing
+  if (r >= rows) return;  // whole warps end here, so no lane of a sum is missing
   const int sum = by_redux(walk(row_of(x, r, n), n, lane, 32));
   if (lane == 0) out[r] = sum;
 }

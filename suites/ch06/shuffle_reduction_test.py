@@ -1,30 +1,33 @@
 """Shuffle reduction: lanes of a warp pass values to each other without shared memory or barriers.
 
-Problem    The sums of short rows of int32, 1 GiB in total: rows of 256 and rows of 1024 elements.
-Baseline   shared_tree: a block of 256 threads has one row. It reduces its 256 sums in a tree in
-           shared memory, in 8 rounds with a barrier after each.
+Problem    The sum of each row of an int32 matrix of 1 GiB. The rows are short: 256 or 1024
+           elements.
+Baseline   shared_tree: a block of 256 threads has one row. The block reduces the 256 sums of its
+           threads in a tree in shared memory, in 8 rounds with a barrier after each.
 Optimized  shuffle: changes shared_tree. Each warp adds up its 32 sums by five shuffles. One barrier
-           is left, after which the first warp adds up the 8 sums of the warps.
-           redux: changes shuffle. One `__reduce_add_sync` replaces the five shuffles. It works only
-           for integers.
-           warp_per_row: changes redux. Each warp has a row of its own. It needs neither shared
-           memory nor a barrier. A lane also loads eight times as many elements, several of them at
-           once. So part of its gain comes from more loads in flight, and part from fewer
+           remains. After it, the first warp adds up the sums of the 8 warps.
+           redux: changes shuffle. One `__reduce_add_sync` replaces the five shuffles. This
+           intrinsic works only for integers.
+           warp_per_row: changes redux. Each warp has a row of its own, so the kernel needs neither
+           shared memory nor a barrier. A lane also loads eight times as many elements, several of
+           them at once. So part of the gain comes from more loads in flight, and part from fewer
            instructions per element.
            library: `torch.sum`.
-Bound      DRAM for warp_per_row: every element is read once. Issue for the others in rows of 256
-           elements: a thread loads one element, and issues dozens of instructions to find it and to
-           add up the block. Their instructions alone take longer than the bytes. Starting one block
-           per row also takes longer than the bytes, and longer than the instructions of redux.
-           After its loads, a block also spends time without any load in flight. In rows of 1024, a
-           thread adds four elements with hardly more instructions, so they matter less.
-Seen       With a block per row, n = 256 takes longer than both instructions and starts, and so does
-           shared_tree at n = 1024. A block stays on its SM for its start, its wait for DRAM and its
-           steps, one after the other, and an SM has room for 8 blocks. At n = 256, a block of redux
-           stays 0.86 us and one of shared_tree 1.25 us. A block of `../ch07/vector_width_test.py`
-           that copies 256 elements stays 0.8 us. So most of the time is the start of a block and
-           its wait for DRAM. We did not measure how long each of them takes. We did not examine the
-           library's kernel.
+Bound      For warp_per_row, DRAM: every element is read once. For the other kernels on rows of 256
+           elements, issue: a thread loads one element, but issues dozens of instructions to find it
+           and to add up the block. These instructions alone take longer than the transfers from
+           DRAM. Starting one block per row also takes longer than the transfers, and longer than
+           the instructions of redux. After its loads, a block also spends time without any load in
+           flight. In rows of 1024, a thread adds up four elements with few additional instructions,
+           so these limits matter less.
+Seen       At n = 256, the three kernels with a block per row take longer than predicted from their
+           instructions and their block starts. At n = 1024, shared_tree does too. A block occupies
+           its SM during its start, its wait for DRAM and its additions, one after the other, and an
+           SM has room for 8 blocks. At n = 256, a block of redux occupies its SM for 0.86 us, and a
+           block of shared_tree for 1.25 us. For a block of `../ch07/vector_width_test.py` that
+           copies 256 elements, it is 0.8 us. So a block spends most of its time on its start and
+           its wait for DRAM. We did not measure how long each of the two takes. We did not examine
+           the library's kernel.
 Use when   A block needs a sum or a maximum: reduce inside warps first. If rows are short, give a
            row to a warp. If a kernel reduces once after long loops, it hardly matters how the block
            adds up its sums (`../ch07/reduction_test.py`).
@@ -37,7 +40,7 @@ from pytest_aisp import Cost, Variant, Work, compare, cuda_module
 
 kernels = cuda_module("shuffle_reduction.cu")
 BLOCK, WARPS = 256, 8
-LIMIT = 1000  # of a value, so that no sum overflows
+LIMIT = 1000  # largest absolute value of an element, so that no sum overflows
 
 
 def inputs(device, rows, n):
@@ -88,8 +91,9 @@ ISSUED = {
 
 
 def summed(rows, n, side=None, shared=0, blocks=0):
-    """Return the cost of `side` with these bytes of shared memory per row."""
-    # An instruction of a warp takes the slots of 32 multiply-adds. Other n are only checked.
+    """Return the cost of `side`, which moves `shared` bytes in shared memory per row."""
+    # An instruction of a warp takes the slots of 32 multiply-adds. Sizes that are checked but not
+    # timed have other n, and count no instructions.
     ops = {"fp32": 2 * 32 * ISSUED[side].get(n, 0) * rows} if side else {}
     return Cost(
         read=4 * rows * n,

@@ -1,23 +1,25 @@
 """Unified memory: prefetch the pages before a kernel needs them, or copy.
 
 Problem    In each call, the CPU writes n fp32 values into a buffer, and the GPU returns their sum.
-           The buffer is allocated before the timed part, on all sides. All sides wait for the sum,
-           because the CPU must not write the next values too early.
-Baseline   on_demand: one buffer in managed memory, which CPU and GPU both use. When either touches
-           a page that is on the other side, it faults, and the driver moves the page.
+           All sides allocate the buffer before the timed part. All sides wait for the sum, because
+           the CPU must not overwrite the values before the GPU has read them.
+Baseline   on_demand: the CPU and the GPU both use one buffer in managed memory. When one of them
+           touches a page in the other's memory, a page fault makes the driver move the page.
 Optimized  prefetched: changes on_demand. `cuMemPrefetchAsync` moves the buffer to the GPU before
-           the sum, and back to the host after it, so nothing faults.
-           copied: changes on_demand. A pinned buffer for the CPU and a second one on the GPU, with
-           a copy between them. Nothing moves back, because the GPU changes nothing.
-Bound      The host: it writes the values, with one thread or several. No rate for that was
-           measured, so the predicted times leave it out. Then the bytes cross PCIe. In on_demand
-           and prefetched, they also cross back, because the driver cannot see that the CPU will
-           overwrite them. In on_demand, faults take additional time. A fault stops the threads that
-           caused it until the driver has moved the page. GPUs that share the CPU's page tables,
-           such as those of GH200 and GB10, may read a page where it is, and were not measured.
-Use when   The data does not fit on the GPU, or it is unknown which part of it a kernel will use.
-           Prefetch the parts that you know will be used. If the CPU and the GPU take turns with a
-           buffer that fits on the GPU, copy it.
+           the sum and back to the host afterwards, so there are no page faults.
+           copied: changes on_demand. The CPU has a pinned buffer, the GPU has its own, and each
+           call copies from the first to the second. Nothing is copied back, because the GPU does
+           not change the values.
+Bound      The host: it writes the values, with one thread or several. The rate of writing was not
+           measured, so the predicted times leave it out. Then the values cross PCIe. In on_demand
+           and prefetched, they also cross back, because the driver cannot know that the CPU will
+           overwrite them. In on_demand, page faults take additional time: a fault stops the threads
+           that caused it until the driver has moved the page. GPUs that share the CPU's page
+           tables, such as those of GH200 and GB10, may read a page without moving it. These GPUs
+           were not measured.
+Use when   The data does not fit on the GPU, or you do not know which part of it a kernel will use.
+           Prefetch the parts that will be used for certain. If the CPU and the GPU take turns with
+           a buffer that fits on the GPU, copy it.
 """
 
 import ctypes
@@ -40,7 +42,8 @@ def reference(x, device):
 class Managed:
     """n fp32 elements of managed memory, as a tensor `host` and a tensor `gpu` on the same bytes.
 
-    PyTorch cannot allocate it, so the driver does. Without a GPU, both are one ordinary tensor.
+    PyTorch cannot allocate managed memory, so the driver allocates it. Without a GPU, `host` and
+    `gpu` are the same ordinary tensor.
     """
 
     def __init__(self, n, device):
@@ -48,7 +51,7 @@ class Managed:
         if device == "cpu":
             self.host = self.gpu = torch.empty(n)
             return
-        torch.cuda.synchronize()  # it creates the context that the driver's calls need
+        torch.cuda.synchronize()  # create the context that the calls below need
         driver = import_module("cuda.bindings.driver")
         everyone = driver.CUmemAttach_flags.CU_MEM_ATTACH_GLOBAL
         self.address = int(self.call("cuMemAllocManaged", self.bytes, everyone.value))
@@ -70,7 +73,7 @@ class Managed:
         return result[0] if result else None
 
     def prefetch(self, where):
-        """Start to move all pages to the GPU or to the host, after earlier work of the stream."""
+        """Move all pages to the GPU or to the host, in order with the other work of the stream."""
         if self.address is None:
             return
         driver = import_module("cuda.bindings.driver")
@@ -87,7 +90,7 @@ class Managed:
 
 
 def waited(total):
-    """Return `total` when the GPU has computed it."""
+    """Wait until the GPU has computed `total`, and return it."""
     if total.is_cuda:
         torch.cuda.current_stream().synchronize()
     return total
@@ -144,7 +147,7 @@ def summed(n, d2h=0):
     check_sizes=[{"n": 1023}, {"n": st.integers(1, 3000)}],
     work=lambda n: Work(read=4 * n, wire=4 * n, flops={"fp32": n}, terms=n),
     bound="host",
-    conditions=Conditions(owns=["page_faults"]),  # Linux counts these as pages read from disk
+    conditions=Conditions(owns=["page_faults"]),  # Linux counts them as pages read from disk
     costs={
         on_demand: lambda n: summed(n, d2h=4),
         prefetched: lambda n: summed(n, d2h=4),
