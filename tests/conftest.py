@@ -6,17 +6,19 @@ import gc
 import os
 import subprocess
 import sys
+import tempfile
 import textwrap
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 os.environ["HYPOTHESIS_NO_PLUGINS"] = "1"  # selenium brings trio, whose plugin each run imports
 import hypothesis
 import pytest
 import torch  # once, at module level: pytester's in-process runs would load it twice and crash
-from zygote import Zygote
+from zygote import RUN_MODULES, Zygote
 
 from pytest_aisp.isolation import monkeypatches
 
@@ -115,7 +117,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="session")
 def zygote() -> Iterator[Zygote]:
     """Return the process from which runs of pytest are forked."""
-    started = Zygote.new()
+    started = Zygote.new(*RUN_MODULES)
     yield started
     started.close()
 
@@ -140,6 +142,28 @@ def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("AISP_LEASES", str(tmp_path_factory.mktemp("leases")))
         yield
     zygote.close()
+
+
+@pytest.fixture
+def forked_processes(
+    zygote: Zygote, worker_zygote: Zygote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fork what a test starts without `pytester`: ranks, worker processes, runs that collect."""
+    from pytest_aisp.distributed import launcher
+    from pytest_aisp.tools import catalog
+    from pytest_aisp.worker import client
+
+    def run(command: Sequence[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        assert command[:3] == [sys.executable, "-m", "pytest"]
+        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+            code = zygote.run(command[3:], out.fileno(), err.fileno()).wait()
+            out.seek(0)
+            err.seek(0)
+            return subprocess.CompletedProcess(command, code, out.read(), err.read())
+
+    monkeypatch.setattr(client, "Popen", worker_zygote.worker)
+    monkeypatch.setattr(launcher, "Popen", worker_zygote.launcher)
+    monkeypatch.setattr(catalog, "subprocess", SimpleNamespace(run=run))
 
 
 @pytest.fixture

@@ -136,7 +136,7 @@ CASE = "ch99/sum_test.py::test_summing[{}-n1001]"
 
 
 @pytest.fixture
-def pages(tmp_path, monkeypatch):
+def pages(forked_processes, tmp_path, monkeypatch):
     """A folder with the page above, on a machine without a GPU."""
     machine_is(monkeypatch, NO_GPU)
     monkeypatch.chdir(tmp_path)

@@ -163,7 +163,7 @@ ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": ""}
 
 
 @pytest.fixture
-def ranks():
+def ranks(forked_processes):
     started = []
 
     def start(count: int, nodes: Nodes | None = None) -> RankSet:

@@ -32,6 +32,16 @@ WORKERS, RUNS = 63, 62
 """File descriptors: a run's sockets to the zygotes of its worker processes and xdist workers."""
 FORKABLE = {"PYTHONPATH", "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "TRITON_INTERPRET"}
 """Variables that nothing imported here has read. If another one changes, the process is new."""
+RUN_MODULES = (
+    "hypothesis",
+    "numpy.random",
+    "pytest_aisp.kernels.cross_compile",
+    "pytest_aisp.session.collect",
+    "pytest_aisp.session.pair_fixture",
+    "pytest_aisp.session.startup",
+    "xdist.dsession",
+)
+"""What every run of the plugin's tests imports beside its plugins."""
 
 
 class Forked:
@@ -80,7 +90,10 @@ class Zygote:
         ours, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, __file__, str(theirs.fileno()), *modules]
-            return cls(ours, subprocess.Popen(command, pass_fds=[theirs.fileno()]), modules)
+            # hypothesis reads CI when it is imported. Most tests unset CI.
+            environ = {name: value for name, value in os.environ.items() if name != "CI"}
+            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environ)
+            return cls(ours, process, modules)
 
     def run(
         self, args: Sequence[str], stdout: int, stderr: int, workers: Zygote | None = None
@@ -312,16 +325,24 @@ def _run_rank(args: list[str]) -> NoReturn:
     raise SystemExit(0)
 
 
+def _import(modules: Sequence[str]) -> None:
+    """Import pytest's plugins and `modules` as a run does: with rewritten assertions."""
+    from _pytest.config import _prepareconfig
+
+    config = _prepareconfig(["-c", os.devnull, "--noconftest", "-p", "no:benchmark"])
+    for name in modules:
+        importlib.import_module(name)
+    config._ensure_unconfigure()
+
+
 def _prctl(option: int, value: Any) -> None:
     ctypes.CDLL(None).prctl(option, value)
 
 
 if __name__ == "__main__":
-    import pytest  # noqa: F401
     import torch  # noqa: F401
 
-    for name in sys.argv[2:]:
-        importlib.import_module(name)
+    _import(sys.argv[2:])
     gc.freeze()  # the objects that all processes share are never garbage
     _serve(socket.socket(fileno=int(sys.argv[1])))
     os._exit(0)  # at a regular exit, triton's binding prints what it leaks
