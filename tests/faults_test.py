@@ -18,7 +18,6 @@ from pytest_aisp.results.messages import CheckTask, DrawTask, PrepareTask, case_
 from pytest_aisp.worker import client
 from pytest_aisp.worker.client import WorkerProcess
 
-pytestmark = pytest.mark.new_processes
 IMPORTS = "import ctypes, os, signal, sys, time"
 ERROR = "E       AssertionError: doubled at n=33:"
 DIED = f"{ERROR} the worker process ended"
@@ -41,7 +40,7 @@ FAULTS = {
     "hangs": (
         "time.sleep(1000)",
         [
-            f"{ERROR} no answer within 8 s during: check doubled",
+            f"{ERROR} no answer within 2 s during: check doubled",
             "E       give it longer with -o aisp_timeout_multiplier=2",
         ],
     ),
@@ -57,16 +56,23 @@ HEALTHY = ("first", "middle", "zenith")
 WORKERS = {"alone": [], "n2": ["-n2"]}
 
 
+def limited(path):
+    """Give the page's case a time limit of one second, which the option doubles."""
+    marked = path.read_text().replace("@compare(", "@pytest.mark.aisp_timeout(1)\n@compare(")
+    path.write_text(marked)
+
+
 @pytest.fixture(params=WORKERS)
 def run(request, page, pytester, read_junit, module_cache):
     """A run of all faulty pages and of healthy ones, with and without xdist workers."""
     if request.param not in module_cache:
         for name, (optimized, _) in FAULTS.items():
             page(optimized, defs=IMPORTS, name=f"{name}_test.py")
+        limited(page(FAULTS["hangs"][0], defs=f"{IMPORTS}\nimport pytest", name="hangs_test.py"))
         for name in HEALTHY:
             page(name=f"{name}_test.py")
         page(defs=f"{IMPORTS}\n\ndef added(x):\n    os._exit(5)", name="baseline_test.py")
-        options = ["--aisp-check", "-o", "aisp_timeout=8", "--junitxml=junit.xml"]
+        options = ["--aisp-check", "-o", "aisp_timeout_multiplier=2", "--junitxml=junit.xml"]
         result = pytester.runpytest_subprocess(*options, *WORKERS[request.param])
         result.stdout.fnmatch_lines(["=* 7 failed, 3 checked in *"])
         assert result.ret == pytest.ExitCode.TESTS_FAILED
@@ -90,16 +96,6 @@ def test_a_fault_of_the_baseline_names_the_baseline(run):
 
 def test_all_other_cases_have_their_verdicts(run):
     assert [run[name].verdict for name in HEALTHY] == ["checked"] * 3
-
-
-@pytest.mark.parametrize("workers", ["-n0", "-n1"])
-def test_the_marker_sets_the_time_limit_of_a_case(page, pytester, workers):
-    path = page("time.sleep(1000)", defs=f"{IMPORTS}\nimport pytest")
-    marked = path.read_text().replace("@compare(", "@pytest.mark.aisp_timeout(1)\n@compare(")
-    path.write_text(marked)
-    options = ["--aisp-check", "-o", "aisp_timeout_multiplier=2", workers]
-    result = pytester.runpytest_subprocess(*options)
-    result.stdout.fnmatch_lines(["*doubled at n=33: no answer within 2 s during: check doubled"])
 
 
 CRASHES = "os.kill(os.getpid(), signal.SIGSEGV)"
@@ -153,6 +149,7 @@ PREPARE = {"side": "optimized", "clock": "host", "counted": 1, "slots": 2}
 SANDBOXED = {"draw": (DrawTask, {"values": "values.pt"}), "prepare": (PrepareTask, PREPARE)}
 
 
+@pytest.mark.usefixtures("forked_processes")
 @pytest.mark.parametrize("kind", SANDBOXED)
 def test_an_error_in_a_sandboxed_side_names_its_size(page, worker, kind):
     path = page(defs="def inputs(device, n):\n    return (torch.zeros(3)[n],)")
@@ -171,6 +168,7 @@ def test_modules_in_the_current_folder_replace_no_library(page, pytester, worker
     assert (reply.error, list(reply.result["sizes"])) == (None, ["n=33", "n=1001"])
 
 
+@pytest.mark.usefixtures("forked_processes")
 @pytest.mark.parametrize(("optimized", "how"), LASTING.values(), ids=LASTING)
 def test_a_thread_or_child_of_a_side_does_not_delay_the_reply(page, worker, optimized, how):
     path = page(optimized, defs=f"{IMPORTS}\nimport subprocess, threading")
@@ -273,11 +271,19 @@ def busy(request, page, pytester):
         os.kill(left, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+ENDS = {
+    "n0-term": ("-n0", os.kill, signal.SIGTERM, ()),
+    "n0-int": ("-n0", os.kill, signal.SIGINT, ()),
+    "n2-term": ("-n2", os.kill, signal.SIGTERM, ()),
+    "n2-int": ("-n2", os.kill, signal.SIGINT, pytest.mark.slow),
+    "n2-group-term": ("-n2", os.killpg, signal.SIGTERM, pytest.mark.slow),
+    "n2-group-int": ("-n2", os.killpg, signal.SIGINT, ()),
+}
+
+
 @pytest.mark.parametrize(
-    ("busy", "send"),
-    [("-n0", os.kill), ("-n2", os.kill), ("-n2", os.killpg)],
-    ids=["n0", "n2", "n2-group"],
+    ("busy", "send", "number"),
+    [pytest.param(*end[:3], id=name, marks=end[3]) for name, end in ENDS.items()],
     indirect=["busy"],
 )
 def test_an_interrupted_run_keeps_finished_cases(busy, pytester, number, send):

@@ -60,7 +60,7 @@ def swept(page):
 def test_points_that_are_not_judged_have_no_gate(swept, gpu, pytester):
     gpu(added=2e-5, doubled=1e-5)
     swept(", judged=[64]", at_least="3.0")
-    result = pytester.runpytest()
+    result = pytester.runpytest_subprocess()
     result.stdout.fnmatch_lines(
         [
             "curve: test_doubling[[]doubled] at n=1001 over block 32 to 128: best *, knee *",
@@ -72,13 +72,14 @@ def test_points_that_are_not_judged_have_no_gate(swept, gpu, pytester):
 def test_a_loss_against_the_record_is_red_only_where_judged(swept, gpu, pytester):
     gpu(added=2e-5, doubled=1e-5)
     swept(", judged=[64]")
-    assert pytester.runpytest("--aisp-update-expectations").ret == 0
+    record = ("--aisp-update-expectations", "--aisp-processes=1")
+    assert pytester.runpytest_subprocess(*record).ret == 0
     gpu(added=2e-5, doubled=1.5e-5)
-    result = pytester.runpytest()
+    result = pytester.runpytest_subprocess()
     result.stdout.fnmatch_lines(["*1 failed, 2 passed*"])
 
 
 def test_without_judged_every_point_is_judged(swept, gpu, pytester):
     gpu(added=2e-5, doubled=1e-5)
     swept(at_least="3.0")
-    pytester.runpytest().stdout.fnmatch_lines(["*3 failed*"])
+    pytester.runpytest_subprocess().stdout.fnmatch_lines(["*3 failed*"])
