@@ -1,21 +1,21 @@
 """Blocks that share a scale: quantize to MXFP8 or NVFP4 in one pass.
 
 Problem    Quantize x (rows, k) from bf16 to codes and scales. Matrix products on a Blackwell GPU
-           take the same codes and scales, but the scales in another order. MXFP8: an e4m3 code per
-           element, and a one-byte scale, a power of two, per 32 elements. NVFP4: an e2m1 code per
-           element, two codes in a byte, and an e4m3 scale per 16 elements. NVFP4 also has a scale
-           for the whole tensor, which is 1 here.
+           take the same codes and scales, but need the scales in a different order. MXFP8: an e4m3
+           code per element, and a one-byte scale, a power of two, per 32 elements. NVFP4: an e2m1
+           code per element, two codes in a byte, and an e4m3 scale per 16 elements. NVFP4 also has
+           a scale for the whole tensor, which is 1 here.
 Baseline   eager: the definition of MXFP8 in PyTorch, one kernel for each operation.
-           compiled_fp4: the definition of NVFP4 through `torch.compile`. Eager would be too easy
-           to beat: PyTorch has no cast to e2m1, so it would launch two kernels for each of seven
-           comparisons.
+           compiled_fp4: the definition of NVFP4 through `torch.compile`. An eager baseline would be
+           too easy to beat: PyTorch has no cast to e2m1, so it would launch two kernels for each of
+           seven comparisons.
 Optimized  compiled: like eager, through `torch.compile`.
            fused: changes eager. One Triton kernel.
            fused_fp4: changes compiled_fp4. One Triton kernel.
-Bound      DRAM for MXFP8. One pass reads 2 bytes per element and writes about 1. eager writes and
-           reads its intermediate values, most of them in fp32. fused runs 19 instructions per
+Bound      DRAM limits MXFP8. One pass reads 2 bytes per element and writes about 1. eager writes
+           and reads its intermediate values, most of them in fp32. fused runs 19 instructions per
            element on sm90. On an H200, these instructions take about as long as the reads and
-           writes. Instructions for NVFP4: fused_fp4 runs 35 instructions per element, because it
+           writes. Instructions limit NVFP4: fused_fp4 runs 35 instructions per element, because it
            compares each element with seven midpoints. Comparisons are exact, while a division would
            round. On an H200, these instructions take almost twice as long as the reads and writes.
            compiled_fp4 makes the same comparisons. It also stores each code in a byte, and a second
@@ -24,8 +24,8 @@ Seen       On an H100, compiled_fp4 takes more than twice as long as predicted. 
            most of the gain of fused_fp4. We did not examine the GPU code of compiled_fp4. Its cost
            assumes as many instructions per element as fused_fp4 has, and it probably runs more.
            eager takes longer than predicted from its passes. We did not time its kernels one by
-           one. Probably two kinds are slower than a copy: those that find the largest of 32
-           elements, and those that multiply by a factor per block.
+           one. Two kinds of kernels are probably slower than a copy: kernels that find the largest
+           of 32 elements, and kernels that multiply by a factor per block.
 Use when   You quantize in the call, as for activations. Then quantizing in one pass can decide
            whether the low-precision product is faster or slower than bf16. For MXFP8, compile the
            definition, which costs one line and is as fast as fused. For NVFP4, write the kernel.
@@ -49,18 +49,18 @@ from suites.rounding import to_even
 MX, NV = 32, 16  # elements of a block
 E4M3, E2M1 = 448.0, 6.0  # the largest numbers
 SIXTH = 1 / E2M1
-"""fp32's sixth. Six times a number of 5 bits, times this, rounds to that number. So a value in the
-middle of two numbers of e4m3 stays there, as in the reference, which divides."""
-BIAS = 127  # bias bias of the exponents of fp32 and of MXFP8's scales
-# Between two neighbors among e2m1's 0, 0.5, 1, 1.5, 2, 3, 4 and 6, and whether the middle itself
-# rounds up, to the code that is even.
+"""One sixth, in fp32. A number of 5 bits times 6 times this constant rounds back to the same number.
+So a value midway between two e4m3 numbers stays midway, as in the reference, which divides."""
+BIAS = 127  # bias of the exponents of fp32 and of MXFP8's scales
+# The middles between neighbors among e2m1's 0, 0.5, 1, 1.5, 2, 3, 4 and 6, and whether a middle
+# rounds up. It rounds to the neighbor whose code is even.
 MIDDLES = ((0.25, False), (0.75, True), (1.25, False), (1.75, True))
 MIDDLES += ((2.5, False), (3.5, True), (5.0, False))
 
 
 def inputs(device, rows, k):
-    # Each block of 16 has a size of its own, between 2^-4 and 2^3. Larger ones would need the
-    # scale of the tensor.
+    # Each block of 16 has a size of its own, between 2^-4 and 2^3. Larger blocks would need a scale
+    # for the whole tensor.
     size = torch.randint(-4, 4, (rows, k // NV, 1), device=device).float().exp2()
     x = torch.randn(rows, k // NV, NV, device=device) * size
     return (x.view(rows, k).bfloat16(),)
@@ -113,7 +113,7 @@ def reference_fp4(x):
 def mxfp8(x):
     blocks = x.float().view(len(x), -1, MX)
     largest = blocks.abs().amax(dim=-1)
-    # The exponent of e4m3's largest number is 8. Then the largest element is below 512.
+    # The exponent of e4m3's largest number is 8. So the largest scaled element is below 512.
     exponent = ((largest.view(torch.int32) >> 23) - 8).clamp(min=0)
     scaled = blocks * ((2 * BIAS - exponent) << 23).view(torch.float32).unsqueeze(-1)
     codes = scaled.clamp(-E4M3, E4M3).to(torch.float8_e4m3fn)
@@ -164,7 +164,7 @@ def mxfp8_kernel(x, codes, scales, blocks, BLOCKS: tl.constexpr):
     rounded = tl.where(tl.abs(scaled) < 2.0**-6, small, to_even(scaled, DROPPED=20))
     rounded = tl.minimum(tl.maximum(rounded, -448.0), 448.0)
     code = rounded.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    # The sign of a zero.
+    # Restore the sign of zeros.
     code |= ((values.to(tl.int32, bitcast=True) >> 24) & 128).to(tl.uint8)
     tl.store(codes + at, code, mask=here)
     tl.store(scales + block, exponent.to(tl.uint8), mask=block < blocks)
@@ -184,7 +184,7 @@ def nvfp4_kernel(x, codes, scales, blocks, BLOCKS: tl.constexpr):
     at = block[:, None].to(tl.int64) * 16 + tl.arange(0, 16)[None, :]
     here = block[:, None] < blocks
     values = tl.load(x + at, mask=here, other=0.0).to(tl.float32)
-    # Not a product with a sixth: it would become one multiply-add with the addition below.
+    # Divide, because a product with a sixth and the addition below would become one multiply-add.
     share = tl.div_rn(tl.max(tl.abs(values), axis=1), 6.0)
     small = (share + 3 * 2.0**13) - 3 * 2.0**13  # as in mxfp8_kernel
     share = tl.where(share < 2.0**-6, small, to_even(share, DROPPED=20))
@@ -217,7 +217,7 @@ def fused_fp4(x):
 
 
 def passes(elements, *each):
-    """Return the cost of kernels after one another, with bytes read and written per element."""
+    """Return the cost of kernels in sequence, from the bytes each reads and writes per element."""
     first, *others = [
         Cost(read=read * elements, write=write * elements, launches=1) for read, write in each
     ]

@@ -4,34 +4,36 @@ Problem    y = x W^T, where x has few rows, as in a decode step. x (rows, k), W 
            bf16. W is the page's state.
 Baseline   bf16: `torch.nn.functional.linear`, which calls cuBLAS.
 Optimized  All variants are one Triton kernel, which converts weights to bf16 in registers. x stays
-           bf16. In fp8, fp6 and fp4, W is quantized once, before the timed part. Each 32 weights of
-           a row share a scale, a power of two, as in the OCP's MX formats.
+           bf16. In fp8, fp6 and fp4, W is quantized once, before the timed part. Every 32 weights
+           of a row share a scale, a power of two, as in the OCP's MX formats.
            streamed: bf16 with this kernel. It shows what the kernel changes without quantization.
            fp8: changes streamed. MXFP8: e4m3, one byte per weight.
            fp6: changes fp8. MXFP6: e2m3. Three bytes hold four weights: each byte holds the code of
            one weight and two bits of the fourth code.
            fp4: changes fp6. MXFP4: e2m1, two weights in a byte.
-Bound      DRAM for bf16, streamed and fp8. The L2 of an H100 is too small for the weights of any
-           side. Instructions for fp6 and fp4. No GPU before Blackwell converts codes of six or four
-           bits. So the kernel shifts the bits of a code to where fp32 has its exponent and
+Bound      DRAM limits bf16, streamed and fp8. The L2 of an H100 is too small for the weights of any
+           side. Instructions limit fp6 and fp4. No GPU before Blackwell converts codes of six or
+           four bits. So the kernel shifts the bits of a code to where fp32 has its exponent and
            mantissa, and multiplies by the scale. In nvdisasm's listing for sm90, the loop has 6
            instructions per weight for fp8, 11 for fp6 and 8 for fp4, with the autotuner's largest
-           tile per warp. Smaller tiles take up to one more. So fp6 saves a quarter of fp8's memory
-           but should take longer. The products always have 16 rows, so 1 row and 16 rows should
-           take the same time.
+           tile per warp. Smaller tiles take up to one more instruction per weight. So fp6 saves a
+           quarter of fp8's memory but should take longer. The products always have 16 rows, so 1
+           row and 16 rows should take the same time.
 Seen       On an H100, streamed takes as long as bf16 and as long as predicted. fp8 takes a third
-           longer than predicted, and fp4 half as long again as predicted. fp6 takes almost twice as
-           long as predicted and is slower than bf16. 1 row and 16 rows take the same time, as
-           expected. Loads and conversions probably overlap only in part. We did not profile the
-           loop. On an H200, fp4 takes as long as on an H100, because its instructions are the
-           limit, but bf16 gains from the faster DRAM. So there fp4 is slightly slower than bf16.
+           longer than predicted, and fp4 takes one and a half times as long as predicted. fp6 takes
+           almost twice as long as predicted and is slower than bf16. 1 row and 16 rows take the
+           same time, as expected. Loads and conversions probably overlap only in part. We did not
+           profile the loop. On an H200, fp4 takes as long as on an H100, because its instructions
+           are the limit, but bf16 gains from the faster DRAM. So there fp4 is slightly slower than
+           bf16.
 Use when   A product has few rows and large weights, as in a decode step. Use fp6 if memory is
            scarce and four bits lose too much accuracy: e2m3 has as many mantissa bits as e4m3, and
            the scale of 32 weights makes up for its smaller range. int4 with a scale per 128 weights
-           takes fewer instructions than fp4 (`../ch13/weight_only_test.py`), but its steps are all
-           equal. Weights must be below 2^63. The check accepts the error that rounding would cause:
-           of each operand by 2^-4 of its value (fp8, fp6), or of each weight by 2^-2 of its value
-           (fp4). The small formats claim no speedup: fp4 gains on an H100 and loses on an H200.
+           takes fewer instructions than fp4 (`../ch13/weight_only_test.py`), but the numbers of
+           int4 are evenly spaced. Weights must be below 2^63. The check accepts the error that
+           rounding would cause: of each operand by 2^-4 of its value (fp8, fp6), or of each weight
+           by 2^-2 of its value (fp4). The small formats claim no speedup: fp4 gains on an H100 and
+           loses on an H200.
 """
 
 import torch
@@ -57,10 +59,10 @@ CONFIGS = [
 
 @triton.jit
 def number(code, MANTISSA: tl.constexpr):
-    """Return the number of a code of e2m3 or e2m1, times 2^-126.
+    """Return the number that a code of e2m3 or e2m1 stands for, times 2^-126.
 
-    The code's bits become the last two of fp32's exponent and the first of its mantissa. So a
-    subnormal code becomes a subnormal number of fp32.
+    The code's bits become the last two bits of an fp32's exponent and the first bits of its
+    mantissa. So a subnormal code becomes a subnormal number of fp32.
     """
     SIGN: tl.constexpr = 4 << MANTISSA
     bits = ((code & (SIGN - 1)) << (23 - MANTISSA)) | ((code & SIGN) << (29 - MANTISSA))
@@ -98,7 +100,7 @@ def linear_kernel(
     total = tl.zeros((ROWS, N), tl.float32)
     PARTS: tl.constexpr = 4 if BITS == 6 else (2 if BITS == 4 else 1)
     length = k // PARTS
-    # A row of W has k weights or k bytes, or k/2, or three planes of k/4 bytes.
+    # A row of W is k weights of 16 bits, k bytes, k/2 bytes, or three planes of k/4 bytes.
     right = w + column[:, None] * (3 * length if BITS == 6 else length)
     for start in range(0, length, STEP):
         at = start + tl.arange(0, STEP)
@@ -158,7 +160,7 @@ def bf16(w, x):
 def linear(x, w, scales, bits):
     (rows, k), n = x.shape, len(w)
     out = torch.empty(rows, n, device=x.device, dtype=x.dtype)
-    # Triton 3.9's interpreter takes bf16 for integers. In fp32, the products are the same.
+    # Triton 3.9's interpreter treats bf16 as integers. In fp32, the products are the same.
     product = tl.bfloat16 if x.is_cuda else tl.float32
 
     def grid(meta):

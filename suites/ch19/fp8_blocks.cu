@@ -1,11 +1,11 @@
 // c = (a b^T) times scales, a (m, k) and b (n, k) in e4m3, c (m, n) in bf16, on Hopper's tensor cores.
-// Rows begin at multiples of 16 bytes. The loop is that of `stored` and `multicast` in
+// Rows begin at multiples of 16 bytes. The loop is the same as in `stored` and `multicast` of
 // ../ch10/gemm_wgmma.cu: one block per SM takes tile after tile. A warp fills a ring by TMA, two
 // warpgroups multiply 64 rows each, and the results leave through shared memory.
 //
 // by_rows: a scale for each row of a and of b. Tensor cores sum over all of k.
 // summed: CUDA cores add up the sums over 128 of k.
-// by_blocks: they also multiply each of these sums by the scales of its blocks.
+// by_blocks: summed, but CUDA cores also multiply each of these sums by the scales of its blocks.
 
 #include <cuda_bf16.h>
 
@@ -17,7 +17,7 @@ constexpr int M = 128, K = 128, HALF = 64;  // HALF: rows of each computing warp
 constexpr int WARPGROUP = 128, COMPUTE = 2;
 constexpr int A_BYTES = M * K;
 constexpr int GROUP = 8;  // rows of tiles that are taken together, for reuse in the L2
-constexpr int SLICE = 64, SLICE_BYTES = HALF * SLICE * 2;  // results on their way out
+constexpr int SLICE = 64, SLICE_BYTES = HALF * SLICE * 2;  // results on their way to memory
 
 struct ByRows {
   static constexpr int N = 256, STAGES = 4;  // columns of a tile, tiles in the ring
@@ -88,8 +88,8 @@ __device__ void multiply(float (&sums)[N / 2], const unsigned char* a, const uns
   wgmma_commit();
 }
 
-// The compiler does not know that products arrive later. Reads of sums cannot move above this.
-// Call it after wgmma_wait<0>.
+// wgmma writes its sums asynchronously. This stops the compiler from reading them too early. Call
+// it after wgmma_wait<0>.
 template <int count>
 __device__ void settle(float (&sums)[count]) {
 #pragma unroll
@@ -102,7 +102,7 @@ __device__ unsigned packed(float low, float high) {
   return both;
 }
 
-// Returns which tile comes at turn `turn`. `together` rows are taken together, by columns.
+// Returns the tile of turn `turn`. `together` rows of tiles are taken together, column by column.
 template <int together>
 __device__ void place_of(int turn, int rows, int columns, int& row, int& column) {
   const int group = turn / (together * columns), inside = turn % (together * columns);
@@ -112,7 +112,7 @@ __device__ void place_of(int turn, int rows, int columns, int& row, int& column)
 }
 
 // Lane 0 arrives at the barrier of block `rank` of the cluster, without a branch: wgmma needs whole
-// warps. The warp has only read, so the arrival releases nothing.
+// warps. The warp has only read, so the arrival makes no writes visible.
 __device__ void arrive_at(unsigned long long* barrier, unsigned rank) {
   asm volatile(
       "{ .reg .b32 there; .reg .pred p; setp.eq.u32 p, %2, 0;"
@@ -149,7 +149,7 @@ __device__ void store_by_tma(const float (&sums)[N / 2], unsigned char* slices,
 #pragma unroll
   for (int slice = 0; slice < N / SLICE; ++slice) {
     unsigned char* to = slices + slice % 2 * SLICE_BYTES;
-    // Now at most the other slice is still being read.
+    // After this wait, TMA may still read the other slice, but not this one.
     if (thread == 0) asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");
     meet_warpgroup();
 #pragma unroll
@@ -180,7 +180,8 @@ __device__ void scale_rows(float (&sums)[N / 2], const float* a_scales, const fl
   const float upper = row < m ? a_scales[row] : 0, lower = row + 8 < m ? a_scales[row + 8] : 0;
 #pragma unroll
   for (int j = 0; j < N / 8; ++j) {
-    // n is a multiple of 8. No branch, so that a column's loads do not wait for those before it.
+    // n is a multiple of 8. There is no branch, so a column's loads need not wait for earlier
+    // loads.
     const bool inside = column + 8 * j < n;
     const float left = inside ? b_scales[column + 8 * j] : 0;
     const float right = inside ? b_scales[column + 8 * j + 1] : 0;
@@ -278,7 +279,7 @@ __device__ void compute(const CUtensorMap& a, const CUtensorMap& b, const CUtens
 #pragma unroll
           for (int i = 0; i < N / 2; ++i) total[i] += (i % 4 < 2 ? upper : lower) * sums[i];
         } else {
-          wgmma_wait<1>();  // the products of this step may run beside the next step's
+          wgmma_wait<1>();  // the products of this step may overlap with the next step's
           if (step > 0) release((count - 1) % stages);
         }
       }

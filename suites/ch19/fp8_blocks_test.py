@@ -4,7 +4,7 @@ Problem    y = x W^T, x (m, k) and W (n, k) in bf16, y in bf16. W is the page's 
            The second test times only the product: x and W are already codes with a scale per row.
 Baseline   bf16: `torch.nn.functional.linear`, which is cuBLASLt.
            library: in the second test, `torch._scaled_mm` with fast sums: as in by_rows, tensor
-           cores sum over all of k. On Hopper, it calls cuBLASLt from CUDA 12.9 on.
+           cores sum over all of k. On Hopper, `torch._scaled_mm` calls cuBLASLt since CUDA 12.9.
 Optimized  All variants multiply in e4m3. Triton kernels quantize x in the call, multiply, and scale
            before they store. W is quantized once, before the timed part.
            by_rows: a scale for each row of x and of W. Tensor cores sum over all of k.
@@ -26,7 +26,7 @@ Optimized  All variants multiply in e4m3. Triton kernels quantize x in the call,
 Bound      Tensor cores, at twice the rate of bf16. summed and by_blocks add one multiply-add on
            CUDA cores for every 128 on tensor cores. That is little work, but a block's tensor cores
            wait for it. The registers for a second set of sums cost more. In the code for sm90, a
-           thread of a 128 x 128 tile needs 170 registers in place of 117. So only one block fits on
+           thread of a 128 x 128 tile needs 170 registers instead of 117. So only one block fits on
            an SM, and no second block can use the tensor cores during the wait. Tiles of 64 x 128
            leave room for two blocks, but read more bytes. So summed and by_blocks claim no speedup
            over bf16. In hopper_summed and hopper_blocks, each of two warpgroups has half of the
@@ -39,28 +39,29 @@ Seen       On an H100, the variants in Triton take longer than predicted. The pr
            The kernels in CUDA C++ were recorded on an H200. hopper_rows is within a seventh of its
            prediction, and hopper_summed takes a quarter longer than predicted. Both are faster than
            bf16. hopper_blocks takes three fifths longer than predicted, and is hardly faster than
-           bf16. It differs from hopper_summed only in its scales: in each step of 128 channels, a
-           thread reads three of them. We did not measure whether it waits for them. In Triton,
-           by_blocks is slower than summed, too.
-           In the second test, on an H200, product_by_rows loses a little to library, although both
-           should take the same time. cuBLASLt launches `nvjet_sm90_qqtst_128x128_128x6_2x1`, whose
-           name says tiles of 128 x 128 and six stages. We did not measure what makes the
-           difference. product_summed loses more, most of it as predicted, because its additions
+           bf16. It differs from hopper_summed only in its scales: a thread reads three scales in
+           each step of 128 channels. We did not measure whether the thread waits for them. In
+           Triton too, by_blocks is slower than summed.
+           In the second test, on an H200, product_by_rows is a little slower than library, although
+           both should take the same time. cuBLASLt launches `nvjet_sm90_qqtst_128x128_128x6_2x1`,
+           whose name says tiles of 128 x 128 and six stages. We did not measure what makes the
+           difference. product_summed is slower still, mostly as predicted, because its additions
            take time. It takes about a sixth longer than library_summed, for which cuBLASLt launches
-           another kernel. library_summed loses less to library than the cost of an addition for
-           every 128 channels predicts, so it may add less often.
+           another kernel. The costs assume that library_summed adds once per 128 channels. But
+           library_summed loses less to library than these additions would cost, so it may add less
+           often.
 Use when   Use by_rows for speed, if the values along a row are similar in size: it does not wait
            for CUDA cores, and cuBLASLt offers it (`../ch13/fp8_linear_test.py`). summed and
            by_blocks are for accuracy. In Triton they save no time over bf16. In CUDA C++ on an
-           H200, summed does, and by_blocks hardly does. Use summed for a long k: Hopper's tensor
-           cores keep about 14 bits of a sum of FP8 products, which may matter in training. Use
-           by_blocks if parts of a row differ in size by more than 2^15, the ratio of e4m3's largest
-           number to its smallest normal one. Outliers in a few channels do not need by_blocks,
-           because e4m3's steps are relative to each value. The check accepts the error that
-           rounding each operand by 2^-4 of its value would cause. On these normally distributed
-           inputs, all variants lose about the same. In the second test, products may differ from
-           the library's by the same amount. There the operands are codes, but tensor cores round
-           the sums.
+           H200, summed saves time, and by_blocks saves hardly any. Use summed for a long k:
+           Hopper's tensor cores keep about 14 bits of a sum of FP8 products, which may matter in
+           training. Use by_blocks if parts of a row differ in size by more than 2^15, the ratio of
+           e4m3's largest number to its smallest normal one. Outliers in a few channels do not need
+           by_blocks, because e4m3's steps are relative to each value. The check accepts the error
+           that rounding each operand by 2^-4 of its value would cause. On these normally
+           distributed inputs, all variants lose about the same. In the second test, products may
+           differ from the library's by the same amount. There the operands are codes, but tensor
+           cores round the sums.
 """
 
 import torch
@@ -104,7 +105,8 @@ def rows_kernel(
     scale = tl.maximum(largest, 1e-12) / LARGEST
     rounded = to_even(values / scale[:, None], DROPPED=20)
     tl.store(out + start + at, rounded.to(tl.float8e4nv), mask=at < k)
-    # The scales of a column of blocks are contiguous. One scale per row: store only the first.
+    # The scales of a column of blocks are contiguous. With one scale per row, only the first is
+    # stored.
     here = (block * SIDE < k) if BLOCKS else block == 0
     tl.store(scales + block * m + row, scale, mask=here)
 
@@ -138,8 +140,9 @@ def product_kernel(
             scale *= tl.load(w_scales + column * (k // SIDE) + block)
             total += tl.dot(a, b.T) * scale[:, None]
         elif SUMMED:
-            # Without the factor, Triton would sum all blocks in the tensor cores. With it, each
-            # block starts them at 0 and ends with one multiply-add for each output (PTX for sm90).
+            # Without the factor, Triton would sum all blocks in the tensor cores. With the factor,
+            # the sums of each block start at 0 and end with one multiply-add per output (PTX for
+            # sm90).
             total += tl.dot(a, b.T) * one
         else:
             total = tl.dot(a, b.T, total)
@@ -218,7 +221,7 @@ def by_blocks(w, x):
 
 
 THREADS = 2 * 128 + 32
-"""Of a block with two warpgroups that multiply and a warp that loads."""
+"""Threads of a block: two warpgroups that multiply, and a warp that loads."""
 
 
 def on_hopper(kernel, x, x_scales, w, w_scales, columns, stages, cluster=1):
@@ -373,7 +376,7 @@ def product_cost(m, n, k, added=0):
     costs={
         library: product_cost,
         product_by_rows: product_cost,
-        # cuBLASLt's interval is not documented. The cost assumes ours for both.
+        # cuBLASLt's interval is not documented. Both costs assume our interval.
         **dict.fromkeys(
             (product_summed, library_summed), lambda m, n, k: product_cost(m, n, k, added=1)
         ),

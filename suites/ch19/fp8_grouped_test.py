@@ -1,10 +1,10 @@
 """Grouped FP8: one kernel for all experts, which reads the groups' sizes on the GPU.
 
 Problem    One matrix product of a mixture-of-experts layer in inference. x is (rows, k) in bf16,
-           sorted by expert. Each expert has a W of (n, k). For its rows of x, y = x W^T is
-           computed, in bf16. A token chooses expert 0 4 times as often as the last expert, and some
-           experts may get no row. The index where each expert's rows end is only in GPU memory,
-           because a router on the GPU computed it. The weights are the page's state.
+           sorted by expert. Each expert has a W of shape (n, k), and computes y = x W^T in bf16 for
+           its rows of x. A token chooses the first expert 4 times as often as the last expert, and
+           some experts may get no row. The index where each expert's rows end is only in GPU
+           memory, because a router on the GPU computed it. The weights are the page's state.
 Baseline   looped: copies the ends to the host, which waits for the GPU. For each expert with rows,
            it calls `torch.mm` in bf16, which writes the expert's rows of the result.
            bf16: `grouped_mm` in bf16. It is the baseline of the second test.
@@ -21,27 +21,27 @@ Bound      The host limits the loops at 64 experts. FP8 cannot gain there, so lo
            because each weight is read for few rows. Tensor cores limit it with more rows. With few
            rows, the autotuner may choose tiles of 16 rows. On Hopper, Triton multiplies these in
            fp16, which is exact and fast enough to keep up with DRAM. The second test compares the
-           GPU time of FP8 and bf16. FP8 has half of the bytes of W or twice the rate of the tensor
-           cores, but has to quantize x. In this test, library changes only the type. grouped also
-           changes the kernel.
+           GPU time of FP8 and bf16. FP8 halves the bytes of W and doubles the rate of the tensor
+           cores, but has to quantize x. In this test, library differs from bf16 only in the type.
+           grouped also has a different kernel.
 Seen       On an H100, the loops at 64 experts take two to four times as long as predicted. The
-           prediction uses the rate `launch`. The host needs more time for a call of `torch.mm`, and
-           even more for `torch._scaled_mm`. So looped_fp8 is slower there than the loop in bf16.
-           With few rows, the host limits grouped and library, too. The second test excludes the
-           host's time. With many rows, all grouped products take about half as long again as
-           predicted, also in bf16. The costs assume the rate of one large product and do not count
-           empty rows of tiles. We did not measure which of the two matters. grouped is about as
-           fast as library.
+           prediction uses the rate `launch`, but the host needs more time than that for a call of
+           `torch.mm`, and even more for `torch._scaled_mm`. So at 64 experts, looped_fp8 is slower
+           than the loop in bf16. With few rows, the host limits grouped and library, too. The
+           second test excludes the host's time. With many rows, all grouped products, including
+           bf16, take about one and a half times as long as predicted. The costs assume the rate of
+           one large product and do not count empty rows of tiles. We did not measure which of the
+           two matters. grouped is about as fast as library.
 Use when   There are many experts, or the layer is part of a captured graph. A loop cannot be
            captured, because the host reads where groups end. Outside a graph, a loop is enough for
-           a few large experts. No side gets the groups' sizes on the host. To have them there, use
-           a router on the host, or a fixed capacity per expert (`../ch17/capacity_test.py`).
-           cuBLASLt needs each product's scales aligned to 16 bytes. So in the first test, groups
-           have multiples of 4 rows, as if a dispatcher had padded them. In the second test, groups
-           can have any number of rows. The check accepts the error that rounding x, W and the
-           outputs by 2^-4 of each value would cause. All FP8 sides lose the same accuracy, because
-           they quantize in the same way and sum in the tensor cores. For scales per block, see
-           `fp8_blocks_test.py`.
+           a few large experts. No side receives the groups' sizes on the host. If you need them
+           there, run the router on the host, or use a fixed capacity per expert
+           (`../ch17/capacity_test.py`). cuBLASLt needs each product's scales aligned to 16 bytes.
+           So in the first test, groups have multiples of 4 rows, as if a dispatcher had padded
+           them. In the second test, groups can have any number of rows. The check accepts the error
+           that rounding x, W and the outputs by 2^-4 of each value would cause. All FP8 sides lose
+           the same accuracy, because they quantize in the same way and sum in the tensor cores. For
+           scales per block, see `fp8_blocks_test.py`.
 """
 
 import functools
@@ -58,14 +58,14 @@ from suites.rounding import to_even
 
 LARGEST = 448.0  # of e4m3
 POPULAR = 4.0
-"""How much more likely the first expert is than the last one."""
+"""The first expert is this many times as likely to be chosen as the last one."""
 SIDE = 128  # outputs of a tile, and channels of one step
 CONFIGS = [
     triton.Config({"M": m}, num_warps=warps, num_stages=stages)
     for m, warps, stages in ((128, 8, 3), (128, 8, 4), (64, 4, 4), (16, 4, 4))
 ]
 ROWS = "_scaled_mm with a scale a row before torch 2.13" if torch.__version__ < (2, 13) else ""
-"""What a CPU cannot do in that version."""
+"""What this version of PyTorch cannot do on a CPU, or an empty string."""
 UNSUPPORTED = "torch.cuda.is_available() and torch.cuda.get_device_capability()[0] not in (9, 10)"
 
 

@@ -27,9 +27,9 @@ Use when   You have long contexts or many sequences, so that the cache takes mor
            than the weights. Eight bits also double the number of tokens that fit into memory. The
            check accepts the error that rounding q, k, p and v to the declared format would cause:
            2^-4 of each value for fp8, and 2^-6 for int8, whose step is set by the largest of 128
-           numbers. So int8 is more exact than fp8 for values without outliers. In real models, some
-           channels of the keys have outliers. Then give each channel of the keys its own scale.
-           This page does not show that.
+           numbers. So int8 is more accurate than fp8 for values without outliers. In real models,
+           some channels of the keys have outliers. Then give each channel of the keys its own
+           scale. This page does not show that.
 """
 
 import torch
@@ -41,7 +41,7 @@ from pytest_aisp import Cost, Variant, Work, compare
 from suites.rounding import to_even
 
 GROUPS, GROUP, DIM = 8, 8, 128  # heads that share keys, and numbers of a head
-ROWS = 16  # of the smallest product of tensor cores
+ROWS = 16  # rows of the smallest tensor-core product
 CHUNK, BLOCK = 1024, 64  # tokens of a program, and of one step of its loop
 LOG2_E = 1.4426950408889634
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}

@@ -20,13 +20,14 @@ Optimized  All variants multiply in int8, with a scale for each row of x and of 
            (QuaRot, arXiv:2404.00456). It works without knowing the outliers' channels.
 Bound      Tensor cores, at twice the rate of bf16 at best. Triton uses Hopper's own instruction for
            int8 (`wgmma` with s8), unlike cuBLAS in `../ch13/dynamic_int8_test.py`. Quantizing x is
-           limited by DRAM. smoothed also reads its factors there. rotated also multiplies by its
-           matrix in that kernel, on tensor cores. apart has to gather the outlier channels first.
-           The result of its second product is written to DRAM and read again.
+           limited by DRAM. In smoothed, the kernel that quantizes x also reads the factors. In
+           rotated, it also multiplies by the matrix, on tensor cores. apart has to gather the
+           outlier channels first. The result of its second product is written to DRAM and read
+           again.
 Seen       On an H100, smoothed and rotated take less time than predicted. The rate `int8` was
            measured with `torch._int_mm`, and the Triton kernel multiplies faster than that call. So
-           the share of this limit can exceed 100 %. rotated is as fast as smoothed. apart is
-           slower, because of its second product, and gains only a little over bf16.
+           a result can exceed 100 % of this limit. rotated is as fast as smoothed. apart is slower,
+           because of its second product, and gains only a little over bf16.
 Use when   Your GPU or its memory requires int8, and activations have outliers. Plain int8 with a
            scale per row is not on this page, because the check refuses it on these inputs: the
            outliers set the scale, and most other values round to a few steps or to 0. The check
@@ -76,7 +77,7 @@ def rows_kernel(
     at = tl.arange(0, BLOCK)[:, None] * EVERY + lane[None, :]
     values = tl.load(x + row * k + at, mask=at < k, other=0.0)
     if HOW == 2:
-        # Its elements are 1 and -1. The factor 1/8 that makes it orthogonal is part of the scale.
+        # The matrix has elements 1 and -1. The factor 1/8, which makes it orthogonal, comes later.
         matrix = tl.load(hadamard + lane[:, None] * EVERY + lane[None, :])
         values = tl.dot(values.to(PRODUCT), matrix.to(PRODUCT)) / 8
     else:

@@ -3,28 +3,30 @@
 Problem    y = x W^T, x (m, k) and W (n, k) in bf16, y in bf16. W is the page's state.
 Baseline   bf16: `torch.nn.functional.linear`, which is cuBLASLt.
 Optimized  Both variants quantize x in the call, with the kernels of block_formats_test.py. W is
-           quantized once, before the timed part. One Triton kernel multiplies, by `tl.dot_scaled`.
+           quantized once, before the timed part. One Triton kernel multiplies, with
+           `tl.dot_scaled`.
            mxfp8: e4m3 codes, and a scale, a power of two, for each 32 elements of a row.
            nvfp4: changes mxfp8. e2m1 codes, two in a byte, and an e4m3 scale for each 16 elements.
            The scale of the whole tensor is 1 here.
 Bound      Tensor cores, at twice the rate of bf16 for mxfp8 and at four times that rate for nvfp4.
            Tensor cores also apply the scales. In fp8_blocks_test.py, CUDA cores do that. The scales
-           increase the bytes of mxfp8 by a 32nd, and those of nvfp4 by an eighth. x is quantized in
-           one pass. For nvfp4, instructions limit this pass. According to its cost and a B200's
-           data sheet, the pass takes almost half as long as the product.
+           increase the bytes of mxfp8 by a 32nd, and the bytes of nvfp4 by an eighth. x is
+           quantized in one pass. For nvfp4, instructions limit this pass. According to its cost and
+           a B200's data sheet, the pass takes almost half as long as the product.
 Use when   You have a Blackwell GPU, and the layers tolerate four or eight bits. Other GPUs have no
-           such instruction. There Triton converts both operands to bf16 first, which is slower than
-           multiplying in bf16, so the variants are not timed there. cuBLASLt has these products
-           too, through `torch.nn.functional.scaled_mm`. It takes scales in the order in which
-           tensor cores read them. Our kernel takes them in plain order and reorders them as it
-           loads them. Its tile was chosen without a GPU. The library is probably faster, and this
-           page does not compare the two. The page is not recorded, because no such GPU was at hand.
-           So the page claims no speedup. On other machines, Triton's interpreter checks the
-           numerics, and the kernels are assembled for sm100, sm103 and sm121. In Triton's PTX for
-           these targets, products use `mxf8f6f4.block_scale` and `mxf4nvf4.block_scale`. The check
-           accepts the error that rounding each operand by 2^-4 (mxfp8) or 2^-2 (nvfp4) of its value
-           would cause. Products and sums need no further tolerance: a product of two codes has few
-           bits, and the sums are in fp32.
+           instruction for these products. On them, Triton first converts both operands to bf16.
+           That is slower than multiplying in bf16, so the variants are not timed on those GPUs.
+           cuBLASLt has these products too, through `torch.nn.functional.scaled_mm`. It takes scales
+           in the order in which tensor cores read them. Our kernel takes them in plain order and
+           reorders them as it loads them. The size of its tile was chosen without a GPU. The
+           library is probably faster, and this page does not compare the two. The page is not
+           recorded, because no Blackwell GPU was available. So the page claims no speedup. On other
+           machines, Triton's interpreter checks the numerics, and the kernels are assembled for
+           sm100, sm103 and sm121. In Triton's PTX for these targets, products use
+           `mxf8f6f4.block_scale` and `mxf4nvf4.block_scale`. The check accepts the error that
+           rounding each operand by 2^-4 (mxfp8) or 2^-2 (nvfp4) of its value would cause. Products
+           and sums need no further tolerance: a product of two codes has few bits, and the sums are
+           in fp32.
 """
 
 import torch
@@ -59,8 +61,8 @@ def product_kernel(
 ):  # fmt: skip
     """Multiply rows of `width` bytes of codes and `blocks` scales.
 
-    Both numbers are arguments because Triton checks whether an argument is a multiple of 16. It
-    does not check k // 2, and would load four-bit codes without `cp.async`.
+    Both numbers are arguments because Triton checks whether an argument is a multiple of 16. Triton
+    would not check `k // 2`, and would then load four-bit codes without `cp.async`.
     """
     # Eight rows of tiles at a time reuse the L2.
     columns, index = tl.cdiv(n, N), tl.program_id(0)
@@ -160,7 +162,7 @@ def scaled_product(m, n, k, kind, code, block):
     # The tolerance for four bits is wide. So many elements are needed to detect a stale answer.
     check_sizes=[{"m": 35, "n": 200, "k": 384}, {"m": 9, "n": 130, "k": 224}],
     work=lambda m, n, k: Work(
-        # x in bf16, and W in four bits: mxfp8 reads more.
+        # The least traffic: x in bf16, and W in four bits. mxfp8 reads more.
         read=2 * m * k + n * k * (0.5 + 1 / NV),
         write=2 * m * n,
         flops={"nvfp4": 2 * m * n * k},

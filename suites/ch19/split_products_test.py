@@ -19,18 +19,18 @@ Bound      Tensor cores: their operations are three or six times those of one pr
            so tf32x3 should take about as long as bf16x6. Splitting is limited by DRAM and takes
            little time compared with the products. Two sums per output take many registers, so tiles
            are at most 128 x 128. The kernel also waits for each of its products. bf16x6 is not
-           recorded yet. So it claims only that it is not slower.
-Seen       On an H100, tf32 and tf32x3 take longer than predicted, tf32 by more. The rate `tf32` was
-           measured with a library's product. This kernel waits for each of its products and adds
-           their sums on CUDA cores, so it does not reach that rate. We did not measure how much the
-           waits and the additions each cost. tf32x3 is still almost twice as fast as fp32 on CUDA
-           cores.
-Use when   fp32 products take most of the time, and TF32 is not exact enough. For tf32x3 and bf16x6,
-           the check accepts fp32's error: that of an fp32 sum that is rounded at each step. For
-           bf16x3 and tf32, it accepts the error of operands with 11 bits. bf16x3 keeps 16 bits, so
-           its error is far smaller, but it is larger than fp32's. Parts in bf16 have the same
-           exponent range as fp32, but very small numbers lose their low parts. Infinity splits into
-           infinity and NaN, so these sides turn infinite values into NaN.
+           recorded yet. So bf16x6 claims only that it is not slower than fp32.
+Seen       On an H100, tf32 and tf32x3 take longer than predicted, and tf32 misses its prediction by
+           more. The rate `tf32` was measured with a library's product. This kernel waits for each
+           of its products and adds their sums on CUDA cores, so it does not reach that rate. We did
+           not measure how much the waits and the additions each cost. tf32x3 is still almost twice
+           as fast as fp32 on CUDA cores.
+Use when   fp32 products take most of the time, and TF32 is not accurate enough. For tf32x3 and
+           bf16x6, the check accepts fp32's error: the error of an fp32 sum that is rounded at each
+           step. For bf16x3 and tf32, it accepts the error of operands with 11 bits. bf16x3 keeps 16
+           bits, so its error is far smaller, but it is larger than fp32's. Parts in bf16 have the
+           same exponent range as fp32, but very small numbers lose their low parts. Infinity splits
+           into infinity and NaN, so these sides turn infinite values into NaN.
 """
 
 import torch
@@ -51,7 +51,7 @@ CONFIGS = [
     )
 ]
 BLOCK = 1024
-DROPPED = {torch.float32: 13, torch.bfloat16: 16}  # mantissa bits that a part has fewer than fp32
+DROPPED = {torch.float32: 13, torch.bfloat16: 16}  # fp32's mantissa bits minus a part's
 BYTES = {"tf32": 4, "bf16": 2}
 
 
@@ -131,8 +131,9 @@ def product_kernel(
             step = tl.dot(x_low, w_high.T, step, input_precision="tf32")
             step = tl.dot(x_high, w_low.T, step, input_precision="tf32")
         step = tl.dot(x_high, w_high.T, step, input_precision="tf32")
-        # Without the factor, Triton would sum all steps in the tensor cores. With it, each step
-        # starts at 0 and ends with one multiply-add for each output, as the PTX for sm90 shows.
+        # Without the factor, Triton would sum all steps in the tensor cores. With the factor, each
+        # step starts at 0 and ends with one multiply-add for each output, as the PTX for sm90
+        # shows.
         total += step * one
     here = (rows[:, None] < m) & (outputs[None, :] < n)
     tl.store(out + rows[:, None].to(tl.int64) * n + outputs[None, :], total, mask=here)
@@ -161,7 +162,7 @@ def split_and_multiplied(x, w, count, dtype):
     (m, k), n = x.shape, len(w)
     out = torch.empty(m, n, device=x.device)
     x_parts, w_parts = parts_of(x, count, dtype), parts_of(w, count, dtype)
-    # Triton 3.9's interpreter takes bf16 for integers. In fp32, the products are the same.
+    # Triton 3.9's interpreter treats bf16 as integers. In fp32, the products are the same.
     bf16 = dtype == torch.bfloat16 and x.is_cuda
 
     def grid(meta):

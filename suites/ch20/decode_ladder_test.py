@@ -1,8 +1,8 @@
 """A decode loop from end to end: fuse the small kernels, then launch all of them at once.
 
 Problem    Generate `steps` greedy tokens for one sequence after a prompt of 8 tokens, with a
-           decoder in bf16 (`suites/decoder.py`). A token is the input of the next step. The tokens
-           and their scores are compared. All sides compute the prompt in the same way, one
+           decoder in bf16 (`suites/decoder.py`). Each token is the input of the next step. The
+           tokens and their scores are compared. All sides compute the prompt in the same way, one
            operation after the other. Each rung is a test of its own, and the last test compares the
            first rung with the last.
 Baseline   eager: one operation after the other. Positions and tokens stay on the GPU.
@@ -17,11 +17,11 @@ Bound      The host limits eager and compiled: a step computes one token, but la
 Seen       eager_captured and captured take much longer than predicted. The rate `graph_node` was
            measured with a kernel that adds to one number, and the kernels of a step do more. Also,
            products with one row probably do not read their weights at the full rate of DRAM. We did
-           not time any kernel alone. eager and compiled take about twice as long as predicted or
-           more, probably because most operators take the host longer than the addition with which
-           the rate `launch` is measured. On an H100, eager took longer when timed with
-           eager_captured than when timed with compiled. Probably the host was slower then, so the
-           speedups have wide intervals.
+           not time any kernel alone. eager and compiled take about twice as long as predicted, or
+           longer. The rate `launch` is measured with an addition, and most other operators probably
+           take the host longer. On an H100, eager took longer when timed with eager_captured than
+           when timed with compiled. Probably the host was slower then, so the speedups have wide
+           intervals.
 Use when   A model generates for few users at a time. Capture first, because a graph removes all
            launches and needs no compiler. Compile as well if the starts of small kernels still take
            a noticeable part of a captured step. With large batches or large models, kernels take
@@ -38,8 +38,8 @@ from suites.serving import config_of, continued, forward_cost, kernels_of, plant
 
 PROMPT = 8
 COMPILED_KERNELS = 13
-"""Kernels of a layer when pointwise chains are fused: 4 products, attention, and what is between
-them, with two writes to the cache."""
+"""The number of kernels of a layer when pointwise chains are fused: 4 products, attention, the fused
+chains between them, and two writes to the cache."""
 
 
 def room_of(steps):
@@ -125,7 +125,7 @@ def eager_captured(model, prompts, steps):
 
 
 def looped(kernels_per_layer, *, graph):
-    """Return the function from sizes to the cost of the prompt and all steps."""
+    """Return a function from the page's sizes to the cost of the prompt and all steps."""
 
     def cost(layers, width, steps):
         config = config_of(layers, width, room_of(steps))

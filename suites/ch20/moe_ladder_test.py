@@ -1,19 +1,20 @@
 """An MoE block from end to end: group the tokens, compute all experts at once, launch once.
 
-Problem    A block of a mixture of experts in inference, in bf16: RMS norm, a router, the 2 best of
-           `experts` experts for each of `tokens` tokens, the experts, which are SwiGLU MLPs, their
-           weighted sum, and the addition of the block's input. A softmax over the 2 best scores of
-           a token gives the weights. Some experts are popular: the first is 4 times as likely as
-           the last. The router's score of an expert depends mostly on one coordinate of the token.
-           In each token, the coordinates of 2 experts are made large, so that rounding cannot
-           change the choice. Each rung is a test of its own, and the last test compares the first
-           rung with the last.
+Problem    One mixture-of-experts block in inference, in bf16. After an RMS norm, a router chooses
+           the 2 best of `experts` experts for each of `tokens` tokens. The experts are SwiGLU MLPs.
+           The block's input is added to the weighted sum of their results. A softmax over the 2
+           best scores of a token gives the weights. Some experts are popular: the first is 4 times
+           as likely as the last. The router's score of an expert depends mostly on one coordinate
+           of the token. In each token, the coordinates of 2 experts are made large, so that
+           rounding cannot change the choice. Each rung is a test of its own, and the last test
+           compares the first rung with the last.
 Baseline   masked: for each expert, find its tokens, gather them, compute, and add to the result.
            Early MoE models in public libraries did this.
            sorted_slices: the baseline of grouped.
            grouped: the baseline of captured.
 Optimized  sorted_slices: changes masked. The pairs (token, expert) are sorted by expert once. Each
-           expert then computes one slice of them. The host reads the ends of all slices at once.
+           expert then computes one slice of the pairs. The host reads the ends of all slices at
+           once.
            grouped: changes sorted_slices. `grouped_mm` computes all experts in two products and
            reads the ends of the slices on the GPU. The host waits for nothing.
            captured: changes grouped. The whole block is a CUDA graph. Code that waits for the GPU
@@ -46,7 +47,7 @@ from suites.ch15.moe_dispatch_test import masked as by_mask
 from suites.ch15.moe_dispatch_test import sorted_slices as in_slices
 
 POPULAR = 4.0
-"""How much more likely the first expert is than the last one."""
+"""The first expert is this many times as likely to be chosen as the last one."""
 
 
 def state(device, tokens, width, hidden, experts):

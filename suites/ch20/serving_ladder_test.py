@@ -11,7 +11,7 @@ Problem    Serve `requests` requests that all wait at the beginning, with a deco
            `suites/server.py`. Each rung is a test of its own, and the last test compares the first
            rung with the last. The throughput in requests per second is `requests` divided by the
            time of a call.
-Baseline   static: `slots` prompts are one call of the decoder. The next group starts when the
+Baseline   static: one call of the decoder computes `slots` prompts. The next group starts when the
            longest answer of the group has ended. A row of the cache has room for the longest
            request.
            continuous: the baseline of paged.
@@ -27,26 +27,26 @@ Optimized  continuous: changes static. As soon as a row of the batch is free, th
            server keeps them. Later requests refer to these pages in their tables and compute only
            their suffixes. Nothing is kept from an earlier call.
            captured: changes prefix_cached. A step is a CUDA graph. Prompts still run eagerly.
-Bound      All sides but captured: the number of steps. Launches limit each step: according to the
-           costs, the host takes longer to launch a step than the GPU takes to read all weights.
-           continuous makes fewer steps. paged reads only the tokens that exist. It gains nothing by
-           itself, because launching a step takes longer than reading the cache. Tensor cores limit
-           prompts that are computed in full. prefix_cached computes only a small part of a prompt's
-           tokens. So launches limit its prompts, too. captured removes the launches of steps. Then
-           DRAM and the starts of the graph's kernels limit a step. The GPU waits for the host only
-           between two steps and for the launches of prompts.
+Bound      The number of steps limits all sides except captured. Launches limit each step: the costs
+           predict that the host takes longer to launch a step than the GPU takes to read all
+           weights. continuous makes fewer steps. paged reads only the tokens that exist. It gains
+           nothing by itself, because launching a step takes longer than reading the cache. Tensor
+           cores limit prompts that are computed in full. prefix_cached computes only a small part
+           of a prompt's tokens. So launches limit its prompts, too. captured removes the launches
+           of steps. Then DRAM and the starts of the graph's kernels limit a step. The GPU waits for
+           the host only between two steps and for the launches of prompts.
 Seen       On H100 and H200 machines, all sides take about two to two and a half times as long as
-           predicted, so most ratios are as predicted. The costs count launches at the rate of a
-           bare launch, and the eager decoder's Python takes longer than that. captured still
-           computes its prompts eagerly. paged gains nothing by itself, as predicted: its interval
-           includes 1, and so does that of prefix_cached, which gains somewhat less than predicted.
-           captured gains somewhat more. The same side takes up to half longer on one H100 machine
-           than on another, so compare only the sides of one test.
+           predicted, so most ratios are as predicted. The costs count only the launches, but the
+           eager decoder also spends time in Python. Even captured computes its prompts eagerly.
+           paged gains nothing by itself, as predicted: the confidence interval of its speedup
+           includes 1. prefix_cached gains somewhat less than predicted, and its interval includes 1
+           too. captured gains somewhat more than predicted. The same side takes up to half longer
+           on one H100 machine than on another, so compare only the sides of one test.
 Use when   You build a server, or want to know which of these techniques to add to yours. Each rung
            gains most on certain requests: the first on answers of different lengths, the second on
-           long contexts of different lengths, and the third on equal beginnings. The last gains
-           most with a small batch or model. Each one has its own page in chapter 15. `load_test.py`
-           in chapter 17 serves requests that arrive one after another.
+           long contexts of different lengths, and the third on equal beginnings. The last rung
+           gains most with a small batch or model. Each one has its own page in chapter 15.
+           `load_test.py` in chapter 17 serves requests that arrive one after another.
 """
 
 import pytest

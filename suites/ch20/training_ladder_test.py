@@ -5,7 +5,7 @@ Problem    One AdamW step of a decoder of `layers` blocks (`suites/ch13/transfor
            returned. Each rung is a test of its own, and the last test compares the first rung with
            the last.
 Baseline   eager: one operation after the other, and torch's default AdamW, which works on lists of
-           tensors and counts its steps on the CPU. For the rung before this one, from TF32 to bf16,
+           tensors and counts its steps on the CPU. For the step before eager, from TF32 to bf16,
            see `amp_training` in chapter 13.
            compiled: the baseline of fused.
            fused: the baseline of captured.
@@ -18,12 +18,13 @@ Bound      eager: DRAM, for passes over activations and for the optimizer's pass
            the passes over weights. captured: tensor cores and DRAM, with no wait for the host.
 Seen       On H100 and H200 machines, eager takes about four times as long as predicted, and
            compiled two to three times. The host limits both: the costs count launches, but not the
-           Python of modules, autograd and the optimizer. That also limits fused, which takes more
-           than twice as long as predicted, and over four times at the smaller size. So fused gains
-           little over compiled, and its interval includes 1. captured removes that limit. It gains
-           nearly twice at the larger size and over three times at the smaller one. It still takes a
-           third longer than predicted at the larger size, and half longer at the smaller one. We
-           did not time its kernels alone.
+           Python of modules, autograd and the optimizer. The host also limits fused, which takes
+           more than twice as long as predicted, and more than four times as long at the smaller
+           size. So fused gains little over compiled, and the confidence interval of its speedup
+           includes 1. captured removes that limit. It is nearly twice as fast as fused at the
+           larger size, and more than three times as fast at the smaller size. captured still takes
+           a third longer than predicted at the larger size, and one and a half times as long as
+           predicted at the smaller size. We did not time its kernels alone.
 Use when   You tune a training loop: take the rungs in this order, because each one shows the next
            limit. captured gains only if the GPU waits for the host, so its test has a second,
            smaller size. The update takes a smaller share of the step if a batch has more tokens.
@@ -173,7 +174,7 @@ def without_launches(cost):
 
 
 def kernels_of(layers):
-    return 31 * layers + 20  # as compiled: products and attention 20, chains 11
+    return 31 * layers + 20  # when compiled: 20 for products and attention, 11 for chains
 
 
 def eager_cost(layers, width, rows, length):
