@@ -49,12 +49,13 @@ Bound      test_cross_entropy: DRAM, or the rate at which the SMs issue instruct
            the gradient's formula. With 16384 classes, clustered has one block per row. So clustered
            differs from one_kernel in only two ways: it has fewer instructions, and its second read
            comes from shared memory instead of the L2. The costs do not include the time that blocks
-           wait for each other. rms_norm_test.py explains these waits. test_linear_cross_entropy:
-           the tensor cores. All sides compute the same three products. In whole, the passes over
-           the fp32 logits add three quarters of the products' time. The goal of this test is
-           memory: whole keeps fp32 copies of the logits and their gradients. The page claims that
-           chunks save memory, not time. The products of a chunk are smaller, so they fill the GPU
-           less evenly. Each chunk also reads and writes the gradient of the weight.
+           wait for each other. rms_norm_test.py explains these waits.
+           test_linear_cross_entropy: the tensor cores. All sides compute the same three products.
+           In whole, the passes over the fp32 logits add three quarters of the products' time. The
+           goal of this test is memory: whole keeps fp32 copies of the logits and their gradients.
+           The page claims that chunks save memory, not time. The products of a chunk are smaller,
+           so they fill the GPU less evenly. Each chunk also reads and writes the gradient of the
+           weight.
 Seen       On an H100, eager takes a quarter longer than predicted with 1024 classes, and almost a
            fifth longer with 16384. torch sums the losses of all rows in a single block. With 1024
            classes, that block may account for a part of the extra time. With 16384 classes, there

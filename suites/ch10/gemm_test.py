@@ -6,8 +6,8 @@ Baseline   mma_sync: a block computes a tile of 128 x 128, in steps of 64 along 
            and `mma.sync`. A warp does not compute while it loads.
            library: `torch.matmul`, for which cuBLAS chooses a kernel. In test_gemm it is only for
            comparison. In test_gemm_beside_the_library it is the baseline of stored and multicast.
-Optimized  cp_async: changes mma_sync. `cp.async` fills a ring of three tiles while the tensor
-           cores work.
+Optimized  cp_async: changes mma_sync. `cp.async` fills a ring of three tiles while the tensor cores
+           work.
            tma: changes cp_async. One thread fills the same ring through the tensor memory
            accelerator (TMA).
            wgmma: changes tma. The tensor cores read their operands directly from shared memory. A

@@ -12,8 +12,9 @@ Optimized  stream_ordered: `backend:cudaMallocAsync`. `cudaMallocAsync` takes ea
            driver's pool, and `cudaFreeAsync` returns it, in stream order. The pool keeps freed
            memory, because PyTorch sets the pool's release threshold to the largest value. With the
            driver's default threshold of 0, the pool releases its free memory at each wait for the
-           GPU. cached: PyTorch's default. Its own allocator keeps freed memory and hands it out
-           again, without a driver call.
+           GPU.
+           cached: PyTorch's default. Its own allocator keeps freed memory and hands it out again,
+           without a driver call.
 Bound      The host, which launches kernels and calls the allocator. In device_malloc, `cudaFree`
            waits until the GPU is idle, so the host cannot launch ahead. `cudaMalloc` and `cudaFree`
            also change the GPU's page tables. The costs of device_malloc count one wait for each

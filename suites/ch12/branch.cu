@@ -3,10 +3,10 @@
 // copy_in: copies y to `now`, and sets *fast to 1 if a position is beyond the limit.
 // step: one step of size dt, in place.
 // step_if: step, but only if *fast == wanted.
-// choose: sets the condition of a graph's conditional node to *fast.
+// choose: sets the condition of a conditional node in a graph to *fast.
 
 #ifdef __CUDACC__
-// The driver provides this function. No header is needed, and nothing is linked.
+// The driver provides this function. It needs no header and no library.
 extern "C" __device__ void cudaGraphSetConditional(unsigned long long handle, unsigned value);
 #else
 inline void cudaGraphSetConditional(unsigned long long, unsigned) {}  // the emulator has no graphs

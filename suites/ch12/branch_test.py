@@ -1,35 +1,39 @@
-"""Branch on a value: let the GPU choose, not the host.
+"""Branch on a value: let the GPU choose instead of the host.
 
 Problem    n oscillators are advanced in time, with a step size that depends on the data: 32 small
-           steps if any position is beyond a limit, and otherwise one large step. With fast=1 one
-           position is beyond the limit, and with fast=0 none is.
+           steps if any position is beyond a limit, and one large step if none is. With fast=1, one
+           position is beyond the limit, and with fast=0, none is.
 Baseline   ask: a kernel sets a flag. The host waits for the flag and launches one branch.
 Optimized  predicated: changes ask. The host launches both branches without waiting. Each kernel
-           reads the flag, and returns at once if the flag selects the other branch.
-           captured: changes predicated. The same kernels as a CUDA graph, which has no wait in it.
+           reads the flag, and exits at once if the flag selects the other branch.
+           captured: changes predicated. The same kernels as a CUDA graph, which is possible because
+           nothing waits.
            conditional: changes captured. The branches are the two bodies of a conditional node,
-           which starts the kernels of only one of them.
+           which starts only the kernels of the selected body.
 Bound      The host limits ask and predicated. With fast=0, ask waits and launches one step, and
-           predicated launches 33. The GPU limits captured, and conditional with fast=1: the start
-           of a small kernel takes longer than its work. With fast=0, captured still starts 33
-           steps, which may take longer than the wait that it saves. conditional then starts only
-           one step, so the host's launch of the graph is the limit. No rate was measured for the
-           decision of a conditional node, so the predicted time leaves it out.
-Seen       A launch through `cuda_module` takes the host about twice as long as predicted: the rate
-           `launch` was measured with a torch operator. So captured is faster than ask even with
-           fast=0. With fast=1, captured takes longer than predicted. A step reads the flag and then
-           the arrays, so it waits for the L2 twice, but `graph_node` was measured with an addition
-           to one number. With fast=1, conditional takes about as long as captured, although its
-           steps read no flag. So the node's decision may take as long as those reads. We did not
-           measure the decision alone. With fast=0, conditional starts 31 kernels fewer than with
-           fast=1, but saves only about half of the time of 31 starts. So the host is the limit: it
-           takes several times the rate `launch` to launch a graph with a conditional node by
-           `cuda.core`. We did not measure which part of the launch takes the time. Because of this
-           launch, conditional is only a little faster than captured with fast=0.
+           predicated launches 33 steps. The GPU limits captured, and it limits conditional with
+           fast=1: a small kernel takes longer to start than to do its work. With fast=0, captured
+           still starts 33 steps, which may take longer than the wait that it avoids. With fast=0,
+           conditional starts only one step, so the host's launch of the graph is the limit. Nobody
+           has measured how long a conditional node takes to decide, so the predicted time leaves
+           the decision out.
+Seen       A launch through `cuda_module` takes the host about twice as long as predicted, because
+           the predicted time of a launch was measured with a torch operator. So captured is faster
+           than ask even with fast=0. With fast=1, captured takes longer than predicted. A step
+           reads the flag and then the arrays, so it waits for the L2 twice. The predicted time of a
+           kernel in a graph was measured with an addition to one number, which waits only once.
+           With fast=1, conditional takes about as long as captured, although the steps of
+           conditional read no flag. So the node's decision may take as long as the reads of the
+           flag. We did not measure the decision alone. With fast=0, conditional starts 31 kernels
+           fewer than with fast=1, but saves only about half of the time of 31 starts. So the host
+           is the limit: launching a graph with a conditional node by `cuda.core` takes several
+           times as long as launching a kernel. We did not measure which part of this launch takes
+           the time. Because of the slow launch, conditional is only slightly faster than captured
+           with fast=0.
 Use when   The next kernels depend on a value on the GPU. Predicate if the branches are short:
-           predicated kernels need no graph, and also work in one. Use a conditional node if a
-           branch that is often skipped has many kernels. A conditional node with an else needs a
-           driver for CUDA 12.8 or newer. If the value is on the host anyway, branch there.
+           predicated kernels work with or without a graph. Use a conditional node if a branch that
+           is often skipped has many kernels. A conditional node with an else needs a driver for
+           CUDA 12.8 or newer. If the value is on the host anyway, branch there.
 """
 
 from types import SimpleNamespace
@@ -165,7 +169,7 @@ def conditional(y):
     def call():
         if graph is not None:
             launch_graph(graph)
-        else:  # without a GPU, the host chooses the branch
+        else:  # without a GPU, the host selects the branch
             load_inputs(all_of)
             kernels.choose[1, 1](0, all_of.fast)
             branch_of_host(all_of)

@@ -30,7 +30,7 @@ def begun_graph() -> Any:
 
 
 def stream_of(builder: Any) -> contextlib.AbstractContextManager[None]:
-    """Return a context whose current torch stream is the one that `builder` captures."""
+    """Return a context in which torch's current stream is the stream that `builder` captures."""
     stream = torch.cuda.ExternalStream(int(builder.stream.handle))
     return torch.cuda.stream(stream)
 

@@ -1,32 +1,34 @@
-"""Inputs at new addresses: copy them to where one graph reads, or capture a graph per address.
+"""Inputs at new addresses: copy them to one graph's input, or capture a graph per address.
 
 Problem    Four requests are at different addresses. Each passes through a small MLP of 24 kernels,
            fp32. A CUDA graph reads and writes only the addresses of its capture.
 Baseline   eager: 24 launches per request.
 Optimized  copied_in: changes eager. One graph for all requests. A request is copied to the address
-           that the graph reads. Its result is copied out, because the next replay overwrites it.
-           graph_each: changes copied_in. A graph for each request, without copies. All graphs read
-           the same weights, each has its own results, and each address needs a capture.
-           recaptured: changes eager. Each request is captured and instantiated anew, then replayed
-           once.
-           updated: changes recaptured. Each request is captured anew, but instead of a new instance
-           the existing one takes over the addresses by `cuGraphExecUpdate`.
+           that the graph reads. The result is copied out, because the next replay overwrites it.
+           graph_each: changes copied_in. Each request has its own graph, so nothing is copied. All
+           graphs read the same weights, and each graph writes its own result. Each address needs a
+           capture.
+           recaptured: changes eager. Each request is captured in a new graph, which is instantiated
+           and replayed once.
+           updated: changes recaptured. Each request is captured in a new graph, but no new instance
+           is made. Instead, `cuGraphExecUpdate` writes the new addresses into the existing
+           instance.
 Bound      The host limits eager. copied_in makes three launches per request, and the GPU runs 26
            kernels for it. recaptured and updated make the same torch calls as eager, but each call
            records its kernel in a graph instead of launching it. Then recaptured instantiates this
-           graph of 24 nodes, and updated compares it with the first graph. No rate was measured to
-           begin and end a capture, to instantiate, or to update. So the predicted times count each
-           recorded kernel as a launch, and leave out the rest.
-Seen       On an H100, all sides take longer than predicted. eager: the rate of a launch was
-           measured with an addition, not with products. copied_in and graph_each: a kernel of a few
-           rows takes longer than its start, because it waits for the kernel before it and for its
-           weights. We did not measure how long such a kernel takes alone. The difference between
-           updated and eager is within the confidence interval. recaptured probably takes longer
-           than eager. So a capture saves nothing if it is used only once.
-Use when   Inputs arrive in new tensors. Copy them if they are small, which is what
+           graph of 24 nodes, and updated compares it with the first graph. Nobody has measured how
+           long it takes to begin and end a capture, to instantiate, or to update. So the predicted
+           times count each recorded kernel as a launch, and leave out the rest.
+Seen       On an H100, all sides take longer than predicted. For eager, the predicted time of a
+           launch was measured with an addition, not with products. For copied_in and graph_each, a
+           kernel of a few rows takes longer to run than to start, because it waits for the previous
+           kernel and for its weights. We did not measure how long such a kernel takes alone. The
+           difference between updated and eager is within the confidence interval. recaptured
+           probably takes longer than eager. So a capture saves nothing if it is used only once.
+Use when   Inputs arrive in new tensors. If the inputs are small, copy them, as
            `torch.compile(mode="reduce-overhead")` does. Capture a graph for each address if there
-           are few addresses and the inputs are large. If a grid or a scalar argument changes,
-           a copy does not help. Then update the graph, if such changes are rare.
+           are few addresses and the inputs are large. If a grid or a scalar argument changes, a
+           copy does not help. In that case, update the graph, if such changes are rare.
 """
 
 from importlib import import_module
@@ -82,7 +84,7 @@ def graph_each(requests, weights):
 
 
 class Recorder:
-    """Captures each call anew, with memory of one pool. Without a GPU, it calls the step."""
+    """Captures each call in a new graph, all in one memory pool. Without a GPU, calls the step."""
 
     def __init__(self, step):
         self.first, self.output = None, None
@@ -149,7 +151,7 @@ def answered(width, **starts):
 
 
 def captured_again(width):
-    """Return the cost to record and replay all kernels. No rate for an instance was measured."""
+    """Return the cost to record and replay all kernels. It leaves out the time to instantiate."""
     recorded = Cost(launches=KERNELS)
     return REQUESTS * (recorded + answered(width, launches=1, graph_nodes=KERNELS))
 

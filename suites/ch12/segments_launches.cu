@@ -1,8 +1,8 @@
-// Sum segments of x, as segments.cu does, by kernels that a kernel launches. Segment s is
-// x[offsets[s]] to x[offsets[s + 1] - 1], and may be empty.
+// Sum segments of x, as segments.cu does, but with kernels that are launched by a kernel. Segment s
+// is x[offsets[s]] to x[offsets[s + 1] - 1], and may be empty.
 //
 // launch_segments: a thread per segment launches a child of one block, which sums the segment. The
-// child has the code of one_segment in segments.cu.
+// child runs the same code as one_segment in segments.cu.
 
 constexpr unsigned WARPS = 8;
 
@@ -29,6 +29,7 @@ __global__ void child(const float* __restrict__ x, const int* __restrict__ offse
 extern "C" __global__ void launch_segments(const float* x, const int* offsets, float* out,
                                            unsigned segments) {
   const unsigned s = blockIdx.x * blockDim.x + threadIdx.x;
-  // Children in this stream do not wait for each other. The parent ends when all of them have.
+  // Children in this stream do not wait for each other. The parent ends when all children have
+  // ended.
   if (s < segments) child<<<1, WARPS * 32, 0, cudaStreamFireAndForget>>>(x, offsets, out, s);
 }

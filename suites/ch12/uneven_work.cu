@@ -2,7 +2,7 @@
 // from seed[i] + l, and stores the state that it reaches in out[i][l].
 //
 // static_share: warp w runs the items of its contiguous share, one after another.
-// interleaved: warp w runs the items w, w + warps, w + 2 * warps and so on.
+// interleaved: warp w runs the items w, w + warps, w + 2 * warps, and so on.
 // queue: each warp takes the next item from a counter that all warps share.
 // queue_by_4: like queue, but a warp takes four items at once.
 // warp_per_item: warp w runs item w only. The grid has a warp for each item.

@@ -2,38 +2,42 @@
 
 Problem    n items. Each item is a random generator that runs a given number of steps. A warp runs
            an item, with a different seed in each lane. One item in 128 is heavy: it has 32 times as
-           many steps as the others. With order=last the heavy items follow the others, as in data
-           that are sorted by size. With order=random they are anywhere. With order=even all items
-           have the same number of steps, and the page claims only that two sides lose nothing.
-Baseline   static_share: as many warps as fit on the GPU. Each runs a contiguous share of the items.
-Optimized  interleaved: changes static_share. With W warps in the grid, a warp runs every W-th
-           item. So neighboring heavy items go to different warps.
-           queue: changes interleaved. When a warp has finished an item, it takes the next one from
-           a shared counter by an atomic. So the shares are not fixed.
+           many steps as the others. With order=last, the heavy items come after all others, as in
+           data that are sorted by size. With order=random, the heavy items are at random places.
+           With order=even, all items have the same number of steps, and the page claims only that
+           two of the variants lose nothing.
+Baseline   static_share: as many warps as fit on the GPU. Each warp runs a contiguous share of the
+           items.
+Optimized  interleaved: changes static_share. With W warps in the grid, a warp runs every W-th item.
+           So neighboring heavy items go to different warps.
+           queue: changes interleaved. When a warp has finished an item, it takes the next one by an
+           atomic addition to a shared counter. So the shares are not fixed.
            queue_by_4: changes queue. A warp takes four items at once, so there are a quarter as
            many atomics.
            warp_per_item: changes static_share. There are no shares: the grid has a warp for each
            item, and when a block of 8 warps has ended, the GPU starts the next one in its place.
            A block keeps its place until its slowest warp has ended.
-Bound      Integer arithmetic, if all SMs are busy until the end. A heavy item takes its number of
-           steps times the latency of a multiply-add, no matter how many SMs are idle. So the heavy
-           item that starts last decides when the kernel ends. The costs count the steps of all
-           items and spread them evenly over the GPU, so all sides have nearly the same predicted
-           time. Any additional time of a side is due to its imbalance.
-Seen       static_share takes longer than predicted, and several times as long with order=last: the
-           warps that have the heavy items end last. With order=last, interleaved takes as long as
-           predicted, so its warps are balanced. queue takes longer. Its atomics are not the reason:
-           with order=even, queue makes the same number of atomics and takes as long as predicted. A
-           warp of queue_by_4 takes four heavy items in a row, so queue_by_4 takes even longer. With
-           order=random, every side takes longer than predicted. Probably the heavy items that start
-           last then run while other warps are idle. No timeline was recorded.
+Bound      Integer arithmetic, if all SMs are busy until the end. The time of a heavy item is its
+           number of steps times the latency of a multiply-add, no matter how many SMs are idle. So
+           the heavy item that starts last decides when the kernel ends. The costs count the steps
+           of all items and spread them evenly over the GPU, so all sides have nearly the same
+           predicted time. Any additional time of a side is due to its imbalance.
+Seen       static_share takes longer than predicted. With order=last, it takes several times as long
+           as predicted, because the kernel has to wait for the few warps that have the heavy items.
+           With order=last, interleaved takes as long as predicted, so its warps are balanced. queue
+           takes longer than interleaved. The atomics of queue are not the reason: with order=even,
+           queue makes the same number of atomics and takes as long as predicted. A warp of
+           queue_by_4 takes four heavy items in a row, so queue_by_4 takes even longer. With
+           order=random, every side takes longer than predicted. Probably some heavy items start
+           late, and run while other warps are idle. We did not record a timeline.
 Use when   Some items take much longer than others, and you do not know which. Start with a warp or
            a block per item, because the GPU's scheduler is a queue too. If you use fixed shares,
-           interleave them: it costs nothing, and heavy items are often neighbors. Write your own
-           queue if blocks keep data in shared memory or registers between items. If you know which
-           items are long, start them first. All warps of a queue update one address, so take enough
-           work with each atomic. But let each warp take work several times. If it takes work only
-           once, its share is fixed. If all items take the same time, a queue gains nothing.
+           interleave them: interleaving costs nothing, and heavy items are often neighbors. Write
+           your own queue if blocks keep data in shared memory or registers between items. If you
+           know which items are long, start them first. All warps of a queue update one address, so
+           take enough work with each atomic. But take so little that each warp comes back several
+           times. If a warp takes work only once, its share is fixed. If all items take the same
+           time, a queue gains nothing.
 """
 
 import torch
@@ -83,7 +87,7 @@ def run(kernel, blocks, seeds, counts, *counter):
 
 
 def blocks_at_once(seeds):
-    """Return how many blocks fit on the GPU, or fewer, so that each warp has about 8 items."""
+    """Return how many blocks fit on the GPU, or fewer if warps would get fewer than 8 items."""
     gpu = torch.cuda.get_device_properties(seeds.device)
     resident = gpu.max_threads_per_multi_processor // BLOCK * gpu.multi_processor_count
     return min(resident, -(-seeds.numel() // (8 * WARPS)))
@@ -166,7 +170,7 @@ def test_uneven_work(pair):
 
 @compare(
     baseline=static_share,
-    optimized=[Variant(queue, sass="ATOMG"), warp_per_item],  # the two that could lose most
+    optimized=[Variant(queue, sass="ATOMG"), warp_per_item],  # could lose most
     inputs=inputs,
     reference=reference,
     sizes=[{"n": 2**17, "light": 768, "order": "even"}],

@@ -3,10 +3,10 @@
 //
 // relax: after[i] = min(before[i], least of the four neighbors' before + cost[i]). If a distance
 //     became smaller, it sets *changed to 1.
-// again: tells a graph's while node whether to run its body once more, and clears *changed.
+// again: tells the while node of a graph whether to run its body once more, and clears *changed.
 
 #ifdef __CUDACC__
-// The driver provides this function. No header is needed, and nothing is linked.
+// The driver provides this function. It needs no header and no library.
 extern "C" __device__ void cudaGraphSetConditional(unsigned long long handle, unsigned value);
 #else
 inline void cudaGraphSetConditional(unsigned long long, unsigned) {}  // the emulator has no graphs

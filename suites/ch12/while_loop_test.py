@@ -1,13 +1,14 @@
-"""Loop until it converges: ask the GPU less often, or let the GPU repeat the loop itself.
+"""Loop until convergence: ask the GPU less often, or let the GPU repeat the loop itself.
 
-Problem    Shortest paths from a corner of a width x width grid whose cells cost 1 to 9, by
-           relaxation: each step updates every cell from its neighbors. The loop ends when a step
-           changes nothing. The number of steps depends on the costs. More steps than needed change
+Problem    Shortest paths from a corner of a width x width grid. Entering a cell costs 1 to 9. Each
+           step updates the distance of every cell from its neighbors (relaxation). The loop ends
+           when a step changes nothing. The number of steps depends on the costs. Extra steps change
            nothing, so all sides return the same distances.
-Baseline   ask_always: after every two steps, the host waits for a flag that says whether they
-           changed anything.
+Baseline   ask_always: after every two steps, the host waits for a flag that says whether these
+           steps changed anything.
 Optimized  ask_rarely: changes ask_always. After every 16 steps, the host waits for the flag, which
-           says whether the last two changed anything. So it makes up to 14 unnecessary steps.
+           says whether the last two steps changed anything. So there are up to 14 unnecessary
+           steps.
            captured: changes ask_rarely. The 16 steps are a CUDA graph. The host replays it, waits
            for the flag, and replays it again.
            while_node: changes ask_always. The two steps are the body of a while node of a CUDA
@@ -16,20 +17,21 @@ Optimized  ask_rarely: changes ask_always. After every 16 steps, the host waits 
 Bound      The host for ask_always, which waits in every iteration, and for ask_rarely, which
            launches each step. In captured and while_node, the GPU starts a small kernel for each
            step. while_node has one more kernel in each iteration, which sets the node's condition.
-           Then the node decides whether to repeat. No rate was measured for the decision, so the
-           predicted time leaves it out. How many steps are needed depends on the data. The costs
-           assume two per row of the grid, because nearly every shortest path goes right and down.
+           Then the node decides whether to repeat. Nobody has measured how long the decision takes,
+           so the predicted time leaves it out. The number of steps depends on the data. The costs
+           assume two steps per row of the grid, because nearly every shortest path goes right and
+           down.
 Seen       ask_always and ask_rarely take twice as long as predicted or more. A launch through
-           `cuda_module` takes the host about twice as long as the rate `launch`, as in
-           `branch_test.py`. captured and while_node take longer than predicted too: `graph_node`
-           was measured with an addition to one number. In while_node, the decision also takes time.
-           The number of steps is not the reason: on a CPU, three grids of 256 x 256 needed 513 to
-           517.
+           `cuda_module` takes the host about twice as long as predicted, as in `branch_test.py`.
+           captured and while_node also take longer than predicted, because the predicted time of a
+           kernel in a graph was measured with an addition to one number. In while_node, the
+           decision also takes time. The assumed number of steps is right: on a CPU, three grids of
+           256 x 256 needed 513 to 517 steps.
 Use when   The data decide when a loop ends, as in solvers, searches, and decoding until all
            sequences have ended. If extra iterations do no harm, first try to read the flag only
-           every few iterations. If they do harm, or if the host has other work, use a while node.
-           The body of a while node is a graph, so its shapes are fixed. A while node needs a driver
-           for CUDA 12.4 or newer.
+           every few iterations. If extra iterations do harm, or if the host has other work, use a
+           while node. The body of a while node is a graph, so its shapes are fixed. A while node
+           needs a driver for CUDA 12.4 or newer.
 """
 
 from types import SimpleNamespace
@@ -56,7 +58,7 @@ def inputs(device, width):
 def reference(cost):
     """Return the distances, by sweeps down and up the rows until nothing changes."""
     width, device = len(cost), cost.device
-    cost = cost.long().cpu()  # many small steps take less time on the CPU
+    cost = cost.long().cpu()  # many small operations take less time on the CPU
     distance = torch.full((width + 2, width + 2), FAR, dtype=torch.int64)
     distance[1, 1] = 0
     for _ in range(width * width):
@@ -77,7 +79,7 @@ def reference(cost):
 
 
 def grid_of(cost):
-    """Return the costs, the flag, and two bordered arrays of distances, which steps alternate."""
+    """Return the costs, the flag, and two bordered arrays of distances that the steps alternate."""
     shape = len(cost) + 2, len(cost) + 2
     return SimpleNamespace(
         cost=cost,
@@ -101,7 +103,7 @@ def two_steps(grid):
 
 
 def make_steps(grid, number):
-    """Make an even number of steps. The flag then says if the last two changed anything."""
+    """Make an even number of steps. The flag then says if the last two changed a distance."""
     for _ in range(number // 2 - 1):
         two_steps(grid)
     grid.changed.zero_()
@@ -160,7 +162,7 @@ def repeated(grid):
 
 
 def repeated_by_host(grid):
-    """Do what the graph does, on a machine without a GPU."""
+    """Repeat two steps on a machine without a GPU, as the graph does on a GPU."""
     changed = True
     while changed:
         two_steps(grid)
@@ -191,7 +193,7 @@ def one_step(width, **starts):
 
 
 def iterations(width, steps):
-    """Return how many rounds of `steps` steps it takes until nothing changes."""
+    """Return the number of rounds of `steps` steps until nothing changes."""
     return -(-STEPS_PER_ROW * width // steps)
 
 

@@ -1,34 +1,34 @@
-"""Graph breaks: replace a Python `if` on data, which splits the graph, with a tensor operation.
+"""Graph breaks: a Python `if` on data splits the graph, so use a tensor operation instead.
 
-Problem    Blocks x = clip(x + silu(x w)), fp32, on a few rows. Clipping scales x + silu(x w) down
-           to a limit if its RMS is above that limit. About 10 of the 16 blocks clip.
+Problem    Blocks x = clip(x + silu(x w)), fp32, on a few rows. If the RMS of x + silu(x w) is above
+           a limit, clip scales it down to that limit. About 10 of the 16 blocks clip.
 Baseline   broken: `torch.compile` of a block with `if rms > limit`. Dynamo compiles two graphs: the
-           code before the branch, and the scaling after it. Between them the host waits for the
-           RMS.
+           code before the branch, and the scaling after it. Between the two graphs, the host waits
+           for the RMS.
 Optimized  cond: changes broken. `torch.cond` keeps the branch in the graph, so the block is one
            graph. But Inductor's code for `torch.cond` still reads the condition on the host and
            branches in Python. A branch of `torch.cond` must not return its input, so a block that
            does not clip copies x.
            where: changes broken. `torch.where` selects the factor, so the block is one graph, and
            the host does not wait. `fullgraph=True` makes any graph break an error.
-           whole: changes where. The loop over the blocks is compiled too, so the host calls
-           compiled code once, not once per block.
-           eager: broken, but not compiled.
+           whole: changes where. The loop over the blocks is also compiled, so the host calls
+           compiled code once instead of once per block.
+           eager: like broken, but not compiled.
 Bound      The host. broken, cond and eager wait for the GPU once per block, and launch nothing
            while they wait. where and whole never wait, and launch two kernels per block. The host
-           also takes time to check guards and to call compiled code. There is no measured rate for
-           this, so the costs leave it out. So where and whole have the same cost. The costs of
-           broken and eager assume that every block clips. Each limit is a separate tensor. If the
-           limits were elements of one tensor, most would not be aligned to 16 bytes, and compiled
-           code copies unaligned inputs before it runs. Only whole would avoid these copies, because
-           its input would be the whole tensor.
+           also takes time to check guards and to call compiled code. Nobody has measured this time
+           separately, so the costs leave it out, and where and whole have the same cost. The costs
+           of broken and eager assume that every block clips. Each limit is a separate tensor. If
+           the limits were elements of one tensor, most of them would not be aligned to 16 bytes,
+           and compiled code copies unaligned inputs before it runs. Only whole would avoid these
+           copies, because its input would be the whole tensor.
 Seen       On an H100, eager is no slower than broken, although it launches three times as many
            kernels. All compiled sides take longer than predicted. where and whole launch the same
            kernels, but where calls compiled code once per block. These calls explain the difference
-           between the two, which is more than half of the time of where. broken calls compiled code
-           twice per block, before and after the break. This explains its time. cond calls compiled
-           code once per block, but takes as long as broken. We did not measure what Inductor's code
-           for a branch does on the host.
+           between where and whole, which is more than half of the time of where. broken calls
+           compiled code twice per block, before and after the break. This explains its time. cond
+           calls compiled code once per block, but takes as long as broken. We did not measure what
+           Inductor's code for a branch does on the host.
 Use when   A branch on data chooses between two results that are cheap to compute. Compute both and
            select one. Keep the branch if one path takes longer than the wait.
            `torch._dynamo.explain` and `TORCH_LOGS=graph_breaks` list the breaks of a model.
@@ -97,7 +97,7 @@ def eager(x, weights, limits):
 
 def broken(x, weights, limits):
     block = torch.compile(block_if, dynamic=False)
-    for scale in (0, 1e9):  # compiles the branch that clips, then the other
+    for scale in (0, 1e9):  # compiles the branch that clips, then the other branch
         loop(block, x, weights, [scale * limit for limit in limits])
     yield lambda: loop(block, x, weights, limits)
 

@@ -14,21 +14,21 @@ Optimized  compiled: changes eager. `torch.compile` with its default mode. In ea
            eager_captured: like captured, but not compiled.
 Bound      The host limits eager, compiled and reduce_overhead. The GPU limits the captured sides:
            small kernels run one after another. The costs count the weights as reads from the L2.
-           There is no measured rate for checking guards and comparing addresses on the host, so the
-           costs leave this time out. This is why they predict that the GPU also limits
+           Nobody has measured how long the host takes to check guards and compare addresses, so the
+           costs leave this time out. This is why the costs predict that the GPU also limits
            reduce_overhead.
 Seen       On an H100, captured takes three times as long as predicted from the starts of its
            kernels. A matrix product of 8 rows has only a few tiles, and each tile loops over the
-           whole inner dimension. So the product probably takes longer than its start.
+           whole inner dimension. So the product probably takes longer to run than to start.
            reduce_overhead replays the same kernels and takes several times as long as captured, so
            its guards, its copies and its checks of addresses cost more than the kernels. The time
            of eager varies by half from one result to the next, so these ratios are rough. The
            speedup of compiled is within this variation, so the test only requires that compiled is
            not slower.
 Use when   The GPU waits for the host. Start with `mode="reduce-overhead"`. If a shape or a
-           parameter's address changes, it captures again. Code that cannot be captured runs outside
-           the graph. Capture by hand if the shapes are fixed and every microsecond counts. Neither
-           mode helps if the kernels take longer than their launches.
+           parameter's address changes, this mode captures a new graph. Code that cannot be captured
+           runs outside the graph. Capture by hand if the shapes are fixed and every microsecond
+           counts. Neither way of capturing helps if the kernels take longer than their launches.
 """
 
 import torch
