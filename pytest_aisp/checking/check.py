@@ -132,7 +132,7 @@ def _scale_if_needed(
 
 
 def _check_terms(reference: Reference) -> None:
-    """Refuse `Work(terms=)` above the number of input elements, because it widens the bound."""
+    """Refuse a `Work(terms=)` above the number of input elements, which would widen the bound."""
     pool, world = reference.pool, current_group().world
     tensors = [tensor for _, tensor in pytree.tensors(pool.value_set(0))]
     tensors += pytree.state_tensors(pool.new_state()).values()
@@ -200,7 +200,7 @@ def _other_values(reference: Reference) -> Iterator[Reference]:
 def _check_side(
     reference: Reference, side: Side, precision: Precision | None, rule: Rule, is_baseline: bool
 ) -> list[Comparison]:
-    """Run a side and compare its results. If they are wrong, the error names a likely cause."""
+    """Run a side and compare its results. The error for a wrong result names a likely cause."""
     try:
         return _run_side(reference, side, precision, rule, is_baseline)
     except Mismatch as error:
@@ -284,7 +284,7 @@ def _run_side(
 def _turns(pair: Pair) -> tuple[int, ...]:
     """Return the indices of the value sets that a side is checked on, in order.
 
-    All of them are written to the same addresses.
+    All value sets are written to the same addresses.
     """
     if pair.state is not None:
         return tuple(k % VALUE_SETS for k in range(STEPS if enabled("steps") else 1))

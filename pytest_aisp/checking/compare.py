@@ -36,11 +36,11 @@ class Comparison:
         index, got, want, bound: the worst element's index, its actual and expected values, and its
             allowed deviation.
         count: number of elements.
-        step: number of the training step that was compared. For a page without a state, this is the
+        step: number of the training step that was compared, or, for a page without a state, the
             number of the value set.
         worst_limit: allowed error of the worst element.
-        relative: the rms error as a share of the rms of the expected values. It is 0 if only
-            equality is accepted.
+        relative: the rms error as a share of the rms of the expected values, or 0 if only equality
+            is accepted.
     """
 
     path: str
@@ -63,7 +63,7 @@ class Comparison:
 
     @property
     def score(self) -> float:
-        """The error as a multiple of the derived bound. If it is above 1, the output is wrong."""
+        """The error as a multiple of the derived bound. A score above 1 means a wrong output."""
         return max(self.rms / (RMS * (1 + self.scatter)), self.worst / self.worst_limit)
 
     def judged_by(self, rule: Rule) -> Comparison:
@@ -229,7 +229,7 @@ def _index(piece: pytree.Piece, shape: Sequence[int], flat: int) -> tuple[int, .
 def _at_element(
     got: torch.Tensor, leaf: Leaf, index: tuple[int, ...], rms: float, worst: float, ok: bool
 ) -> Comparison:
-    """Return the comparison with the element at `index` as its worst element."""
+    """Return the comparison whose worst element is the element at `index`."""
     return Comparison(
         leaf.path,
         rms,

@@ -110,7 +110,7 @@ def check_tolerance(
 
 
 def _by_majority(reference: Reference, precision: Precision | None, rule: Rule) -> list[Control]:
-    """Apply the controls to the first draw of the values. If they fail, decide by several draws."""
+    """Apply the controls to the first draw of the values. If one fails, decide by several draws."""
     try:
         return _apply(reference, precision, rule)
     except (CannotTell, TooLoose) as error:
@@ -156,9 +156,9 @@ def draws_differ(reference: Reference, precisions: Iterable[Precision | None]) -
 def _expected(
     reference: Reference, precision: Precision | None, first: int = 0
 ) -> tuple[list[Leaf], list[torch.dtype], Callable[[], list[torch.Tensor]]]:
-    """Return the expected outputs for value set `first`, their types, and stale outputs.
+    """Return the expected outputs for value set `first`, and the types of these outputs.
 
-    The stale outputs are returned as a function that computes them.
+    The third result is a function that returns stale outputs, which are a wrong answer.
     """
     steps = STEPS if reference.pool.pair.state is not None else 1
     turns, other = (tuple((k + n) % VALUE_SETS for n in range(steps)) for k in (first, first + 1))
@@ -256,8 +256,8 @@ def _noisy(leaf: Leaf, largest: int) -> torch.Tensor:
     """Return the expected values with noise of 2.4 times the bound, or more if `largest` is small.
 
     The rms over a few elements varies by chance, so more noise is needed to exceed the bound. Only
-    outputs of the largest size get this additional noise. If smaller outputs got it too, a
-    tolerance that all outputs share would seem too loose.
+    outputs of the largest size get this additional noise. If smaller outputs got additional noise
+    too, a tolerance that all outputs share would seem too loose.
     """
     import torch
 

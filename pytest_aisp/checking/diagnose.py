@@ -1,4 +1,4 @@
-"""Run a wrong side again to find out why it is wrong, and the smallest size where it is wrong."""
+"""Run a wrong side again to find the cause of the error, and the smallest size that fails."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _SWITCHES: dict[str, dict[str, tuple[str, ...]]] = {
 def explain_tf32(reference: Reference, side: Side, run: Run, *, is_baseline: bool) -> str:
     """Return a line of advice if the wrong `side` computes in TF32, or an empty string.
 
-    With several ranks, nothing is run again, because a rank with right results does not call this
-    function, and the others would wait for it.
+    With several ranks, nothing is run again. A rank with right results does not call this function,
+    so the other ranks would wait for that rank forever.
     """
     device = reference.pool.device.partition(":")[0]
     on = [name for name, parts in _SWITCHES[device].items() if any(map(_is_on, parts))]

@@ -63,7 +63,7 @@ class ErrorBound:
         remarks: remarks about the bound for the reader.
         first_draws: number of perturbed runs that are always made. More follow only if a side comes
             close to the bound.
-        slow: True if the reference is slow. `refine` then makes only a few more runs.
+        slow: True if the reference is so slow that `refine` makes only a few more runs.
     """
 
     reference: Reference

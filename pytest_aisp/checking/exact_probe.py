@@ -135,7 +135,7 @@ def _is_exact(value: torch.Tensor) -> bool:
 def _fits_types(reference: Reference, expected: NamedTensors) -> bool:
     """Return whether the outputs' types can represent the largest expected integer.
 
-    If they can, the partial sum of each rank is exact too.
+    If the types can represent it, the partial sum of each rank is exact too.
     """
     for path, value in expected:
         unit = numerics.UNIT.get(str(reference.types.get(path)).removeprefix("torch."), 2.0**-24)

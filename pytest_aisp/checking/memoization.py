@@ -1,9 +1,9 @@
 """Detect memoization: sides that cache answers, and so are fast only on values seen before.
 
 Timing windows repeat their values, so a side that caches answers looks fast. Only Python code can
-look up an answer, and no Python code runs while a CUDA graph is replayed. On the other clocks, each
-side is timed in two ways: on values that differ from those of the previous call, and on values that
-it got several times in a row.
+look up an answer, and no Python code runs while a CUDA graph is replayed. On clocks that time calls
+of Python code, each side is timed in two ways: on values that differ from the previous call's
+values, and on values that the side got several times in a row.
 
 A side that caches no answers can also be faster on repeated values, because of branch predictors,
 CPU caches and TLBs. So a side that was faster on repeated values is timed again on altered values.
@@ -201,7 +201,7 @@ def _halved(tensor: torch.Tensor) -> torch.Tensor:
 def _largest_rounded(tensor: torch.Tensor) -> torch.Tensor:
     """Move the floats of the largest magnitude to the next representable number toward zero.
 
-    If the work of a side depends on its values, it almost never changes.
+    Even if the work of a side depends on its values, this move almost never changes the work.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Explain a wrong output: what its errors look like, and what to do.
+"""Explain a wrong output: describe its errors, and advise what to do.
 
 `explain_cause` tries several causes and returns the first one that fits. The order matters: random
 numbers come before a constant output, and a wrong factor before a low precision. If no cause fits,

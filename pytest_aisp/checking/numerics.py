@@ -31,13 +31,13 @@ smaller number."""
 DRAWS, MORE_DRAWS = 3, 12
 """Number of perturbed runs of the reference, and of further runs before a side is refused."""
 LONG, SLOW = 0.5, 10.0
-"""Limits in seconds for a traced run of the reference. Above the first limit, it is perturbed only
-once at first. Above the second, only `DRAWS` more runs follow before a side is refused, not
-`MORE_DRAWS`."""
+"""Limits in seconds for a traced run of the reference. If a run takes longer than `LONG`, the
+reference is perturbed only once at first. If a run takes longer than `SLOW`, only `DRAWS` more runs
+follow before a side is refused, not `MORE_DRAWS`."""
 STEP = 2.0**-10
 """Relative perturbation of the inputs of a reference that cannot be traced."""
 TRACED = 1e-3
-"""If tracing changes the results of a reference by more than this share, it is not traced."""
+"""A reference is not traced if tracing changes its results by more than this share."""
 UNTRACED_TERMS, UNTRACED_ROUNDINGS = 1024, 8
 """For an untraced reference: default number of terms in the longest sum, and roundings in a row."""
 
@@ -200,8 +200,8 @@ def add_differences(
     """Add the squared differences between a perturbed run and `expected` to `totals`, in place.
 
     Args:
-        totals: for each output, the root of the sum of the squares so far, or None if it is not
-            floating point. The root is stored because squares may underflow in float32.
+        totals: for each output, the root of the sum of all earlier squares, or None for an output
+            that is not floating point. The root is stored because squares may underflow in float32.
         moved: the outputs of the perturbed run. The list is emptied to free memory.
         step: the factor by which the perturbation was scaled up.
     """
@@ -294,7 +294,8 @@ def random_walk(unit: float, terms: float) -> tuple[float, float]:
 def as_leaves(outputs: object) -> NamedTensors:
     """Return the outputs as real tensors. Python numbers become float32 or int64 scalars.
 
-    A complex tensor is replaced by its real and imaginary parts, and its path says so.
+    A complex tensor is replaced by its real and imaginary parts, and its path contains
+    ``view_as_real``.
 
     Raises:
         pytree.TreeError: if an output cannot be compared.

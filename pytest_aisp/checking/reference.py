@@ -116,7 +116,7 @@ class Reference:
 
         Args:
             every: whether to cache the outputs after each turn in the same pass, if there is enough
-                memory. If they are not cached, a later request starts again from the first turn.
+                memory. If not, a later request for these outputs starts from the first turn again.
         """
         turns = self._needed(turns)
         if turns not in self._passes:
@@ -308,7 +308,7 @@ class Reference:
         return outputs[current_group().rank]
 
     def without_slice(self, turn: int) -> list[torch.Tensor] | None:
-        """Return the reference's outputs for inputs in which a slice of the largest one is zero.
+        """Return the reference's outputs if a slice of the largest input tensor is set to zero.
 
         Return None if the page has a state, if no input is a floating-point tensor, or if the
         reference raises an error on these inputs.

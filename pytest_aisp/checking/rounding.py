@@ -60,12 +60,12 @@ matrix's norm, divided by sqrt(n).
 
 
 class Entry(NamedTuple):
-    """What is known about the values in one memory allocation (a torch storage).
+    """Facts about the values in one memory allocation (a torch storage).
 
     Attributes:
-        dtype: the type in which PyTorch would store them, or None for constants.
-        depth: length of the longest chain of roundings that led to these values.
-        origin: number of the operation that rounded them last, or -1.
+        dtype: the type in which PyTorch would store the values, or None for constants.
+        depth: length of the longest chain of roundings that led to the values.
+        origin: number of the operation that rounded the values last, or -1.
     """
 
     dtype: torch.dtype | None
@@ -127,11 +127,11 @@ class Model:
 
 
 class Rounding(TorchDispatchMode):
-    """A mode that perturbs the results of operations. If `seed` is None, it only records them.
+    """A mode that perturbs the results of operations, or only records them if `seed` is None.
 
     Args:
         model: the model of the sides' rounding.
-        structure: the recorded operations. A run without perturbation fills it in.
+        structure: the recorded operations, which a run without perturbation fills in.
         seed: seed of the signs of the perturbations.
     """
 

@@ -37,7 +37,7 @@ def finish(result: CliResult) -> NoReturn:
 
 
 def store_measured(result: CliResult, store: Callable[[], Sequence[str]]) -> CliResult:
-    """Call `store`, print the lines that it returns on stderr, and return `result`.
+    """Call `store`, print the returned lines on stderr, and return `result`.
 
     If `store` fails, the returned result has the exit code of the error.
     """

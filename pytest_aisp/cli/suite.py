@@ -204,7 +204,7 @@ class TargetsCommand(TyperCommand):
     takes_pytest_arguments = False
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Repeat `--targets` before each of its words, as Typer takes one word per option."""
+        """Repeat `--targets` before each of its words, because Typer takes one word per option."""
         end = args.index("--") if "--" in args else len(args)
         own, has_dashes = args[:end], end < len(args)
         if has_dashes and not self.takes_pytest_arguments:

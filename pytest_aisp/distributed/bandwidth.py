@@ -107,7 +107,7 @@ class CudaCopier:
             torch.cuda.synchronize(name)
 
     def seconds(self, pairs: Sequence[Pair], copies: int) -> float:
-        """Return the seconds for `copies` copies per pair, with all pairs at the same time."""
+        """Return the seconds for `copies` copies per pair, with all pairs copying in parallel."""
         import torch
 
         self._synchronize()

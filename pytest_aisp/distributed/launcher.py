@@ -68,7 +68,7 @@ class Nodes:
 
 @dataclass
 class RankSet:
-    """`count` ranks on this machine. Creating the object starts them.
+    """`count` ranks on this machine. Creating the object starts the ranks.
 
     Args:
         environment: variables to set for the ranks. A variable with the value None is removed.

@@ -22,7 +22,7 @@ from ..util.gpu_lease import lease_gpus
 from .launcher import RankSet
 
 SMALLEST_PEAK = 64 << 20
-"""The smallest all-reduce that fills the links. A smaller one does not reach the peak."""
+"""The smallest all-reduce that fills the links. Smaller all-reduces do not reach the peak."""
 GLOO = "Gloo on a CPU (not a measurement of links)"
 
 

@@ -1,7 +1,7 @@
-"""`aisp links diagnose`: find out why collectives are slow, from when each rank arrives at them.
+"""`aisp links diagnose`: find out why collectives are slow, from the arrival time of each rank.
 
-A rank that arrives early at a collective waits there for the last rank. So its collective seems
-slow, although another rank is the cause. `diagnosis` distinguishes these causes:
+A rank that arrives early at a collective waits there for the last rank. So the collective seems
+slow on the early rank, although another rank is the cause. `diagnosis` distinguishes these causes:
 
 - straggler: the same ranks arrive late in most calls, because of their own work.
 - dependency: ranks arrive late because they waited for data from another rank.
@@ -86,7 +86,7 @@ class Diagnosis(Struct, frozen=True):
 def diagnosis(arrivals: SideArrivals, clock_error: float) -> Diagnosis:
     """Return the diagnosis of a side's collectives.
 
-    The times of a call are summed over its collectives. Then the median over the calls is taken.
+    The times of a call are summed over the call's collectives. The diagnosis uses the median sums.
 
     Args:
         clock_error: the largest error, in seconds, between the clocks of two ranks.
@@ -154,8 +154,8 @@ def _arrivals(meeting: Meeting, own: bool) -> list[float]:
 def _late_ranks(lateness: Sequence[Sequence[float]], least: float) -> dict[int, float]:
     """Return the late ranks, with the median seconds by which each is late.
 
-    A rank is late if it arrives after the earliest rank in most calls. Its median lateness must be
-    at least `least`, and at least half of the largest median lateness.
+    A rank is late if it arrives after the earliest rank in most calls. The rank's median lateness
+    must also be at least `least`, and at least half of the largest median lateness.
     """
     first = min(lateness, key=median)
     found = {}

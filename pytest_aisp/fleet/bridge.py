@@ -36,7 +36,7 @@ CLOSE_SECONDS = 5.0
 PORT_SECONDS = 5.0
 LOST = "Ray lost it"
 THREADS = 4
-"""Number of calls that a seat can run at once. It must receive messages while it is polled."""
+"""Number of calls that a seat can run at once, so that a seat receives messages during a poll."""
 
 
 class Bridge:

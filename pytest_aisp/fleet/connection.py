@@ -14,7 +14,7 @@ from typing import Any
 CONNECT_SECONDS = 60.0
 """The longest time in seconds to wait for a connection to Ray."""
 END_SECONDS = 15.0
-"""Seconds to wait until the seats have ended. After that, Ray ends them with the job."""
+"""Seconds to wait until the seats have ended. After this time, Ray ends the seats with the job."""
 
 
 class HeadGone(Exception):

@@ -1,4 +1,4 @@
-"""The pytest plugin of a fleet run. It distributes the cases to nodes and emits their reports."""
+"""The pytest plugin of a fleet run, which sends the cases to nodes and emits the reports."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ class FleetRun:
         return {**self._spec, "seat": seat, "workerinput": worker}
 
     def _remote_id(self, work: Work) -> str:
-        """Return the id that a case has on the node. It does not contain the product."""
+        """Return the id that a case has on the node, which does not contain the product."""
         end = f"@{work.product}]"
         return work.key.removesuffix(end) + "]" if work.key.endswith(end) else work.key
 

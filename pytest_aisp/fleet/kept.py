@@ -57,7 +57,7 @@ class Kept:
 
 
 class KeptFile:
-    """Appends records to the file. If writing fails, it stops writing, and the run continues."""
+    """Appends records to the file. After a failed write, no more records are written."""
 
     def __init__(self, file: Path, run: Kept) -> None:
         self._file: Path | None = file

@@ -29,8 +29,9 @@ class RayNode:
 
     @property
     def told(self) -> bool:
-        """Whether the run accepts or refuses this node. It ignores nodes without a GPU or `LABEL`,
-        such as many head nodes.
+        """Whether the run accepts or refuses this node.
+
+        The run ignores nodes with neither a GPU nor `LABEL`, such as many head nodes.
         """
         return self.gpus > 0 or LABEL in self.labels
 

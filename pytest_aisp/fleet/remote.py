@@ -1,6 +1,6 @@
-"""pytest on a node. It collects the same files, runs the cases that it receives, and reports them.
+"""pytest on a node, which collects the same files, and runs and reports the cases that it receives.
 
-Other modules treat it like an xdist worker: it sends its result rows and stores nothing.
+Other modules treat this pytest like an xdist worker: it sends its result rows and stores nothing.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class Process:
     """pytest on a node, with the attributes that pytest expects of an xdist worker.
 
     Attributes:
-        tree: the working tree on the node. Its paths in reports are replaced by local paths.
+        tree: the working tree on the node, whose paths in reports are replaced by local paths.
         reports: the reports of the running case, by key.
     """
 
@@ -87,7 +87,7 @@ class Reporter:
             self._hook.pytest_runtest_logfinish(nodeid=first["nodeid"], location=first["location"])
 
     def compare(self, key: str, process: Process, reports: Reports, rows: Sequence[Row]) -> None:
-        """Record the second run of a case. Report it if it is red and the first run was not."""
+        """Record a case's second run. Report the second run if it is red and the first was not."""
         recorder = self._config.stash.get(RECORDER, None)
         if self._config.stash[SETTINGS].update and rows and recorder is not None:
             recorder.add_session(rows[-1])

@@ -190,8 +190,8 @@ class Scheduler:
     def lost(self, seat_id: str, why: str) -> None:
         """Note that a seat ended unexpectedly. Its cases run again, on another node if possible.
 
-        The last messages may be lost too, so any case in the queue may have been running. When one
-        of these cases runs again, no other case waits behind it in the seat.
+        The last messages may be lost too, so any case in the queue may have been running. When a
+        case of this queue runs again, no other case waits behind that case in the seat.
         """
         if (seat := self.seats.pop(seat_id, None)) is None:
             return
@@ -338,7 +338,7 @@ class Scheduler:
         return [q for gpus, q in queues.items() if q and self._width(gpus, product) == seat.width]
 
     def _give_next(self, seat: Seat, *, behind: bool = False) -> bool:
-        """Give a case to a seat. Return False if there is none for it.
+        """Give a case to a seat. Return False if no case fits the seat.
 
         If the case would wait `behind` another one, skip cases during which a seat was lost.
         """

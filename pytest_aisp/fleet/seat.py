@@ -23,7 +23,7 @@ from . import shipping
 POLL_SECONDS = 2.0
 """The longest time that `Seat.poll` waits for a message."""
 ALONE_SECONDS = 60.0
-"""A seat ends if it is not polled for this many seconds, because the main process is then gone."""
+"""A seat that is not polled for this many seconds ends, because the main process must be gone."""
 INJECTED = ("OMP_NUM_THREADS", "PYTHONPATH", "CUDA_VISIBLE_DEVICES", "PYTHONBREAKPOINT")
 """Environment variables that Ray sets in its workers, and that are removed before pytest starts."""
 PR_SET_PDEATHSIG = 1

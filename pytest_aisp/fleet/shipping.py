@@ -184,7 +184,7 @@ def fleet_folder() -> Path:
 
 @contextlib.contextmanager
 def unpacked(data: bytes, digest: str) -> Iterator[Path]:
-    """Unpack a tree once per node, and yield its folder. The last process that uses it removes it.
+    """Unpack a tree once per node, and yield its folder. The last user removes the folder.
 
     Raises:
         ShippingError: if the tree cannot be written, for example because the disk is full.

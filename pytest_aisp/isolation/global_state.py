@@ -84,7 +84,7 @@ def restore(before: Mapping[str, object]) -> None:
 
 
 def _settings() -> Settings:
-    """Return all settings by name. If changing one setting changes others, it precedes them."""
+    """Return all settings by name. A setting that changes other settings comes before them."""
     torch_settings = {**_modes(), **_precision(), **_behavior(), **_hooks()}
     named = {f"torch's {name}": setting for name, setting in torch_settings.items()}
     return {**named, **_persisting_l2(), **_process()}

@@ -61,7 +61,7 @@ class Cause(NamedTuple):
 
 
 def agreed_cause(side: Cause | None, machine: str | None) -> Cause | None:
-    """Return one cause for all ranks. If a side and the machine both disturbed, return the side."""
+    """Return one cause for all ranks. A side's cause takes priority over the machine's."""
     group = current_group()
     own = side.text if side is not None and not side.machine else None
     text = group.first_message(own)
@@ -225,7 +225,7 @@ class InterferenceMonitor:
         self._before = self._now()
 
     def look(self) -> Cause | None:
-        """Count the events since `begin`. Return the cause if they disturb a block, or None."""
+        """Count the events since `begin`. Return the cause if they disturb the block, or None."""
         now, before = self._now(), self._before
         imported = _imported(before.modules, now.modules)
         events = Counter({name: n - before.events[name] for name, n in now.events.items()})

@@ -230,7 +230,7 @@ def _check_settings(name: str, before: Mapping[str, object], owned: Sequence[str
 
 
 def _check_changes(name: str, changes: Sequence[Change], owned: Sequence[str]) -> None:
-    """Refuse the side `name` if it changed a setting inside its call, even if it restored it."""
+    """Refuse the side `name` if it changed a setting in a call, even if it reset the setting."""
     for change in changes:
         if change.setting in owned:
             continue

@@ -1,10 +1,10 @@
 """Judge candidates against a problem. Each candidate runs in its own processes.
 
 A `Judge` keeps one worker process, the referee, which runs the problem and never a candidate. For
-each candidate, it starts two more processes. The first checks the candidate and times it against
-the baseline. The second is a sandbox: it receives inputs and returns outputs. The referee compares
-these outputs, and the process of the `Judge` times the sandbox from outside. So a candidate in the
-sandbox cannot access the expected outputs or the clock.
+each candidate, the `Judge` starts two more processes. The first process checks the candidate and
+times it against the baseline. The second process is a sandbox, which receives inputs and returns
+outputs. The referee compares these outputs, and the process of the `Judge` times the sandbox from
+outside. So a candidate in the sandbox cannot access the expected outputs or the clock.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ T = TypeVar("T")
 LIMIT = {"graph": 1.25, "host": 1.5, "cpu": 1.5}
 """For each clock, the largest allowed ratio of the speedup to the speedup measured from outside.
 
-The clock ``queue`` has no limit. Its calls wait behind a blocking kernel, so they cannot be timed
-from outside.
+The clock ``queue`` has no limit, because its calls wait behind a blocking kernel and cannot be
+timed from outside.
 """
 ATTEMPTS = 3
 """Number of attempts to confirm a time, because the machine may be busy during an attempt."""
@@ -65,7 +65,7 @@ test_judged = page_of({problem!r}, {candidate!r}, **{settings!r})
 
 
 class Judge:
-    """A problem that is ready to judge candidates. It is not safe to share between threads.
+    """A problem that is ready to judge candidates. Threads must not share a `Judge`.
 
     Args:
         problem: the file of the problem.

@@ -38,9 +38,9 @@ Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 BASELINE, CANDIDATE = "baseline", "candidate"
 """The names of both sides in messages."""
 INIT_SEED = 0
-"""The seed for constructors. It gives model and candidate the same random numbers."""
+"""The seed for constructors, which gives the model and the candidate the same random numbers."""
 KINDS = {"Model": "get_inputs", "baseline": "inputs", "reference": "inputs"}
-"""For each name that a problem can give the code to compare with: its function for the inputs."""
+"""The name of the function that draws the inputs, keyed by the name of the problem's baseline."""
 
 
 class Problem(Protocol):

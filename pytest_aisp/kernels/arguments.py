@@ -1,7 +1,7 @@
 """The signature of a CUDA C++ kernel, and its arguments: tensors, numbers and tensor maps.
 
 A tensor map tells the tensor memory accelerator (TMA) where the tiles of a tensor are. A kernel
-takes it as a parameter ``const __grid_constant__ CUtensorMap map``.
+takes a tensor map as a parameter ``const __grid_constant__ CUtensorMap map``.
 """
 
 from __future__ import annotations
@@ -313,7 +313,7 @@ def _tma_faults(
 def _encode_tensor_map(
     tensor: torch.Tensor, box: tuple[int, ...], swizzle: int, promotion: int
 ) -> cuda.core.TensorMapDescriptor:
-    """Return the descriptor. This does not wait for the GPU, so it is legal in graph capture."""
+    """Return the descriptor. The call does not wait for the GPU, so graph capture permits it."""
     import torch
 
     maps = import_module("cuda.core._tensor_map")  # cuda.core does not export its enums

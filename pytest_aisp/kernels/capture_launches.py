@@ -308,7 +308,7 @@ def choice_notes(choices: Choices) -> list[str]:
 
 
 def differing_choices(stored: Choices, now: Choices) -> list[str]:
-    """Return one line per kernel with a choice now that is not among its stored choices."""
+    """Return one line per kernel whose choices in `now` include one that is not in `stored`."""
     return [
         f"{kernel} is tuned differently than in the stored result: {' | '.join(configs)},"
         f" stored {' | '.join(stored[kernel])}"

@@ -47,7 +47,7 @@ class Cost:
             different words of one bank, each of their bytes counts `k` times.
         atomics: atomic additions to global memory.
         sfu: exponentials, logarithms, sines, roots and reciprocals of fp32.
-        blocks: thread blocks started. Count them if each block does little work.
+        blocks: thread blocks started. Count blocks only if each block does little work.
         h2d, d2h: bytes copied to and from the GPU.
         sent: bytes that each rank copies to other GPUs.
         nccl: bytes that each rank sends in NCCL collectives.
@@ -57,7 +57,7 @@ class Cost:
         host_steps: calls of torch that launch nothing, such as views.
         syncs: number of times that the host waits for the GPU, as in `.item()`.
         collectives: number of barriers and collectives to wait for. Count their bytes in `nccl`.
-        then: the costs that follow, one after another. ``+`` and ``*`` set it.
+        then: the costs that follow, one after another, as ``+`` and ``*`` set them.
 
     Raises:
         PairError: if an amount is negative, or a type is unknown.

@@ -39,9 +39,10 @@ def import_folders(root: str) -> tuple[str, ...]:
 def used_files(page: Path, root: str, folders: Iterable[str]) -> dict[str, Path]:
     """Return the page and the files under `root` that it may use, keyed by path relative to `root`.
 
-    There are three kinds of files: modules that the page imports, directly or indirectly, even
-    inside functions; files that are named by a string constant in one of these modules; and headers
-    that CUDA files among them include. File names that are built at run time are not found.
+    There are three kinds of files. The first kind is modules that the page imports, directly or
+    indirectly, even inside functions. The second kind is files that a string constant in one of
+    these modules names. The third kind is headers that CUDA files of the second kind include. File
+    names that are built at run time are not found.
 
     Args:
         folders: the folders from which Python imports, relative to `root`.

@@ -70,8 +70,8 @@ class Work:
         flops: operations by arithmetic type, as in ``{"bf16": 2 * n**3}``.
         wire: bytes that each rank must send, or bytes that must cross PCIe.
         terms: the terms in the longest sum, if a side adds up more terms than the reference.
-        roundings: the number of times in a row that a side rounds a value to the storage type. Give
-            it if a side rounds more often than the reference.
+        roundings: the number of times in a row that a side rounds a value to the storage type, if
+            the side rounds more often than the reference.
     """
 
     read: float = 0

@@ -30,7 +30,8 @@ from .source_view import Page, diff
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 
 MAX_CODE = 2_500_000
-"""The maximum bytes of code and diffs in a report. Once it is reached, cases get no code."""
+"""The maximum bytes of code and diffs in a report. Cases beyond this limit are shown without code.
+"""
 MAX_BLOCKS, MIN_BLOCKS_SHOWN, MAX_BLOCKS_SHOWN = 24_000, 6, 40
 """The target number of timing blocks in a report, and the limits per process."""
 MIN_BARS, MAX_ALL_BARS = 40, 30_000
@@ -112,7 +113,7 @@ def report_data(
     """Return the data for the report of `run`. The cases that need attention come first.
 
     Args:
-        history: other runs. Their results for the same case and product are shown together with
+        history: other runs, whose results for the same case and product are shown together with
             the result of `run`.
         pages_root: the folder to which the pages' paths are relative. The default is the root of
             the run, or the working directory.

@@ -191,7 +191,7 @@ def _row(index: int, case: ReportCase, axis: Axis) -> str:
 
 
 def _glyph(verdict: str) -> str:
-    """Return a symbol for the verdict. Its shape differs for each verdict, not only its color."""
+    """Return a symbol for the verdict. Every verdict has its own shape, not only its own color."""
     return f'<svg class="glyph" aria-hidden="true"><use href="#v-{verdict}" x="8" y="8"/></svg>'
 
 

@@ -27,7 +27,7 @@ class Page:
     """The contents of a page's file.
 
     Attributes:
-        path: the path of the file. Paths of .cu files are relative to its folder.
+        path: the path of the file. Paths of .cu files are relative to the folder of this file.
         text: the source code.
         doc: the docstring, or "".
         defined: the top-level statements, keyed by the names that they bind.

@@ -25,8 +25,8 @@ class Loader:
     """The object that supplies the batches.
 
     Attributes:
-        name: the name of its class.
-        cores: the number of cores that its workers may use.
+        name: the name of the object's class.
+        cores: the number of cores that the object's workers may use.
         batch: the number of samples per batch, or None if unknown.
         workers, pinned, persistent: the settings of a DataLoader, or None for other iterables.
     """
@@ -77,7 +77,7 @@ class Breakdown:
         steps, warm: the timed steps, and the warm-up steps before them.
         drained: the seconds that the GPU kept working after the last step of an epoch, summed over
             all epochs.
-        gpu: the GPU's work in a step, or None. If it is None, `note` gives the reason.
+        gpu: the GPU's work in a step, or None for the reason that `note` gives.
         stages: the stages of loading a batch, the slowest first.
     """
 
@@ -222,7 +222,7 @@ NOTICEABLE = 0.05
 ROOM = 0.5
 """A batch twice as large fits if at most this share of the GPU's memory is used."""
 Rule: TypeAlias = Iterator[tuple[float, str]]
-"""For each change: how many seconds per step it can save at most, and the advice as text."""
+"""For each change: the largest number of seconds per step that it can save, and advice as text."""
 
 
 @dataclass(frozen=True)

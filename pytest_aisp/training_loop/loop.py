@@ -93,7 +93,7 @@ class Loop:
     def begin_epoch(self, make: Callable[[], Iterator[T]]) -> Iterator[T]:
         """Return the iterator of a new epoch.
 
-        The time to create it is added to the wait for the first batch.
+        The time to create the iterator is added to the wait for the first batch.
         """
         since = self._instruments.clock()
         batches = make()
@@ -258,9 +258,9 @@ class GpuStep:
 
     Attributes:
         busy: the time in which the GPU ran at least one kernel, copy or fill.
-        kernels: the time in which it ran at least one kernel.
-        copies: the time in which it ran at least one copy.
-        uploads: the time in which it copied from host memory and ran no kernel.
+        kernels: the time in which the GPU ran at least one kernel.
+        copies: the time in which the GPU ran at least one copy.
+        uploads: the time in which the GPU copied from host memory and ran no kernel.
         pageable: the part of `uploads` in which the host memory was not pinned.
         stalls: the time in which the host waited for the GPU during the step's work.
         item, copy: the parts of `stalls` in `.item()` and in copies.
@@ -298,7 +298,7 @@ def gpu_memory() -> tuple[int, int]:
 def summarize(
     events: Sequence[Event], steps: int, *, memory: int = 0, used: int = 0
 ) -> GpuStep | None:
-    """Return the GPU's work per step, averaged over `steps`, or None if it did nothing."""
+    """Return the GPU's work per step, averaged over `steps`, or None if the GPU did nothing."""
     work = [e for e in events if e.on_gpu and not e.annotation]
     host = [e for e in events if not e.on_gpu]
     if not work:
