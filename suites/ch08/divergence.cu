@@ -6,7 +6,7 @@
 // branching: a thread takes the branch of its element's kind.
 // partitioned: branching, but the first threads of a block get its elements of kind 0, and the last
 //     threads get those of kind 1.
-// both_paths: a thread takes the steps of both rules, and keeps one result.
+// both_paths: a thread computes the steps of both rules, and keeps one result.
 // one_path: a thread takes one sequence of steps, in which only a factor depends on the kind.
 
 constexpr unsigned BLOCK = 256, WARPS = BLOCK / 32, STEPS = 128;
@@ -23,7 +23,7 @@ __device__ float cubic(float rate, float y) {
   return y;
 }
 
-// Return the result in one branch or the other. A warp that has elements of both kinds takes both
+// Return the result of an element's steps. A warp with elements of both kinds executes both
 // branches, one after the other.
 __device__ float grown(float rate, float y, int kind) {
   if (kind == 0) {

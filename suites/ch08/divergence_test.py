@@ -1,30 +1,31 @@
 """Divergence: a warp executes every branch that any of its lanes takes.
 
 Problem    n fp32 elements of two kinds, half of each. An element takes 128 steps of a growth rule.
-           Kind 0 has a logistic rule of two dependent instructions per step, and kind 1 a cubic one
-           of three. With order=random, the kinds are mixed. With order=sorted, the caller has
-           stored all elements of kind 0 first.
+           Kind 0 has a logistic rule with two dependent instructions per step, and kind 1 has a
+           cubic rule with three. With order=random, the kinds are mixed. With order=sorted, all
+           elements of kind 0 come first in the input.
 Baseline   branching: an `if` for the kind, with the loop of its rule in each branch.
 Optimized  partitioned: changes branching. A block of 256 threads counts its elements of kind 0 by
-           warp votes. It moves these elements through shared memory to its first threads, so at
-           most one warp of the block has both kinds. Each result is stored at the index of its
+           warp votes. The block moves these elements through shared memory to its first threads, so
+           at most one warp of the block has both kinds. Each result is stored at the index of its
            element.
            both_paths: changes branching. Each thread computes both results and keeps one, so no
-           branch is left. If the kinds are sorted, that is twice the work.
-           one_path: changes branching. One loop computes both rules and only selects a factor. This
-           works because the rules are alike. The selection is a fourth instruction per step.
+           branch is left. If the kinds are sorted, this doubles the work.
+           one_path: changes branching. One loop serves both rules: in each step it selects the
+           factor of the element's rule. This works because the rules differ only in this factor.
+           The selection adds an instruction, so a step has four.
 Bound      Issue. A warp with both kinds needs 2 + 3 instructions per step. A warp with a single
            kind needs 2 or 3. So branching takes twice as long with order=random as with
-           order=sorted. partitioned comes close to the sorted case. In both orders, both_paths
-           takes as long as branching with order=random, and one_path takes less than that, but more
-           than branching with order=sorted.
+           order=sorted. partitioned takes little longer with order=random than with order=sorted.
+           In both orders, both_paths takes as long as branching with order=random. one_path takes
+           less time than branching with order=random, but more than branching with order=sorted.
 Seen       partitioned takes longer than predicted, because its cost leaves out the votes, the
            barriers and the moves through shared memory. The other three sides take as long as
            predicted from their instructions.
 Use when   The branches are long, and the lanes of a warp take different ones. Sort the data once if
            you use it often, or partition it inside a block. If the branches are alike, compute the
            common part outside of them and only select operands. Leave short branches as they are,
-           because the compiler predicates them. In a kernel that waits for DRAM, a second path
+           because the compiler predicates them. In a kernel that waits for DRAM, a second branch
            costs little, because issue slots are free.
 """
 
@@ -35,7 +36,7 @@ from pytest_aisp import Cost, Variant, Work, compare, cuda_module
 kernels = cuda_module("divergence.cu")
 BLOCK = 256
 STEPS, RATE = 128, 0.02
-LOGISTIC, CUBIC, SELECTED = 2, 3, 4  # instructions of a step
+LOGISTIC, CUBIC, SELECTED = 2, 3, 4  # instructions per step of a rule
 
 
 def inputs(device, n, order):
@@ -98,7 +99,7 @@ MIXED = (7 * ONE + BOTH) / 8  # one of a block's 8 warps has both kinds
             when=lambda n, order: order == "random",
             at_least={"sm90": 1.2},
         ),
-        Variant(both_paths, at_least="yardstick"),  # more work than the baseline if sorted
+        Variant(both_paths, at_least="yardstick"),  # more work than the baseline if order=sorted
         Variant(one_path, at_least="yardstick"),
     ],
     inputs=inputs,
@@ -108,8 +109,8 @@ MIXED = (7 * ONE + BOTH) / 8  # one of a block's 8 warps has both kinds
         {"n": 833, "order": "random"},
         {"n": 515, "order": "sorted"},
     ],
-    # No flops: the chains may run at the full rate of fp32. If the clock is now higher than when
-    # that rate was measured, they would look like skipped work.
+    # No flops are declared: the chains may run at the full fp32 rate. If the clock is higher now
+    # than when this rate was measured, the harness would report skipped work.
     work=lambda n, order: Work(read=8 * n, write=4 * n),
     bound="issue",
     costs={

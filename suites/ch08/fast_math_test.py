@@ -1,33 +1,34 @@
-"""Fast math: calling rsqrtf gains more than the compiler's flag, and both keep the error small.
+"""Fast math: calling rsqrtf gains more than the compiler's flag, and the error stays small.
 
-Problem    The softened potential of m bodies at n points in fp32: for each point, the sum of
-           weight / sqrt(distance^2 + 0.01) over the bodies.
-Baseline   accurate: `weight / sqrtf(square)`. The root and the quotient are correctly rounded (IEEE
-           754).
+Problem    Compute the softened potential of m bodies at n points in fp32. For each point, it is the
+           sum of weight / sqrt(distance^2 + 0.01) over the bodies.
+Baseline   accurate: `weight / sqrtf(square)`. Both the root and the quotient are rounded correctly
+           (IEEE 754).
 Optimized  flag: changes accurate. The same kernel, compiled with `--use_fast_math`. The flag
            applies to the whole file: square roots and divisions become approximate, and subnormal
            numbers become zero.
-           reciprocal_root: changes accurate. `weight * rsqrtf(square)`, without the flag. One
+           reciprocal_root: changes accurate. `weight * rsqrtf(square)`, without the flag. A single
            special function replaces a square root and a division.
            root_and_flag: changes reciprocal_root. The same kernel, compiled with the flag. With the
            flag, rsqrtf is one instruction, without a test for subnormal numbers. There is no
            library variant, because PyTorch would write all m * n distances.
-Bound      Issue for accurate: about 30 instructions per pair, most of them to round the root and
-           the quotient correctly. The special function unit for flag: each pair needs a root and a
-           reciprocal, and the unit of an SM does 16 of these per cycle, an eighth of the rate of
-           multiply-adds. The flag does not merge the two into one function. Issue for
-           reciprocal_root and root_and_flag: 13 and 10 instructions per pair. One of these
+Bound      For accurate, issue: about 30 instructions per pair, most of them to round the root and
+           the quotient correctly. For flag, the special function unit: each pair needs a root and a
+           reciprocal. An SM computes 16 special functions per cycle, an eighth of its rate of
+           multiply-adds. The flag does not merge the root and the reciprocal into one function. For
+           reciprocal_root and root_and_flag, issue: 13 and 10 instructions per pair. One of these
            instructions loads a body from shared memory, 16 bytes that all lanes share. If such a
-           load takes four cycles instead of one, it limits both sides.
+           load takes four cycles instead of one, shared memory limits reciprocal_root and
+           root_and_flag.
            Error: CUDA's guide promises 2 units in the last place for rsqrtf and for the approximate
            division. Adding thousands of terms causes a larger error. So all sides must meet the
            same derived bound, and a variant's error may be at most 1.5 times that of accurate.
            `-vv` prints each side's error.
 Use when   A kernel computes roots or divisions for every few bytes that it loads. Write rsqrtf
-           yourself: it is fast and needs no flag. Use the flag or single intrinsics if the result
-           tolerates the error. It does not if the result is a small difference of large terms, or
-           if arguments are outside of the range in which an intrinsic such as `__sinf` is accurate.
-           In a kernel that waits for DRAM, fast math gains nothing.
+           yourself: it is fast and needs no flag. Use the flag or single intrinsics only if the
+           result tolerates their error. A small difference of large terms does not tolerate it.
+           Neither do arguments outside the range in which an intrinsic such as `__sinf` is
+           accurate. In a kernel that waits for DRAM, fast math gains nothing.
 """
 
 import torch

@@ -1,9 +1,10 @@
-// A grid of any size walks n floats. A thread handles one, two, four or eight of them at a time.
+// A grid of any size loops over n floats. A thread handles one, two, four or eight floats at a
+// time.
 //
 // scale_1, scale_2, scale_4, scale_8: out[i] = a * x[i]. All loads of a thread come before its
 //     first store.
-// iterate_1, iterate_2, iterate_4: out[i] = the number that 2048 steps of z -> a * z + x[i] reach,
-//     beginning at z = x[i]. The chains of a thread take their steps in turn.
+// iterate_1, iterate_2, iterate_4: out[i] = z after 2048 steps of z -> a * z + x[i], which begin at
+//     z = x[i]. The steps of a thread's chains alternate.
 
 constexpr unsigned BLOCK = 128, STEPS = 2048;
 
@@ -24,7 +25,7 @@ struct Iterate {
     float c[each];
 #pragma unroll
     for (unsigned k = 0; k < each; ++k) c[k] = value[k];
-#pragma unroll (64 / each)  // as many instructions per round for every `each`
+#pragma unroll (64 / each) // the same number of instructions per iteration for every `each`
     for (unsigned step = 0; step < STEPS; ++step) {
 #pragma unroll
       for (unsigned k = 0; k < each; ++k) value[k] = fmaf(a, value[k], c[k]);
@@ -32,9 +33,9 @@ struct Iterate {
   }
 };
 
-// A block takes tiles of BLOCK * each elements, a whole grid apart. The loop over tiles is not
-// unrolled, so that only `each` sets how many elements a thread handles at a time. One bounds check
-// covers a whole tile, so no load waits for a check.
+// A block handles tiles of BLOCK * each elements, with a stride of the whole grid. The loop over
+// tiles is not unrolled, so that only `each` sets how many elements a thread handles at a time. One
+// bounds check covers a whole tile, so no load waits for a check.
 template <unsigned each, typename Function>
 __device__ void walk(Function function, const float* __restrict__ x, float* __restrict__ out,
                      unsigned n) {

@@ -2,9 +2,9 @@
 
 Problem    test_occupancy_ilp computes a * x for n fp32 elements. test_chains iterates
            z -> a * z + x 2048 times for each of n fp32 elements x. The x-axis of both curves is the
-           number of warps on each SM. The grid has just enough blocks for that number, and they
-           loop over all elements. So the size of the grid sets the occupancy, and no kernel wastes
-           a resource to lower it.
+           number of warps on each SM. The grid has just enough blocks for this number of warps, and
+           the blocks loop over all elements. So the size of the grid sets the occupancy, and no
+           kernel has to waste registers or shared memory to lower it.
 Baseline   one: a thread has one load in flight.
            one_chain: a thread iterates one number at a time.
 Optimized  two: changes one. A thread loads two elements before it stores the first.
@@ -12,27 +12,28 @@ Optimized  two: changes one. A thread loads two elements before it stores the fi
            eight: like four, with eight elements.
            two_chains: changes one_chain. Two numbers per thread, whose steps alternate.
            four_chains: like two_chains, with four numbers. There is no library variant, because no
-           library lets a caller choose the number of warps. `../ch06/ilp_test.py` compares the same
-           change with a library on a full GPU.
+           library lets a caller choose the number of warps. For a full GPU, `../ch06/ilp_test.py`
+           compares two, four and eight loads with a library.
 Bound      test_occupancy_ilp: bytes in flight, warps * 32 lanes * loads * 4 bytes per SM. With
-           twice the loads per thread, half the warps are enough. The latency of an idle DRAM is
-           0.34 us, so the full rate of a copy needs at least 5 KiB of loads in flight per SM. A
-           busy DRAM has a higher latency, so it needs more. Once enough loads are in flight, DRAM
-           is the limit, and more loads or warps do not help.
+           twice the loads per thread, half as many warps are enough. The latency of an idle DRAM is
+           0.34 us, so a copy at the full rate needs at least 5 KiB of loads in flight per SM. A
+           busy DRAM has a higher latency, so a copy needs more loads in flight. Once enough loads
+           are in flight, DRAM is the limit, and more loads or warps do not help.
            test_chains: a scheduler starts one instruction per cycle, and the result of a
-           multiply-add is ready after 4 cycles. So a scheduler needs 4 independent chains in all of
-           its warps together. Each of the SM's 4 schedulers has a fourth of the warps. So one chain
-           per thread is enough with 16 warps per SM, and four chains per thread are enough with 4
-           warps. The load of an element takes a tenth of the time of its chain.
+           multiply-add is ready after 4 cycles. So the warps of a scheduler need 4 independent
+           chains in total. Each of the SM's 4 schedulers has a quarter of the warps. So 16 warps
+           per SM need only one chain per thread, and 4 warps per SM need four. Loading an element
+           takes a tenth of the time of its chain.
 Seen       The curves of test_occupancy_ilp bend more gently than predicted, because the costs
-           include only the latency of an idle DRAM. Sides with just enough bytes in flight exceed
-           their predictions most. Among sides with the same number of bytes in flight, the one with
-           more warps and fewer loads per thread is the fastest. The likely reason is that a thread
+           include only the latency of an idle DRAM. The measured times exceed the predictions most
+           where just enough bytes are in flight. Among the points with the same number of bytes in
+           flight, the one with the most warps is the fastest. The likely reason is that a thread
            starts new loads only when all of its loads have arrived.
 Use when   Few warps fit on an SM because a thread needs many registers, or a block needs much
            shared memory. Give each thread more independent work instead of forcing more warps onto
-           the SM. That also needs registers, so compare both. On an SM full of warps, more
-           independent arithmetic gains nothing, but more loads in flight can still help.
+           the SM. More work per thread also needs registers, so measure both ways. On an SM full of
+           warps, more independent arithmetic gains nothing, but more loads in flight can still
+           help.
 """
 
 import torch
@@ -44,13 +45,12 @@ kernels = cuda_module("occupancy_ilp.cu")
 A = 0.75
 BLOCK, LANES, SMS = 128, 32, 132  # the SMs of an H200, for costs
 STEPS = 2048
-# After this number of steps, a chain still changes by 0.03 % per step, so none can be skipped.
+# After this many steps, a chain still changes by 0.03 % per step, so no step can be skipped.
 DECAY = 1 - 1 / STEPS
-# A round of loads takes about 0.4 us: 0.34 us of latency of an idle DRAM, and the rest for the
-# instructions around the loads. In that time, the GPU could do this many operations at its fp32
-# rate.
+# A round of loads takes about 0.4 us: 0.34 us for the latency of an idle DRAM, and the rest for the
+# instructions around the loads. In 0.4 us, the GPU could do this many operations at its fp32 rate.
 WAIT = 2.4e7
-LATENCY, SCHEDULERS = 4, 4  # cycles of a multiply-add, and schedulers of an SM
+LATENCY, SCHEDULERS = 4, 4  # cycles per multiply-add, schedulers per SM
 WARPS = (4, 8, 16, 32, 64)
 
 
@@ -70,7 +70,7 @@ def iterated(x, warps):
 
 
 def walk(kernel, each, warps, factor, x):
-    """Launch blocks for this number of warps on each SM, or fewer if there are few elements."""
+    """Launch enough blocks for `warps` warps on each SM, or fewer if there are few elements."""
     out = torch.empty_like(x)
     blocks = (
         warps * LANES // BLOCK * torch.cuda.get_device_properties(x.device).multi_processor_count
@@ -108,7 +108,7 @@ def four_chains(x, warps):
 
 
 def waiting(each):
-    """Return the cost of a side of test_occupancy_ilp: bytes, or one wait per round of loads."""
+    """Return the cost of a side of test_occupancy_ilp: its bytes, or a wait per round of loads."""
 
     def moved(n, warps):
         rounds = n / (SMS * warps * LANES * each)

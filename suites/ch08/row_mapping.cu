@@ -1,13 +1,13 @@
 // out[row] = the Euclidean norm of a row of n floats.
 //
-// thread_per_row: one thread walks a row.
-// warp_per_row: the 32 lanes of a warp walk a row together and add up their sums by shuffles.
-// block_per_row: the 256 threads of a block walk a row together.
+// thread_per_row: one thread reads a row.
+// warp_per_row: the 32 lanes of a warp read a row together and add up their sums by shuffles.
+// block_per_row: the 256 threads of a block read a row together.
 
 constexpr unsigned BLOCK = 256, WARPS = BLOCK / 32;
 
 // Sum the squares of the elements `lane`, `lane + lanes`, ... of a row. Every kernel has four loads
-// per thread in flight, so the kernels differ only in which thread has which elements.
+// per thread in flight, so the kernels differ only in how elements are assigned to threads.
 template <unsigned lanes>
 __device__ float sum_of_squares(const float* __restrict__ row, unsigned n, unsigned lane) {
   float sum[4] = {};
@@ -44,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 8)
 extern "C" __global__ void __launch_bounds__(BLOCK, 8)
     warp_per_row(const float* x, float* out, unsigned rows, unsigned n) {
   const unsigned row = blockIdx.x * WARPS + threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (row >= rows) return;  // the whole warp
+  if (row >= rows) return;  // the whole warp ends
   const float sum = by_warp(sum_of_squares<32>(row_of(x, row, n), n, lane));
   if (lane == 0) out[row] = sqrtf(sum);
 }

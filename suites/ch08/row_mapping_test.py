@@ -1,39 +1,40 @@
 """Row mapping: give longer rows more threads.
 
 Problem    The Euclidean norms of the rows of a row-major fp32 matrix of 1 GiB. The x-axis of the
-           curve is the number n of elements per row. As the matrix keeps its size, longer rows mean
-           fewer rows.
-Baseline   thread_per_row: one thread walks a row. Neighboring threads read elements n apart.
-Optimized  warp_per_row: changes thread_per_row. A row belongs to the 32 lanes of a warp, which read
+           curve is the number n of elements per row. The size of the matrix is fixed, so a larger n
+           means fewer rows.
+Baseline   thread_per_row: one thread reads a whole row. Neighboring threads read elements that are
+           n elements apart.
+Optimized  warp_per_row: changes thread_per_row. The 32 lanes of a warp share a row. They read
            neighboring elements and add up their sums by shuffles.
-           block_per_row: changes warp_per_row. A row belongs to the 256 threads of a block, which
-           also need shared memory and a barrier.
+           block_per_row: changes warp_per_row. The 256 threads of a block share a row. Adding up
+           their sums also needs shared memory and a barrier.
            library: `torch.linalg.vector_norm`.
 Bound      DRAM: every element is read once. All kernels have four loads per thread in flight.
-           thread_per_row: a load of a warp touches 32 sectors and uses 4 bytes of each. The rest of
-           a sector is used only if it is still in the L1 when the thread's next loads come. An SM
-           full of threads uses 2048 such sectors at a time, which is 64 KiB. They fit in the L1, so
-           DRAM is read only once. But the L1 must look up 32 lines for each load of a warp, and
-           only one line in the other sides. It looks up one line per cycle, so these lookups are
-           the limit. Long rows also mean too few threads: with fewer than 33792 rows, some SMs have
-           none.
-           warp_per_row: rows of 32 elements are limited by the starts of blocks and by issue. A
+           thread_per_row: a load of a warp touches 32 sectors and uses 4 bytes of each. The
+           thread's next loads use the rest of a sector if it is still in the L1. The threads of a
+           full SM use 2048 such sectors at a time, which is 64 KiB. These sectors fit in the L1, so
+           each is read from DRAM only once. But the L1 must look up 32 lines for each load of a
+           warp, while a load of the other sides needs only one line. The L1 looks up one line per
+           cycle, so these lookups are the limit. With long rows, there are also too few threads:
+           with fewer than 33792 rows, some SMs have no block.
+           warp_per_row: with rows of 32 elements, the limits are the starts of blocks and issue. A
            block reads only 1 KiB, and a warp issues dozens of instructions to find its elements and
            to add up the sums of its lanes.
-           block_per_row: rows of up to a few hundred elements have the same limits, with eight
-           times as many blocks and instructions per row. With fewer than 1024 elements per row, a
-           thread also has fewer than four loads.
+           block_per_row: with rows of up to a few hundred elements, the limits are the same,
+           because there are eight times as many blocks and instructions per row as in warp_per_row.
+           With fewer than 1024 elements per row, a thread also has fewer than four loads.
 Seen       With short rows, warp_per_row and block_per_row take longer than predicted. The likely
            reason is that the rate of block starts was measured with empty blocks. With the shortest
-           rows, library takes longer than predicted from its bytes. We do not know how its kernel
-           maps rows to threads.
+           rows, library takes longer than predicted from its bytes. We do not know how the
+           library's kernel maps rows to threads.
 Use when   You reduce along the contiguous dimension. Start with a warp per row. Try a block per row
            if there are fewer rows than warps on the GPU, and several blocks per row if there are
            fewer rows than SMs (`../ch07/reduction_test.py`). One thread per row is right for
            column-major matrices, where neighboring threads read neighboring elements. For row-major
-           matrices, it is slower than a warp per row even if rows have 32 elements.
-           `../ch06/shuffle_reduction_test.py` compares ways to add up the sums of a block's
-           threads.
+           matrices, a thread per row is slower than a warp per row even if rows have only 32
+           elements. `../ch06/shuffle_reduction_test.py` compares ways to add up the sums of a
+           block's threads.
 """
 
 from dataclasses import replace
@@ -81,11 +82,12 @@ def library(x):
 
 
 def reduced(warps, start, end=0):
-    """Return the cost of a side that gives `warps` warps to a row.
+    """Return the cost of a side with `warps` warps per row.
 
-    The instructions of a warp are counted in the machine code for sm_90: `start` before the loop
-    and for the sum of the lanes, 27 per round of four loads, 9 for each load that is left, and
-    `end` for the sum of a row's warps. An instruction takes the slots of 32 multiply-adds.
+    The instructions of a warp are counted in the machine code for sm_90. There are `start` outside
+    the loop, including the sum of the lanes, 27 per round of four loads, 9 for each remaining load,
+    and `end` for the sum of a row's warps. An instruction takes the issue slots of 32
+    multiply-adds.
     """
 
     def read_once(rows, n):
@@ -107,9 +109,10 @@ def read_whole(rows, n):
 
 
 def read_by_threads(rows, n):
-    """Return the cost of a thread per row. The SM with the most blocks sets the time.
+    """Return the cost of a thread per row. The SM with the most blocks determines the time.
 
-    Each element needs a lookup in the L1. It takes a cycle, as 128 bytes of shared memory do.
+    Each element needs a lookup in the L1. A lookup takes one cycle, so it counts as 128 bytes of
+    shared memory.
     """
     blocks = -(-rows // BLOCK)
     shared = 128 * BLOCK * n * SMS * -(-blocks // SMS)
@@ -120,7 +123,7 @@ def read_by_threads(rows, n):
     baseline=thread_per_row,
     optimized=[
         Variant(warp_per_row, sass="SHFL", at_least={"sm90": 2.6}),
-        # With 8 KiB per row, the start and the barrier of a block may cancel the gain.
+        # With only 8 KiB per row, the start and the barrier of a block may cancel the gain.
         Variant(block_per_row, sass="SHFL", at_least="yardstick"),
         Variant(library, at_least="yardstick"),
     ],

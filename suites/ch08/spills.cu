@@ -3,8 +3,8 @@
 // interleaved: element (r, c) of matrix m is a[(16 * r + c) * n + m].
 //
 // no_limit: no launch bounds. The compiler uses 160 registers per thread for sm_90.
-// four_blocks: __launch_bounds__(128, 4), so it may use 128. It spills a little.
-// eight_blocks: __launch_bounds__(128, 8), so it may use 64. Most of the factor spills.
+// four_blocks: __launch_bounds__(128, 4), so the compiler may use 128. It spills a little.
+// eight_blocks: __launch_bounds__(128, 8), so the compiler may use 64. Most of the factor spills.
 
 constexpr unsigned BLOCK = 128, SIDE = 16;
 
@@ -13,8 +13,8 @@ constexpr unsigned BLOCK = 128, SIDE = 16;
 __device__ void log_determinant(const float* __restrict__ a, float* __restrict__ out, unsigned n) {
   const unsigned m = blockIdx.x * BLOCK + threadIdx.x;
   if (m >= n) return;
-  float factor[SIDE][SIDE], inverse[SIDE];  // and the inverse of its diagonal
-  float product = 1.0f;                     // of the squares of its diagonal
+  float factor[SIDE][SIDE], inverse[SIDE];  // inverse: of the factor's diagonal
+  float product = 1.0f;                     // of the squares of the diagonal
 #pragma unroll
   for (unsigned r = 0; r < SIDE; ++r) {
 #pragma unroll

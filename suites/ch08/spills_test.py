@@ -1,35 +1,36 @@
-"""Spills: having more warps does not make up for registers that are spilled to memory.
+"""Spills: more warps do not make up for registers that are spilled to memory.
 
-Problem    The logarithms of the determinants of n symmetric positive definite 16 x 16 fp32
+Problem    Compute the logarithms of the determinants of n symmetric positive definite 16 x 16 fp32
            matrices. A thread computes the Cholesky factor of one matrix, and keeps 120 elements of
-           the factor in registers. The matrices are interleaved: element (r, c) of one matrix is
-           next to element (r, c) of the next.
+           the factor in registers. The matrices are interleaved: in memory, element (r, c) of a
+           matrix is followed by element (r, c) of the next matrix.
 Baseline   no_limit: a kernel without launch bounds, started with blocks of 128 threads. The
            compiler uses 160 registers per thread for sm_90, so 3 blocks fit on an SM.
 Optimized  four_blocks: changes no_limit. `__launch_bounds__(128, 4)` allows 128 registers, so 4
            blocks fit on an SM. The compiler spills 24 bytes per thread to local memory.
            eight_blocks: changes four_blocks. `__launch_bounds__(128, 8)` allows 64 registers, so 8
-           blocks fit. It spills 520 bytes per thread to local memory, with 186 stores (STL) and 204
-           loads (LDL) in the machine code.
+           blocks fit on an SM. The compiler spills 520 bytes per thread to local memory, with 186
+           stores (STL) and 204 loads (LDL) in the machine code.
            library: `torch.linalg.cholesky_ex`, and the sum of the logarithms of the diagonal. Like
-           the kernels, it does not check for failure. `torch.linalg.cholesky` would make the host
-           wait for that check. library needs each matrix to be contiguous, so its time includes a
-           transposing copy.
-Bound      DRAM for no_limit and four_blocks: the lower triangle is read once. A thread has many
-           independent loads in flight, so 12 warps per SM are enough, and 16 gain nothing. L2 for
-           eight_blocks: the local memory of an SM's 1024 threads does not fit in its L1. The costs
-           count every spill as a transfer from or to the L2. All SMs together use 70 MB of local
-           memory. The L2 of an H200 has only 50 MB, so some of this traffic goes to DRAM, which the
-           costs do not count.
+           the kernels, `cholesky_ex` does not check whether the factorization failed.
+           `torch.linalg.cholesky` checks this, and the host would wait for the check. library needs
+           each matrix to be contiguous, so its time includes a transposing copy.
+Bound      For no_limit and four_blocks, DRAM: the lower triangle is read once. A thread has many
+           independent loads in flight, so 12 warps per SM are enough, and 16 gain nothing. For
+           eight_blocks, the L2: the local memory of an SM's 1024 threads does not fit in the L1.
+           The costs count every spill as a transfer to or from the L2. All SMs together use 70 MB
+           of local memory. The L2 of an H200 has only 50 MB, so some of this traffic goes to DRAM.
+           The costs do not count this part.
 Seen       eight_blocks takes longer than predicted, because part of its local memory goes to DRAM.
            We did not measure how large that part is. library takes many times as long as predicted
            from its bytes. We did not examine which kernels its batched factorization uses.
 Use when   A kernel needs so many registers that few warps fit on an SM, and a profiler shows that
-           these warps wait. Raise the number of blocks in small steps. After each step, check how
-           many bytes of stack the compiler reports. Spilling a few bytes costs little, but the
-           additional warps gain nothing here. If whole arrays spill, use fewer warps and more
-           independent work per thread (`occupancy_ilp_test.py`), or share a matrix among the lanes
-           of a warp. `../ch06/launch_bounds_test.py` has a kernel that needs few registers.
+           these warps wait. Raise the number of blocks per SM in small steps. After each step,
+           check how many bytes of stack the compiler reports. Spilling a few bytes costs little,
+           but on this page the additional warps gain nothing. If whole arrays spill, use fewer
+           warps and more independent work per thread (`occupancy_ilp_test.py`), or share a matrix
+           among the lanes of a warp. `../ch06/launch_bounds_test.py` has a kernel that needs few
+           registers.
 """
 
 import torch
@@ -78,7 +79,7 @@ def library(a):
 
 
 def factored(n, spills=0):
-    slots = 2 * (ISSUED + spills) * n  # each takes the issue slot of a multiply-add
+    slots = 2 * (ISSUED + spills) * n  # an instruction takes the issue slot of a multiply-add
     l2 = 4 * (LOWER + spills) * n
     return Cost(read=4 * LOWER * n, write=4 * n, l2=l2, ops={"fp32": slots}, launches=1)
 
@@ -88,7 +89,8 @@ def copied_and_factored(n):
     copy = Cost(read=matrix, write=matrix, launches=1)
     factor = Cost(read=matrix, write=matrix, ops={"fp32": SIDE**3 / 3 * n}, launches=1)
     zeros = Cost(write=matrix - 4 * LOWER * n, launches=1)  # zeros in the upper triangle
-    # A diagonal element takes a sector of 32 bytes. Then come logarithm, sum and product.
+    # Reading a diagonal element takes a sector of 32 bytes. The logarithm, the sum and the product
+    # follow.
     logarithm = Cost(read=32 * SIDE * n, write=4 * SIDE * n, launches=1)
     return (
         copy + factor + zeros + logarithm + Cost(read=4 * SIDE * n, launches=1) + Cost(launches=1)

@@ -3,14 +3,14 @@
 //
 // in_order: warp w computes row w.
 // longest_first: warp w computes row m - 1 - w.
-// in_pieces: in_order, but a warp computes 2048 elements of a row, and adds them by an atomic.
+// in_pieces: in_order, but a warp handles 2048 elements of a row, and adds its sum by an atomic.
 
 constexpr unsigned BLOCK = 256, WARPS = BLOCK / 32, PIECE = 2048;
 
 __device__ unsigned warp_of_grid() { return blockIdx.x * WARPS + threadIdx.x / 32; }
 
-// Return the product of elements `begin` to `end` of a row with x, in lane 0. Four loads of a lane
-// are in flight.
+// Return the dot product of elements `begin` to `end` of a row with x, in lane 0. Each lane has
+// four loads in flight.
 __device__ float dot(const float* __restrict__ packed, const float* __restrict__ x, unsigned row,
                      unsigned begin, unsigned end) {
   const float* l = packed + static_cast<size_t>(row) * (row + 1) / 2;
@@ -49,7 +49,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 8)
   if (w < m) whole_row(packed, x, out, m - 1 - w);
 }
 
-// blockIdx.y is the piece. Short rows have fewer pieces than the grid, so their other warps end.
+// blockIdx.y is the number of the piece. A short row has fewer pieces than the grid, so its other
+// warps end at once.
 extern "C" __global__ void __launch_bounds__(BLOCK, 8)
     in_pieces(const float* packed, const float* x, float* out, unsigned m) {
   const unsigned row = warp_of_grid(), begin = blockIdx.y * PIECE;

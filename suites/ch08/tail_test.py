@@ -1,27 +1,27 @@
 """Tail: start the longest work first, so that only short work is left at the end.
 
-Problem    The product of a lower triangular fp32 matrix of m rows with a vector. The rows are
-           packed: row i has i + 1 elements. Work on causal attention or pairwise distances is also
-           triangular.
+Problem    Multiply a lower triangular fp32 matrix of m rows by a vector. The rows are packed: row i
+           has i + 1 elements. Causal attention and pairwise distances are also triangular problems.
 Baseline   in_order: a warp per row, in the order of the rows. An H200 can run 8448 warps at a time,
            and the longest rows start last.
 Optimized  longest_first: changes in_order. Warp w gets row m - 1 - w. Only the order of the rows
-           changes.
-           in_pieces: changes in_order. A warp gets at most 2048 elements of a row, and adds its sum
-           to the row's sum by an atomic. The result is set to zero first. There is no library
-           variant, because PyTorch has no product of packed triangular matrices. A dense product
-           would also read the zeros.
+           changes, so the longest rows start first.
+           in_pieces: changes in_order. A warp gets a piece of at most 2048 elements of a row, and
+           adds its sum to the row's result by an atomic. A separate launch first sets the results
+           to zero. There is no library variant, because PyTorch has no product of packed triangular
+           matrices. A dense product would also read the zeros of the upper triangle.
 Bound      DRAM: every element is read once. A lane has four loads in flight, so a warp has 512
-           bytes in flight. The latency of an idle DRAM is 0.34 us, so its full rate needs about
+           bytes in flight. The latency of an idle DRAM is 0.34 us, so the full rate needs about
            3000 active warps, and more when DRAM is busy. The last warps of in_order have long rows
-           of different lengths. They end one by one, so fewer and fewer warps read, and the rate
-           drops. In longest_first, the last warps have rows of a few elements, so the rate drops
-           only at the very end. in_pieces has no long rows, but it needs a second launch, and a
-           start and a sum for each piece. The costs count bytes, so they show no tail.
+           of different lengths. These warps end one by one, so fewer and fewer warps read, and the
+           rate drops. In longest_first, the last warps have rows of a few elements, so the rate
+           drops only at the very end. in_pieces has no long pieces, but it needs a second launch,
+           and each piece needs a warp of its own and an atomic. The costs count bytes, so the
+           predicted times include no tail.
 Use when   The pieces of work have known and different lengths. Start the long ones first, which
-           takes one subtraction or a sorted list of indices. If single pieces are still too long,
-           cut them. If the lengths are unknown, use a queue (`../ch12/uneven_work_test.py`). With
-           few pieces of equal length, their number decides whether there is a tail
+           takes one subtraction or a sorted list of indices. If a single piece of work is still too
+           long, split it. If the lengths are unknown, use a queue (`../ch12/uneven_work_test.py`).
+           If the pieces are few and equally long, their number decides whether there is a tail
            (`../ch02/wave_quantization_test.py`). With many short pieces per SM, the tail is too
            short to matter.
 """
@@ -79,7 +79,7 @@ def multiplied(m, atomics=0, blocks=0):
 
 def filled_and_added(m):
     pieces = sum(-(-row // PIECE) for row in range(1, m + 1))
-    blocks = -(-m // WARPS) * -(-m // PIECE)  # blocks without a piece also start
+    blocks = -(-m // WARPS) * -(-m // PIECE)  # blocks whose rows have no such piece also start
     return Cost(write=4 * m, launches=1) + multiplied(m, atomics=pieces, blocks=blocks)
 
 
@@ -87,7 +87,7 @@ def filled_and_added(m):
     baseline=in_order,
     optimized=[
         longest_first,
-        # The launch for the zeros and the many short warps may cost as much as the tail.
+        # The second launch and the many short warps may cost as much as the tail.
         Variant(in_pieces, at_least="yardstick"),
     ],
     inputs=inputs,

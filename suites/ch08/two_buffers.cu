@@ -1,13 +1,13 @@
-// out[i] = the sum over k of taps[k] * x[i + k], for 33 taps: a filter. Blocks walk tiles of 1024
-// outputs, a whole grid apart. A tile of the input has 32 elements more, and a thread has four
-// neighboring outputs.
+// A filter of 33 taps: out[i] = the sum over k of taps[k] * x[i + k]. Blocks loop over tiles of
+// 1024 outputs, with a stride of the whole grid. A tile has 1024 + 32 inputs. A thread computes
+// four neighboring outputs.
 //
 // one_buffer: load a tile into shared memory, wait, filter it, wait.
 // loaded_ahead: one_buffer, but the next tile is loaded into registers during the filter.
-// two_buffers: loaded_ahead, but the next tile goes to a second buffer. One barrier is left.
+// two_buffers: loaded_ahead, but the next tile goes to a second buffer. One barrier remains.
 //
-// The loads of the next tile come before the barrier. If they come after it, the compiler moves
-// them, with their branch, to the end of the filter.
+// The loads of the next tile come before the barrier. After the barrier, the compiler would move
+// the loads and their branch to the end of the filter.
 
 constexpr unsigned BLOCK = 256, TAPS = 33, TILE = 4 * BLOCK, VECTORS = (TILE + TAPS - 1) / 4;
 
@@ -15,7 +15,7 @@ struct Buffer {
   float4 at[VECTORS];
 };
 
-// A thread's part of a tile. The first threads also have the 32 elements after the outputs.
+// A thread's part of a tile. The first threads also load the last 32 inputs of the tile.
 struct Part {
   float4 first, last;
 
@@ -76,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
     part.store(buffer);
     __syncthreads();
     out[tile * BLOCK + threadIdx.x] = filter(buffer, shared.at);
-    __syncthreads();  // before the next tile overwrites this one
+    __syncthreads();  // so that the next tile does not overwrite this one too early
   }
 }
 
@@ -107,8 +107,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
   part.load(x, blockIdx.x);
   unsigned turn = 0;
   for (unsigned tile = blockIdx.x; tile < tiles; tile += gridDim.x, turn = 1 - turn) {
-    // A thread gets here only after the last barrier, so all threads have finished the previous
-    // tile.
+    // A thread is here only after the barrier of the previous tile. So all threads have finished
+    // the tile before that one, which was in this buffer.
     part.store(buffer[turn]);
     if (tile + gridDim.x < tiles) part.load(x, tile + gridDim.x);
     __syncthreads();

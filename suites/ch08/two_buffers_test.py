@@ -1,33 +1,35 @@
 """Two buffers: overlap loads with compute if few blocks fit on an SM.
 
-Problem    A filter of 33 taps over fp32 elements, without padding. Blocks of 256 threads loop over
-           tiles of 1024 outputs, whose inputs go through shared memory. The x-axis of the curve is
-           the number of blocks per SM, which the size of the grid sets.
-Baseline   one_buffer: load a tile into shared memory, wait for all threads, filter it, wait again.
+Problem    Apply a filter of 33 taps to fp32 elements, without padding. Blocks of 256 threads loop
+           over tiles of 1024 outputs. The inputs of a tile go through shared memory. The x-axis of
+           the curve is the number of blocks per SM. The size of the grid sets this number.
+Baseline   one_buffer: load a tile into shared memory, wait for all threads, filter the tile, and
+           wait again.
 Optimized  loaded_ahead: changes one_buffer. The loads of the next tile are issued before the
            barrier, into registers, so they are in flight during the filter. Two barriers per tile
            remain.
            two_buffers: changes loaded_ahead. Tiles alternate between two buffers in shared memory,
            so no thread has to wait before it stores the next tile. One barrier per tile remains.
-           library: `torch.nn.functional.conv1d` by cuDNN. It chooses its own grid, so it takes the
-           same time along the curve. PyTorch lets cuDNN use TF32 by default, so the page turns TF32
-           off.
+           library: `torch.nn.functional.conv1d` by cuDNN. cuDNN chooses its own grid, so library
+           takes the same time at every point of the curve. PyTorch lets cuDNN use TF32 by default,
+           so the page turns TF32 off.
 Bound      With one block per SM, latency: a tile is 4 KiB, and the latency of an idle DRAM is 0.34
-           us. At the full rate of a copy, an SM would receive 5 KiB in that time. one_buffer also
-           has no loads in flight during the filter. With six blocks per SM, DRAM: while one block
-           filters, others load, so all sides take about the same time.
-Seen       With one block per SM, all three kernels take longer than predicted: by two thirds on an
-           H100, and by half on an H200. So their ratios are as predicted. With two blocks per SM on
-           an H100, one_buffer again takes two thirds longer, and the other two take a third longer.
-           With four, one_buffer takes a quarter longer, and the other two take a twelfth longer.
-           With six, all three are within about an eighth of their prediction, and one_buffer is
-           almost as fast as the others. We did not time the filter alone. With two warps per
-           scheduler, the filter probably waits for shared memory most of the time. two_buffers has
-           one barrier less than loaded_ahead, but is not faster at any number of blocks. An earlier
-           version of loaded_ahead gained nothing: it loaded the next tile after the barrier, and
-           the compiler moved these loads behind the filter. library takes many times as long as its
-           memory traffic, and loses to all kernels on both GPUs. We did not record which kernel
-           cuDNN launches.
+           us. At the full rate of a copy, an SM would receive 5 KiB in that time. In one_buffer, no
+           loads are in flight while the block filters. With six blocks per SM, DRAM: while one
+           block filters, others load, so all sides take about the same time.
+Seen       With one block per SM, all three kernels take longer than predicted: two thirds longer on
+           an H100, and half on an H200. So their ratios are as predicted. On an H100 with two
+           blocks per SM, one_buffer again takes two thirds longer than predicted, and the other two
+           kernels take a third longer. With four blocks per SM, one_buffer takes a quarter longer
+           than predicted, and the other two a twelfth longer. With six, all three are within about
+           an eighth of their predictions, and one_buffer is almost as fast as the others. We did
+           not time the filter alone. With two warps per scheduler, the filter probably waits for
+           shared memory most of the time. two_buffers has one barrier less per tile than
+           loaded_ahead, but it is not faster at any number of blocks. An earlier version of
+           loaded_ahead gained nothing: it loaded the next tile after the barrier, and the compiler
+           moved these loads behind the filter. library takes many times as long as its memory
+           traffic needs, and is slower than all three kernels on both GPUs. We did not record which
+           kernel cuDNN launches.
 Use when   Few blocks fit on an SM because a tile or its accumulators are large, as in a matrix
            product. With many blocks per SM, one buffer is enough and leaves shared memory for more
            blocks. Use `cp.async` or TMA if the loads would need too many registers
@@ -41,12 +43,12 @@ from pytest_aisp import Cost, Sweep, Variant, Work, compare, cuda_module
 kernels = cuda_module("two_buffers.cu")
 BLOCK, TAPS, TILE = 256, 33, 1024
 SMS = 132  # of an H200, for costs
-# A block waits about 0.4 us for a tile: 0.34 us of latency of an idle DRAM, and the rest for the
-# barriers. In that time, the GPU could do this many operations at its fp32 rate.
+# A block waits about 0.4 us for a tile: 0.34 us for the latency of an idle DRAM, and the rest for
+# the barriers. In 0.4 us, the GPU could do this many operations at its fp32 rate.
 WAIT = 2.4e7
-# Bytes of shared memory per output. For its 128 outputs, a warp has 9 loads of 16 bytes per lane,
-# and 9 loads of taps that all lanes share. A load of taps takes one cycle and counts as 128 bytes.
-# Every element is also stored once.
+# Bytes of shared memory per output. A warp has 128 outputs. For them, it does 9 loads of 16 bytes
+# per lane, and 9 loads of taps, which all lanes share. A load of taps takes one cycle and counts as
+# 128 bytes. Every element is also stored once, in 4 bytes.
 SHARED = (9 * 16 * 32 + 9 * 128) / 128 + 4
 
 
@@ -90,7 +92,7 @@ def library(taps, x, blocks):
 
 
 def filtered(tiles, blocks, slots=0):
-    """Return the cost of a side. `slots` sets a longer time than its operations take."""
+    """Return the cost of a side. To include waiting, count at least `slots` operations."""
     n = TILE * tiles
     ops = {"fp32": max(2 * TAPS * n, slots)}
     return Cost(read=4 * n, write=4 * n, shared=SHARED * n, ops=ops, launches=1)

@@ -2,9 +2,9 @@
 // keeps the coefficients in shared memory.
 //
 // compiled: a loop without a pragma, so the compiler decides how often to unroll it.
-// rolled: #pragma unroll 1, so the loop has one iteration per coefficient.
+// rolled: #pragma unroll 1, so each coefficient takes an iteration of the loop.
 // by_16: #pragma unroll 16.
-// known: compiled, but `count` is a constant, and the loop is unrolled as a whole.
+// known: compiled, but `count` is a constant, so the compiler unrolls the loop completely.
 // four_points: compiled, with four points per thread, which share each loaded coefficient.
 
 constexpr unsigned BLOCK = 256, COUNT = 128;

@@ -1,11 +1,12 @@
-"""Unrolling: the compiler has unrolled the inner loop already, so unroll over the outputs.
+"""Unrolling: the compiler already unrolls the inner loop, so unroll over the outputs.
 
-Problem    The values of one polynomial of 128 coefficients at n fp32 points, by Horner's rule. The
-           coefficients are in shared memory. Their number is an argument of the kernels.
-Baseline   compiled: one point per thread, and a plain loop. For sm_90 the compiler unrolls it 16
-           times and loads four coefficients at once (LDS.128), without any pragma.
-Optimized  rolled: changes compiled. `#pragma unroll 1`. It is not an optimization. It shows what
-           unrolling gains, for loops that the compiler cannot unroll.
+Problem    Evaluate one polynomial of 128 coefficients at n fp32 points, by Horner's rule. The
+           coefficients are in shared memory. The number of coefficients is an argument of the
+           kernels.
+Baseline   compiled: one point per thread, and a plain loop. For sm_90, the compiler unrolls this
+           loop 16 times and loads four coefficients at once (LDS.128), without any pragma.
+Optimized  rolled: changes compiled. `#pragma unroll 1`. This is not an optimization. It shows the
+           cost of a loop that the compiler cannot unroll.
            by_16: changes compiled. `#pragma unroll 16`. This is the factor that the compiler also
            chose for compiled.
            known: changes compiled. The number of coefficients is a constant of the kernel, so the
@@ -13,23 +14,24 @@ Optimized  rolled: changes compiled. `#pragma unroll 1`. It is not an optimizati
            four_points: changes compiled. Four points per thread, so a loaded coefficient is used
            four times, and a thread has four independent chains. There is no library variant,
            because PyTorch has no such function.
-Bound      Issue. A step needs one multiply-add. With a fourth of a load and a share of the loop's
-           instructions, compiled issues about 1.6 instructions per step. rolled issues 6 per step:
-           a multiply-add, a load, two counters, a comparison and a branch. In four_points, four
-           points share the loads and the loop. 64 warps per SM hide the latency of the chains. All
-           lanes load the same 16 bytes at once. The costs assume that shared memory needs one cycle
-           for such a load. If a load needs four cycles, one per register of a lane, then loads
-           limit compiled, by_16 and known, and only four_points gains.
-Seen       rolled takes as long as predicted, and the other sides longer. A load of 16 bytes does
-           not take four cycles: otherwise the loads of compiled would take longer than the stored
-           time. four_points has few loads and also takes longer than predicted, so loads are not
-           the only reason. The costs leave out that each block first loads the coefficients and
-           waits at a barrier. We did not measure how long that takes.
+Bound      Issue. A step needs one multiply-add. compiled also needs a quarter of a load and a share
+           of the loop's instructions, so it issues about 1.6 instructions per step. rolled issues 6
+           instructions per step: a multiply-add, a load, two counters, a comparison and a branch.
+           In four_points, four points share the loads and the loop. 64 warps per SM hide the
+           latency of the chains. All lanes load the same 16 bytes at the same time. The costs
+           assume that shared memory needs one cycle for such a load. If it needed four cycles, one
+           per register of a lane, then the loads would limit compiled, by_16 and known, and only
+           four_points would gain.
+Seen       rolled takes as long as predicted, and the other sides take longer. A load of 16 bytes
+           does not take four cycles, because the loads of compiled alone would then take longer
+           than its measured time. four_points has few loads and also takes longer than predicted,
+           so the loads are not the only reason. The costs leave out that each block first loads the
+           coefficients and waits at a barrier. We did not measure how long that takes.
 Use when   Look at the machine code before you write a pragma: often the compiler has already
            unrolled the loop. Write a pragma if a loop stays rolled because it contains a branch or
-           a call. Make the trip count a template argument if it has few possible values. Unroll
-           over outputs if they share operands, which also saves loads. All of these need more
-           registers and instruction cache.
+           a call. Make the trip count a template argument if it has few possible values. If outputs
+           share operands, unroll over the outputs, which also saves loads. All of this needs more
+           registers and more of the instruction cache.
 """
 
 import torch
@@ -93,15 +95,15 @@ def issued(each):
     optimized=[
         Variant(rolled, at_least="yardstick"),
         Variant(by_16, at_least="neutral"),
-        Variant(known, at_least="neutral"),  # gains nothing if shared memory is the limit
+        Variant(known, at_least="neutral"),  # it gains nothing if shared memory is the limit
         four_points,
     ],
     inputs=inputs,
     reference=reference,
     sizes=[{"n": 2**25}],
     check_sizes=[{"n": 1}, {"n": 835}],
-    # No flops: if the clock is now higher than when the rate of fp32 was measured, the loop would
-    # look like skipped work.
+    # No flops are declared: if the clock is higher now than when the fp32 rate was measured, the
+    # harness would report skipped work.
     work=lambda n: Work(read=4 * (n + COUNT), write=4 * n, terms=COUNT, roundings=COUNT),
     bound="issue",
     costs={
