@@ -27,7 +27,8 @@ Seen       At n = 256, the three kernels with a block per row take longer than p
            block of shared_tree for 1.25 us. For a block of `../ch07/vector_width_test.py` that
            copies 256 elements, it is 0.8 us. So a block spends most of its time on its start and
            its wait for DRAM. We did not measure how long each of the two takes. We did not examine
-           the library's kernel.
+           the library's kernel. CUB's DeviceSegmentedReduce is slower than warp_per_row at both
+           sizes (benchmarks/cub_test.py).
 Use when   A block needs a sum or a maximum: reduce inside warps first. If rows are short, give a
            row to a warp. If a kernel reduces once after long loops, it hardly matters how the block
            adds up its sums (`../ch07/reduction_test.py`).
