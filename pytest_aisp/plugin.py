@@ -283,7 +283,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def _exit_code(session: pytest.Session, recorder: Recorder | None) -> int:
-    """Return the exit code of the run: pytest's, or a worse one because of rows or the recorder."""
+    """Return pytest's exit code, or a worse code if a row is bad or the run is invalid."""
     code = session.exitstatus
     if recorder is None or code == pytest.ExitCode.INTERRUPTED:
         return code

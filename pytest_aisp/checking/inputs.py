@@ -46,7 +46,7 @@ class NotCold(PageError):
 class InputPool:
     """The values and slots of `pair` at `size` on `device`.
 
-    Only one large value set is kept in memory, and the others are drawn again when they are needed.
+    Only one large value set is kept in memory. Other large sets are drawn again for each use.
     If the page's `inputs` function returns different values for the same seed, all sets are kept.
 
     Attributes:

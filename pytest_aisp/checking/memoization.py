@@ -41,7 +41,7 @@ REPEATS, REPEATING_SECONDS = 16, 0.3
 One call is not enough, because a side may cache only answers to frequent inputs.
 """
 ALTERED_ROUNDS, BATCHES = 12, 4
-"""Number of rounds with altered values before each attempt at a decision, and of such attempts."""
+"""Number of rounds with altered values before each attempt to decide, and number of attempts."""
 REPEAT_RATIO = 1.5
 """A side caches answers if it takes longer by this factor on values that it has not seen."""
 REPEAT_SECONDS = 20e-6
@@ -84,13 +84,13 @@ def _longer(unseen: float, seen: float) -> bool:
 def _check_altered(timer: _SideTimer, seed: int) -> None:
     """Refuse a side that is slow in its first call on altered values, and fast in repeated calls.
 
-    Other processes can slow some calls. If they slow the repeated calls, the times allow no
+    Other processes can slow some calls. If the repeated calls were slow, the times allow no
     decision, and more rounds follow. If there is still no decision, the side is not refused.
     """
     for alter in (_halved, _largest_rounded):
         unseen: list[float] = []
         seen: list[float] = []
-        again: list[float] = []  # on altered values, repeated
+        again: list[float] = []  # repeated calls on altered values
         for number in range(seed, seed + BATCHES * ALTERED_ROUNDS):
             values = _draw(timer.pool, number)
             altered = _altered(values, alter)

@@ -57,8 +57,8 @@ UNIT |= {"bf16": 2.0**-8, "fp8": 2.0**-4, "mxfp8": 2.0**-4, "nvfp4": 2.0**-2}
 # times the block's rms.
 UNIT |= {"int8": 2.0**-6, "int4": 2.0**-2, "w4a16": 2.0**-2}
 ONE_OPERAND = ("w4a16",)  # only the weights have four bits
-OPERANDS_ONLY = ("tf32", *ONE_OPERAND)  # results are never rounded to these
-EIGHT_BITS = (*BLOCKED, "fp8")  # only inputs, outputs and operands of products have these
+OPERANDS_ONLY = ("tf32", *ONE_OPERAND)  # results are never rounded to these formats
+EIGHT_BITS = (*BLOCKED, "fp8")  # only inputs, outputs and operands of products have these formats
 DEPTH = {"tf32": 8, "bf16": 16, "fp16": 16, "bfloat16": 16, "float16": 16}
 
 NamedTensors = list[tuple[str, "torch.Tensor"]]

@@ -125,7 +125,7 @@ def check_form(
                 f"{name} returned {path} of shape {tuple(tensor.shape)} at {size},"
                 f" the reference returned {tuple(leaf.value.shape)}"
             )
-        if path != leaf.path and "view_as_real(" in path + leaf.path:  # one is complex
+        if path != leaf.path and "view_as_real(" in path + leaf.path:  # only one is complex
             raise WrongForm(f"{name} returned {path} at {size}, the reference {leaf.path}")
         dtype = reference.types.get(leaf.path)
         if dtype is not None and tensor.dtype != dtype:

@@ -86,7 +86,7 @@ class Reference:
     def leaves(self, turns: Turns, precision: Precision | None) -> list[Leaf]:
         """Return the expected outputs after runs on the value sets `turns`, one after another.
 
-        Without a state, or if the reference only reads the state, only the last turn matters.
+        If the page has no state, or the reference only reads it, only the last turn matters.
         """
         turns = self._needed(turns)
         key = (turns, precision)
@@ -175,7 +175,7 @@ class Reference:
         made = Pass(turns)
         for count, named in enumerate(self.run(turns, None), start=1):
             if every or count == len(turns):
-                copy = self.pool.pair.state is not None  # the next turn changes it in place
+                copy = self.pool.pair.state is not None  # the next turn changes the state in place
                 made.expected[count] = [numerics.as_expected(*leaf, copy=copy) for leaf in named]
         if not self.exact:
             made.structure = self._structure or self._trace(made)

@@ -1,9 +1,9 @@
 """Perturb every intermediate value of a reference, as rounding would.
 
 `Rounding` is a dispatch mode: while it is active, it intercepts each operation that PyTorch runs in
-this process, including those of autograd, `torch.func` and optimizers. It changes the result of
-each operation about as much as rounding in a side may change it. The differences between perturbed
-runs and the unperturbed run show how much each output element may deviate.
+this process, including operations of autograd, `torch.func` and optimizers. `Rounding` changes each
+result about as much as rounding in a side may change it. The differences between perturbed runs and
+the unperturbed run show how much each output element may deviate.
 
 docs/explanation/checking.md describes the modeled errors.
 """
@@ -147,8 +147,8 @@ class Rounding(TorchDispatchMode):
         self._number = -1
         precision = model.precision
         self._low = UNIT[precision] if precision else 0.0
-        # If there are matrix products, only their operands have 8 bits. If not, any stored value
-        # may.
+        # If there are matrix products, only their operands have 8 bits. If there are none, any
+        # stored value may have 8 bits.
         only_operands = precision in EIGHT_BITS and structure.products
         self._stored = 0.0 if precision in OPERANDS_ONLY or only_operands else self._low
         stored = min(structure.unit or UNIT["float32"], model.coarsest)

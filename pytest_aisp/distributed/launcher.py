@@ -98,7 +98,7 @@ class RankSet:
         )
 
     def _arguments(self) -> list[str]:
-        """Return torchrun's arguments, which forbid it to restart ranks."""
+        """Return torchrun's arguments, which disable restarts of ranks."""
         arguments = [f"--nproc-per-node={self.count}", "--max-restarts=0"]
         arguments.append(f"--log-dir={self._folder}")  # torchrun's own folder would be left behind
         if self.nodes is None:
@@ -290,7 +290,7 @@ class RankSet:
         return failed("died", f"rank {culprit.number} ended{how}", culprit.doing, trace)
 
     def _hung(self, seconds: float) -> Reply:
-        """Return a reply that names the rank that the others wait for, and its line of code."""
+        """Return a reply that names the rank that blocks the others, and its current code line."""
         description, size = describe_hang(self._in_order(), self._folder)
         return replace(self._timed_out(description, seconds), at=size)
 

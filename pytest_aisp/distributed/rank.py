@@ -102,7 +102,7 @@ def _stack_file(folder: str, rank: int) -> str:
 
 
 def _join(rank: int, world: int, tell: Callable[[int], object]) -> None:
-    """Join the other ranks, with NCCL if GPUs are visible, and otherwise with Gloo."""
+    """Join the other ranks with NCCL if GPUs are visible, or with Gloo if not."""
     import torch
     import torch.distributed as dist
 

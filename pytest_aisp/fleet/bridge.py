@@ -92,7 +92,7 @@ class Bridge:
             while True:
                 self._commands.put(self._pipe.recv())
         except (EOFError, OSError):
-            os._exit(0)  # the job ends with this process, and its actors with the job
+            os._exit(0)  # Ray then ends the job of this process, and the job's actors
 
     def _scan(self) -> None:
         while True:
@@ -129,7 +129,7 @@ class Bridge:
                 return
             try:
                 then(self._ray.get(ready))
-            except Exception as error:  # an error of the node, or one that Ray found
+            except Exception as error:  # an error on the node, or an error that Ray raised
                 self._actors.pop(seat, None)
                 self._pipe.send(("lost", seat, _reason(error)))
 
@@ -210,7 +210,7 @@ class Bridge:
             return
         try:
             facts = self._ray.get(reference)
-        except Exception as error:  # an error of the node, or one that Ray found
+        except Exception as error:  # an error on the node, or an error that Ray raised
             self._pipe.send(("refused", node, _reason(error)))
             return
         self._uuids[node.id] = facts["uuids"]
@@ -241,7 +241,7 @@ def _import_ray(fatal: Callable[[str], NoReturn]) -> Any:
         from ray import cloudpickle
     except ImportError as error:
         fatal(f"Ray cannot be imported: {error}\n    pip install 'pytest-aisp[fleet]'")
-    # The probe travels as code, because the plugin may be missing on a node.
+    # The probe is sent as code, because the plugin may be missing on a node.
     cloudpickle.register_pickle_by_value(probe_module)  # type: ignore[no-untyped-call]
     return ray
 

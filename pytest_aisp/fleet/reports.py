@@ -116,7 +116,7 @@ class Reporter:
             recorder.without_canary.append((seat, list(keys)))
 
     def process_ended(self, process: Process) -> None:
-        """Record the results that a process sent at its end: its canary and unused results."""
+        """Record the results that a process sent when it ended: its canary and unused results."""
         if (gather := self._config.pluginmanager.get_plugin("aisp-gather")) is not None:
             gather.pytest_testnodedown(node=process, error=None)
 

@@ -137,8 +137,8 @@ class Scheduler:
         self.seats: dict[str, Seat] = {}
         self._queues: dict[str, dict[int, deque[Work]]] = defaultdict(lambda: defaultdict(deque))
         self._lacking: dict[str, float] = {}  # by product: the time since which it has had no node
-        self._where: dict[str, list[str]] = defaultdict(list)  # by case: nodes lost during it
-        self._avoid: dict[str, set[str]] = defaultdict(set)  # by case: ids of nodes
+        self._where: dict[str, list[str]] = defaultdict(list)  # by case: nodes lost while it ran
+        self._avoid: dict[str, set[str]] = defaultdict(set)  # by case: ids of nodes to avoid
         self._out: list[Action] = []
         self._started = 0
         for work in works:

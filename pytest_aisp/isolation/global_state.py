@@ -44,7 +44,7 @@ OWNED = {
 }
 """The settings that a page may change, keyed by the word in its ``owns=``."""
 MIXED = "mixed"
-"""The value of a setting that torch refuses to read, because its old and new API disagree."""
+"""The value of a setting that torch refuses to read, because its old and new APIs disagree."""
 
 # Prefixes of environment variables that libraries read when they start or load something.
 _WATCHED = (

@@ -1,7 +1,7 @@
 """Detect replaced functions: clocks, waits, arithmetic, and the functions of this package.
 
 `remember` stores the original functions before a page is loaded, and `replaced` compares them by
-identity. `watching` refuses a side that replaces one of them, or that leaves anything else changed.
+identity. `watching` refuses a side that replaces a watched function or leaves a setting changed.
 """
 
 from __future__ import annotations

@@ -269,7 +269,7 @@ class Judge:
         """Start the referee, and check that the problem can be judged."""
         self._drop_referee()
         self._referee = self._processes.fresh()
-        self._processes.start_spares()  # while the problem is checked
+        self._processes.start_spares()  # they start while the problem is checked
         page = self._write_page(file)
         self._ask(self._referee, page, CheckTask, CheckResult, baseline_alone=True)
 

@@ -208,7 +208,7 @@ def _param(text: str) -> Param:
     if not stars and width == 1 and ctype:
         convert = _real if dtype.startswith("float") else _integer
         return Param(text, name, f"a number that {dtype} holds", partial(convert, ctype))
-    # A launch raises an error, but the other kernels of the file can run.
+    # A launch of this kernel raises an error, but the other kernels of the file can run.
     return Param(text, name, f"a type that can be passed; legal are {PASSED}", lambda *_: None)
 
 
@@ -249,7 +249,7 @@ def _dtype(c_type: str) -> str:
 
 @dataclass(frozen=True)
 class TensorMap:
-    """A kernel argument that describes `tensor` in tiles of `box` elements. It keeps the tensor."""
+    """A kernel argument for `tensor` in tiles of `box` elements. It keeps the tensor alive."""
 
     tensor: torch.Tensor
     box: tuple[int, ...]

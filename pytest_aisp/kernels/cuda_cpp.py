@@ -137,7 +137,7 @@ class LaunchConfig:
         return ", ".join(words)
 
     def for_cuda_core(self, core: ModuleType) -> object:
-        """Return a `cuda.core.LaunchConfig`. Its grid counts clusters if there are any."""
+        """Return a `cuda.core.LaunchConfig`, whose grid counts clusters if there are any."""
         grid = self.grid
         attributes: dict[str, object] = {}
         if self.cluster:
@@ -217,7 +217,7 @@ class Kernel:
         cooperative: bool = False,
         dependent: bool = False,
     ) -> Launch:
-        """Return a launch with attributes. Without any, it is the launch ``[grid, block, shared]``.
+        """Return a launch with attributes, or a plain ``[grid, block, shared]`` if none are given.
 
         Args:
             grid: the number of blocks in each dimension, even if there are clusters.
@@ -243,9 +243,9 @@ class Kernel:
     def clusters_at_once(self, block: Dims, shared: int = 0, *, cluster: Dims) -> int:
         """Return the number of clusters that torch's current GPU can run at once.
 
-        Use this number for the grid of a persistent kernel. It can be less than the number of SMs
-        divided by the cluster's size: a cluster must fit into one GPC (a group of SMs), and the
-        leftover SMs of a GPC are idle.
+        Use this number for the grid of a persistent kernel. The number can be less than the number
+        of SMs divided by the cluster's size, because a cluster must fit into one GPC (a group of
+        SMs), and the leftover SMs of a GPC are idle.
 
         Raises:
             LaunchError: no GPU can launch this.

@@ -69,11 +69,11 @@ def compare(
     Every optimized side becomes a case at every size. Nothing runs when the page is imported.
 
     Args:
-        baseline: a function, the first version that a competent engineer would write. It takes the
-            inputs and returns new outputs. If it is a generator function, it is called once, and
-            only the callable that it yields is timed. Before the yield, it may compute only values
-            that depend on `state` alone. If the function computes in a lower precision, write
-            ``Variant(f, precision="tf32")``.
+        baseline: a function, the first version that a competent engineer would write. The function
+            takes the inputs and returns new outputs. A generator function is called once, and only
+            the callable that it yields is timed. Before the yield, a generator function may compute
+            only values that depend on `state` alone. If the function computes in a lower precision,
+            write ``Variant(f, precision="tf32")``.
         optimized: the sides to compare with the baseline. Name each side after its idea.
         inputs: `inputs(device, **size)` returns the arguments of every side as a tuple. The plugin
             sets the random seed. If `gpus` is above 1, `inputs` may also take `rank` and `world`.

@@ -195,12 +195,12 @@ class Pair:
 
     @property
     def multi_rank(self) -> bool:
-        """Whether the sides run on several ranks. If so, the reference gets every rank's inputs."""
+        """True if the sides run on several ranks, so the reference gets every rank's inputs."""
         return max(self.gpus) > 1
 
     @property
     def as_called(self) -> bool:
-        """Whether ordinary calls are timed. If so, the harness captures no side in a CUDA graph."""
+        """True if ordinary calls are timed, so the harness captures no side in a CUDA graph."""
         return self.bound in HOST_BOUNDS
 
     def variant(self, name: str) -> Variant:
@@ -239,7 +239,7 @@ class Pair:
         return 1.0 if first_count and self.versus is None else "yardstick"
 
     def origin(self, variant: Variant, arch: str, gpus: int | None = None) -> str:
-        """Return words that say where the page declares the claim of `variant` on `arch`."""
+        """Return a text that says where the page declares the claim of `variant` on `arch`."""
         claims, first = self._claims(variant), self._is_first_count(gpus)
         place = "on the page" if variant.at_least is None else f"of {variant.name} on the page"
         if first and not isinstance(claims, Mapping):
@@ -291,7 +291,7 @@ class Case:
         return self.pair.claim(self.variant, arch, self.gpus) if self.judged else "yardstick"
 
     def claim_origin(self, arch: str) -> str:
-        """Return words that say where the page declares the claim."""
+        """Return a text that says where the page declares the claim."""
         return self.pair.origin(self.variant, arch, self.gpus) if self.judged else UNJUDGED
 
     @property

@@ -139,7 +139,7 @@ def report_data(
         try:
             entry.processes = thinned(read_timings(run, case), most)
         except SamplesError as error:
-            # join the command with its sentence
+            # write a command on the same line as the sentence before it
             text = str(error).replace(":\n    ", ": ")
             entry.samples_error = shortened(f"{'. '.join(text.splitlines())}.")
         code.add_to(entry)

@@ -68,7 +68,8 @@ class HistoryEntry(Struct):
 
     Attributes:
         current: True for the run that the report is about.
-        change: the change at this run, in the words of `aisp results history`, or an empty string.
+        change: how the result changed in this run, as `aisp results history` words it, or an empty
+            string.
     """
 
     started: str

@@ -275,8 +275,8 @@ def _loading(breakdown: Breakdown) -> Rule:
 def _workers(
     breakdown: Breakdown, loader: Loader, workers: int, wait: float, waits: str
 ) -> tuple[float, str]:
-    # Assume that the workers are too slow, so that all of them are always busy. Then a batch takes
-    # one worker as long as `workers` steps.
+    # Assume that the workers are too slow, so that all of them are always busy. Then one worker
+    # needs the time of `workers` steps to load a batch.
     loading = workers * (breakdown.step - breakdown.starts) if workers else wait
     work = breakdown.body + breakdown.drain
     wanted = max(1, min(math.ceil(loading / work) if work else loader.cores, loader.cores))

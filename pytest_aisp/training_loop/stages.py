@@ -203,7 +203,7 @@ class Stages:
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
         """Time every stage inside the block, and restore the originals after it."""
-        # Get all methods before replacing any, or a subclass would inherit a replaced method.
+        # Get all methods before replacing any, because a subclass could inherit a replaced method.
         methods = [getattr(owner, GETITEM) for owner in self._classes]
         with contextlib.ExitStack() as restore:
             for i, (owner, method) in enumerate(zip(self._classes, methods, strict=True)):
@@ -225,7 +225,7 @@ class Stages:
     def _timed_getitem(self, method: Work, number: int) -> Work:
         """Return a `__getitem__` that times only this loader's datasets, not other instances.
 
-        A spawned worker process imports the original class, so it does not time the items.
+        A spawned worker process imports the original class, so items are not timed there.
         """
         timed, datasets = self._timed(method, number), self._datasets
 

@@ -167,7 +167,7 @@ class ScriptBatches(Iterator[object]):
         return getattr(self._batches, name)
 
     def __del__(self) -> None:
-        # A loop that ends with `break` drops its iterator. Later work is not part of its steps.
+        # A loop that ends with `break` drops its iterator. Work after that is not part of a step.
         self._source.loop.leave()
         self._finder.leave(self._source)
 
