@@ -3,9 +3,10 @@
     python benchmarks/change_points.py           quick: 500 series a row
     python benchmarks/change_points.py --full    10,000, the table of docs/explanation/history.md
 
-Each row is a kind of noise. The plain method, for comparison, is binary segmentation without
-anything else: the two means that differ most, in standard errors of white noise, with a false
-alarm in 1 % of series of such noise, and the same least change of 1 %.
+Each row is a kind of noise. For comparison, the plain method is binary segmentation alone: it
+splits a series where the means of the two parts differ most, in standard errors of white noise. Its
+threshold gives a false alarm in 1 % of series of white noise. Like ours, it ignores changes below 1
+%.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pytest_aisp.results.stats import INTERVAL
 
 RUNS = 100
 NEAR = 1
-"""The most runs between a planted change and the one that is found."""
+"""A planted change counts as found if a change at most this many runs away is found."""
 Find = Callable[[Sequence[float], Sequence[float]], list[int]]
 
 
@@ -35,10 +36,10 @@ class Model:
         spread: standard deviation of a value.
         phi: correlation of a value with the next one.
         spikes: the share of values that are off by `spike` in one direction.
-        stored: the standard error that each value comes with; by default its spread.
+        stored: the standard error that is stored with each value; by default `spread`.
         runs: the number of values.
         at, step: the position of a planted change, and its size.
-        last: the number of values after the planted change; by default all.
+        last: the number of values for which the planted change lasts; by default all.
         every_run: look for changes after every run, not only after the last one.
     """
 
@@ -139,7 +140,7 @@ def trial(model: Model, find: Find, seed: int, count: int) -> int:
 
 
 def rates(models: dict[str, Model], count: int, heads: Sequence[str]) -> None:
-    """Print a table: of how many series a change is found in, by either method."""
+    """Print a table of the number and share of series in which each method finds a change."""
     print("\n| " + " | ".join(heads) + " |\n|" + " --- |" * len(heads))
     parts = 20
     for name, model in models.items():

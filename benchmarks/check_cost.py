@@ -1,4 +1,4 @@
-"""The time that cases spend in each phase, from the artifacts of a run.
+"""Print how much time cases spend in each phase, from the artifacts of a run.
 
     pytest suites/ch01 --aisp-artifacts=DIR
     python benchmarks/check_cost.py DIR

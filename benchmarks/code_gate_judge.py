@@ -1,8 +1,8 @@
 """Judge a recording of `code_gate.py` with the code that judges real runs. Needs no GPU, no torch.
 
 Each recorded trial is the first value of one case-run. Its votes are trials of the same kernel and
-kind, each from a different other process. The trial seeds the random generator that draws them, so
-a recording has the same verdicts on every machine.
+kind from other processes, one per process. The trial seeds the random generator that draws the
+votes, so a recording has the same verdicts on every machine.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def trial_of(row: Mapping[str, Any], process: Process) -> Trial:
     firsts = list(map(int, row.get("firsts", "")))  # missing in older recordings
     robust = row["clock"] in ROBUST_CLOCKS
     value = stats.process_value(row["blocks"], firsts, robust=robust)
-    # Their laps also had different numbers of blocks, so their recorded error is used.
+    # Laps of older recordings also had different numbers of blocks. Use their recorded error.
     error = stats.process_error(row["blocks"], len(row["laps"]), firsts) if firsts else row["error"]
     reading = Reading(value, error)
     planted = row["planted"] if row["asked"] else 0.0
@@ -111,9 +111,9 @@ def lap_table(paths: Sequence[Path]) -> str:
     """Return by kernel how the order of building affects unchanged trials of four laps.
 
     The columns are the sd of the middle half of all blocks; the rms over laps of a lap's
-    ln(speedup); half the mean difference between laps of either order in one trial; and the sd of
-    laps 2 to 4 with equal weight for both orders, because in recordings without `firsts` the first
-    lap had other memory.
+    ln(speedup); half the mean difference between laps of the two orders in one trial; and the sd of
+    laps 2 to 4 with equal weight for both orders. Lap 1 is left out because in recordings without
+    `firsts` it used different memory.
     """
     values_by_kernel: dict[str, list[list[float]]] = defaultdict(list)
     for row in itertools.chain.from_iterable(map(_rows, paths)):
@@ -214,7 +214,7 @@ class Judged:
 
 
 def judge(recording: Recording) -> Judged:
-    """Judge every trial once. Trials with enough planted vote only on each other."""
+    """Judge every trial once. Trials with a detectable slowdown vote only on each other."""
     spread = spreads(recording.trials)
     enough = [not t.planted or detectable(t, spread[t.kernel]) for t in recording.trials]
     counted = [t for t, yes in zip(recording.trials, enough, strict=True) if yes]
@@ -449,7 +449,7 @@ def suite_words(suites: Suites, count: int) -> str:
 
 
 def comparison_rows(judged: Judged) -> list[list[str]]:
-    """Return our row, and one for each other way to judge."""
+    """Return a row for the code gate, and a row for each other way to judge."""
     count, others = judged.count(), judged.recording.others
     ours = (
         count["unchanged"],

@@ -1,6 +1,6 @@
 """Eight different kernels of 2 to 50 us on an H200, for the trials of `code_gate.py`.
 
-scaled       2 us, in L2: one multiply-add an element, hardly longer than its launch.
+scaled 2 us, in L2: one multiply-add per element, hardly longer than its launch.
 transposed   5 us, in L2: a strided copy.
 projected    10 us, in L2: a small bf16 GEMM.
 gathered     15 us: random reads of 4 bytes.

@@ -1,8 +1,8 @@
 """The same kernels timed by other tools: `triton.testing.do_bench` and pytest-benchmark's fixture.
 
-A worker process runs this as its timer. Both tools time one CUDA graph of `CALLS` calls, so that
-neither times Python. The slow graph has a few more calls, which are not counted. This favors the
-tools. They usually time a single call, and most of a 2 us call is its launch.
+A worker process runs `measure` as its timer. Both tools time one CUDA graph of `CALLS` calls, so
+neither tool times Python. This favors the tools, because they usually time a single call, and most
+of a 2 us call is its launch. The slow graph has a few more calls, which are not counted.
 """
 
 from __future__ import annotations
@@ -108,14 +108,14 @@ class Graphs:
         return capture_graph(run), side
 
     def do_bench(self, graph: str) -> list[float]:
-        """Return every time that `do_bench` takes, with its defaults."""
+        """Return every time that `do_bench` measures, with its defaults."""
         from triton.testing import do_bench
 
         times = do_bench(self._graphs[graph][0].replay, warmup=25, rep=100, return_mode="all")
         return [1e-3 * t for t in times]
 
     def rounds(self, graph: str) -> list[float]:
-        """Return the rounds of pytest-benchmark's fixture, the device idle at each end."""
+        """Return the rounds of pytest-benchmark's fixture. The GPU idles before and after each."""
         import torch
 
         def call() -> None:

@@ -1,7 +1,7 @@
 """Record the trials of `code_gate.py`: each kernel against itself, unchanged and slowed down.
 
-A worker process runs every trial as it does for the plugin. Each trial is written at once, as one
-JSON object per line, so a stopped recording is a shorter recording.
+A worker process runs every trial as it does for the plugin. Each trial is written immediately, as
+one JSON object per line. So a recording that is stopped early is valid, only shorter.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ ROUND = (False, False, True)
 MOST_ERRORS = 3
 """Errors in a row after which a kernel is left out."""
 PILOT = 5
-"""Unchanged trials of a kernel before a slowdown is planted. Their spread decides how large."""
+"""Unchanged trials of a kernel before a slowdown is planted. Their spread decides its size."""
 HEADROOM = 1.2
-"""The planted slowdown in units of the one detectable so far: the final spread may be larger."""
+"""A planted slowdown is this many times the detectable one. The final spread may be larger."""
 NOISE = {"window": 0.002, "capture": 0.0015, "process": 0.0004}
 """Noise of the simulated device, close to the measurements in docs/explanation/spread.md."""
 
@@ -73,12 +73,14 @@ class Plan:
 
     Attributes:
         processes: fresh worker processes, one after the other.
-        rounds: most rounds over all kernels in each (None: as many as its share of the time).
-        minutes: of wall-clock time for everything, shared evenly by the processes (None: no limit).
-        others: kernels that each process also times with other tools.
+        rounds: the maximum number of rounds over all kernels in each process (None: as many as fit
+            into the process's share of the time).
+        minutes: the wall-clock time for everything, divided evenly among the processes (None: no
+            limit).
+        others: the number of kernels that each process also times with other tools.
         simulated: time on the simulated device instead of a GPU.
         in_process: use no worker process; for tests.
-        seed: of every random order.
+        seed: the seed of all random orders.
     """
 
     processes: int = 21
@@ -249,7 +251,7 @@ class Recorder:
         return {"target": "pytest_aisp.timing.fake_device:simulate", "options": options}
 
     def _others(self) -> None:
-        """Time some kernels with other tools. The next process takes the next ones."""
+        """Time some kernels with other tools. The next process takes the next kernels."""
         began, names = time.monotonic(), list(KERNELS)
         for turn in range(self.plan.others):
             kernel = names[(self.process * self.plan.others + turn) % len(names)]

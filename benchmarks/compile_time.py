@@ -4,7 +4,7 @@
 
 Compiles every .cu file of the pages (all its kernels at once), and every Triton kernel in every
 configuration at its page's first size. Needs no GPU. Uses fresh caches in a temporary folder.
-Prints the slowest, and the slowest of a second start with a full cache.
+Prints the slowest kernels, and the slowest kernels of a second run with a full cache.
 """
 
 from __future__ import annotations

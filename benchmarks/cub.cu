@@ -1,4 +1,5 @@
-// CUB's histogram, scan and sums of rows behind C functions, for cub_test.py. Compiled by nvcc, not by the plugin.
+// C functions that call CUB's histogram, scan and sums of rows, for cub_test.py. Compiled by nvcc,
+// not by the plugin.
 
 #include <cub/device/device_histogram.cuh>
 #include <cub/device/device_scan.cuh>
@@ -6,7 +7,7 @@
 #include <thrust/iterator/counting_iterator.h>
 #include <thrust/iterator/transform_iterator.h>
 
-// Each returns a cudaError_t; with temporary = nullptr they only set `bytes` to what they need.
+// Each returns a cudaError_t. If temporary is nullptr, it only sets `bytes` to the size it needs.
 
 extern "C" int histogram(void* temporary, size_t* bytes, const int* x, int* out, int n,
                          cudaStream_t stream) {

@@ -156,7 +156,7 @@ def judge_code(
 
 
 class Both:
-    """One side as a pair in two simulated processes, between which its windows alternate."""
+    """The same side in two simulated processes. The windows alternate between the processes."""
 
     clock = "graph"
 

@@ -130,7 +130,7 @@ def differences(feature: str, attempts_by_arch: ByArch) -> Iterator[str]:
             difference = f"the table says {listed or 'nothing'}, {actual or 'nothing'} takes it"
             yield f"{feature} on {arch}: {difference}"
         taken = [bool(a.code) for a in attempts]
-        if taken != sorted(taken):  # later targets must take it, too
+        if taken != sorted(taken):  # later targets must have it, too
             yield f"{feature} on {arch}: {actual} takes it and {attempts[-1].target} does not"
 
 

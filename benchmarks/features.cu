@@ -1,4 +1,4 @@
-// One kernel a feature, each compiled alone, with -DPROBE_<feature>: does an arch have it, or not?
+// One kernel per feature, compiled alone with -DPROBE_<feature>, to see whether an arch has it.
 //
 // cp_async: cp.async, a copy from global to shared memory that the thread does not wait for.
 // ldmatrix: ldmatrix, 8 x 8 tiles from shared memory to the registers of a warp.
@@ -30,9 +30,8 @@
 // tcgen05_int8: tcgen05.mma with kind::i8.
 // tcgen05_block_scale: tcgen05.mma with block_scale on e2m1, NVFP4 through tensor memory.
 // two_cta: tcgen05.alloc with cta_group::2, tensor memory and tensor core of a pair of blocks.
-//
-// Each is launched as two blocks of 128 threads, which write 1 where the instruction did what it
-// should, 2 where it did not. `map` is null then: what stands behind `if (map)` is assembled only.
+// Each kernel is launched as two blocks of 128 threads. A block writes 1 if the instruction did
+// what it should, and 2 if not. In a launch, `map` is null, so code in `if (map)` does not run.
 
 #define PROBE extern "C" __global__ void
 #define CLUSTER extern "C" __global__ void __cluster_dims__(2, 1, 1)
@@ -45,7 +44,7 @@ __device__ unsigned at(const void* shared) { return (unsigned)__cvta_generic_to_
 
 __device__ bool first_warp() { return threadIdx.x < 32; }
 
-// Every thread of a block says what it saw; nobody may contradict.
+// Writes the answer of a block: 1 if `right` is true in all threads, else 2.
 __device__ void answer(unsigned* out, bool right) {
   const bool all = __syncthreads_and(right);
   if (threadIdx.x == 0) out[blockIdx.x] = all ? 1 : 2;
@@ -64,7 +63,7 @@ __device__ void open_barrier(u64* barrier, unsigned bytes) {
   __syncthreads();
 }
 
-// Waits for about a second at most: a probe must end, whatever the GPU makes of it.
+// Waits for at most about a second, so a probe always ends.
 __device__ bool arrived(u64* barrier) {
   unsigned done = 0;
   const long long end = clock64() + (1ll << 31);
@@ -96,7 +95,7 @@ __device__ unsigned in_other_block(const void* shared) {
   return there;
 }
 
-// 128 x 32 bytes of `word`: with every element the same, the layout in memory does not matter.
+// Writes 128 x 32 bytes of `word`. All elements are equal, so the layout does not matter.
 __device__ void fill(unsigned* tile, unsigned word) {
   for (unsigned i = threadIdx.x; i < 1024; i += blockDim.x) tile[i] = word;
   asm volatile("fence.proxy.async;" ::: "memory");

@@ -33,7 +33,7 @@ BASELINES = Path(__file__).parents[1] / "baselines"
 
 
 class Shifts(NamedTuple):
-    """Shifts of one case between sessions: `draw`, and the probability of exceeding a value."""
+    """One case's shifts: `draw` draws one, and `above` is the probability of exceeding a value."""
 
     draw: Callable[[random.Random], float]
     above: Callable[[float], float]
@@ -71,7 +71,7 @@ def both(rng: random.Random) -> Shifts:
 
 
 def resampled(shifts: Sequence[float]) -> Callable[[random.Random], Shifts]:
-    """Return a model whose shifts are stored ones, each with a random sign."""
+    """Return a model that draws stored shifts, each with a random sign."""
     ordered = sorted([*shifts, *(-shift for shift in shifts)])
 
     def above(x: float) -> float:
@@ -81,7 +81,7 @@ def resampled(shifts: Sequence[float]) -> Callable[[random.Random], Shifts]:
 
 
 def resampled_cases(shifts: Sequence[float]) -> Callable[[random.Random], Shifts]:
-    """Return a model whose cases have normal shifts of the size of a stored one."""
+    """Return a model in which each case has normal shifts as large as one stored shift."""
     return lambda rng: normal(max(1e-5, abs(rng.choice(shifts))))
 
 
@@ -154,7 +154,7 @@ def table(chapters: int) -> Iterator[list[str]]:
 
 
 def odd_cases(chapters: int) -> Iterator[list[str]]:
-    """Yield the rows of the second table: every tenth case is not like its chapter."""
+    """Yield the rows of the second table: every tenth case differs from its chapter."""
     for name, factor in (("a third", 1 / 3), ("three times", 3.0)):
         numbers = itertools.count()
         model = functools.partial(odd, numbers, factor)

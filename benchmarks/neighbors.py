@@ -3,10 +3,10 @@
     python benchmarks/neighbors.py [--shares 0,0.1,0.3,0.9] [--cases 20] [--seconds 270] [--out DIR]
 
 For each share, a second process multiplies matrices for that share of the time. Meanwhile, pytest
-runs the same cases with stored results. The table counts the cases that are red, that have no
-verdict, whose row names the other process, and that are green. It also shows by how much the
-speedups of green cases differ from the stored speedups. The exit code is 1 if a case is red. It is
-also 1 if, at a share of 30 % or more, the row of some case does not name the other process.
+runs the same cases with stored results. The table counts the red cases, the cases without a
+verdict, the cases whose row names the other process, and the green cases. It also shows by how much
+the speedups of green cases differ from the stored speedups. The exit code is 1 if a case is red. It
+is also 1 if, at a share of 30 % or more, the row of some case does not name the other process.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ CHAPTERS = ("ch01", "ch07")
 LONGEST_US = 6_000
 """Only cases whose baseline takes less than this are run."""
 PERIOD = 0.02
-"""Seconds after which the other process's busy and idle time begin again."""
+"""The period, in seconds, of the other process's busy and idle time."""
 MATRIX = 2048
 HEADS = ("share", "cases", "red", "no verdict", "named", "green", "deviation", "exit", "seconds")
 
 
 class Level(NamedTuple):
-    """The outcome of the cases beside a process that uses `share` of the GPU."""
+    """The outcome of the cases next to a process that uses `share` of the GPU."""
 
     share: float
     cases: Sequence[JournalLine]
@@ -159,7 +159,7 @@ def node_ids(product: str, count: int) -> list[str]:
 
 
 def run_cases(share: float, cases: Sequence[str], folder: Path, seconds: float) -> Level:
-    """Run `cases` through pytest beside a process that uses `share` of the GPU."""
+    """Run `cases` with pytest next to a process that uses `share` of the GPU."""
     artifacts, start = folder / f"share-{share:g}", time.monotonic()
     options = ["-q", f"--aisp-artifacts={artifacts}", "-p", "no:cacheprovider"]
     limits = {"aisp_wait": 1, "aisp_confirm_budget": 25, "aisp_suite_timeout": f"{seconds:.0f}"}

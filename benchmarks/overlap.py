@@ -1,13 +1,13 @@
-"""How much of a reduction is hidden behind matrix products, and how much it slows them down.
+"""How much of a reduction overlaps with matrix products, and how much it slows them down.
 
     NCCL_NVLS_ENABLE=0 torchrun --nproc-per-node=2 benchmarks/overlap.py
 
 Copy engines move the data (suites/ch04/copy_engines.py). CUDA graphs of three calls are timed in
 four ways: products alone, sums alone, products then sums, and products and sums at the same time.
 The time of the slowest rank counts. The hidden share is (products + sums - both) / min(products,
-sums). The slowdown of products beside sums is measured without a graph: calls are queued behind a
-blocking kernel, and timed from the start of the first product to the end of the last one. Rank 0
-prints a Markdown table.
+sums). The slowdown of products that run at the same time as sums is measured without a graph: calls
+are queued behind a blocking kernel, and timed from the start of the first product to the end of the
+last one. Rank 0 prints a Markdown table.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Works:
     """Products and sums that can run at the same time.
 
     Attributes:
-        products, sums: each does one of the two alone.
-        both: does both; calls its argument after the last product is launched.
+        products, sums: functions that do only the products, or only the sums.
+        both: a function that does both. It calls its argument after the last product is launched.
         name: label of the table's row.
     """
 

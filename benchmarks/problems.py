@@ -1,4 +1,4 @@
-"""The share of a folder's problems in KernelBench's form that `aisp judge` accepts.
+"""The share of KernelBench-style problems in a folder that `aisp judge` accepts.
 
     python benchmarks/problems.py FOLDER --check-only             # on a CPU, at small sizes
     python benchmarks/problems.py FOLDER --device cuda            # at the problems' own sizes
@@ -56,11 +56,11 @@ class ModelNew(Model):
         return torch.utils._pytree.tree_map(torch.Tensor.float, super().forward(*half))
 """,
 }
-"""What is added to a problem's file to make a candidate."""
+"""The code that is appended to a problem's file to make a candidate."""
 SMALLEST = 8
-"""No constant is made smaller than this, and smaller ones, such as strides, stay as they are."""
+"""Constants are not reduced below this. Smaller constants, such as strides, do not change."""
 FACTORS = [2**power for power in range(20)]
-"""The divisors of a problem's constants, of which the smallest that suffices is used."""
+"""Divisors of a problem's constants. The smallest divisor that suffices is used."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -142,7 +142,7 @@ def _judge(file: Path, folder: Path, options: argparse.Namespace, processes: Pro
 
 
 def smaller(file: Path, elements: int) -> dict[str, object]:
-    """Return smaller constants, with which no tensor of a problem has more elements than the limit.
+    """Return smaller constants, so that no tensor of a problem has more elements than the limit.
 
     Some factors are invalid, for example if the number of groups no longer divides the channels.
     """
@@ -156,7 +156,7 @@ def smaller(file: Path, elements: int) -> dict[str, object]:
 
 
 def divided(file: Path, factor: int) -> dict[str, object]:
-    """Return the integers that a problem assigns at its top, divided by `factor`."""
+    """Return the integers that a problem's module assigns, divided by `factor`."""
     found: dict[str, object] = {}
     for statement in ast.parse(file.read_text()).body:
         match statement:
@@ -175,7 +175,7 @@ def _divided(value: object, factor: int) -> object:
 
 
 def _largest(problem: dict[str, Any]) -> int:
-    """Return the elements of the largest parameter, argument or output of a problem."""
+    """Return the number of elements of a problem's largest parameter, argument or output."""
     import torch
 
     with torch.device("meta"), torch.no_grad():

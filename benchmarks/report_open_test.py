@@ -1,4 +1,4 @@
-"""How long a browser takes to open a report, and how large it is.
+"""How long a browser takes to open a report, and how large the report is.
 
     pytest benchmarks/report_open_test.py
 

@@ -3,8 +3,8 @@
     python benchmarks/serving_client.py http://localhost:8000 --model NAME --rate 4 --requests 100
 
 Requests arrive at random, at a mean rate per second, whether or not earlier ones have ended. Each
-asks for a stream of tokens. The client measures the time to the first token (TTFT) and the times
-between tokens (ITL), and prints their p50 and p99 with intervals of 95 % from a bootstrap over
+request asks for a stream of tokens. The client measures the time to the first token (TTFT) and the
+times between tokens (ITL), and prints their p50 and p99 with 95 % intervals from a bootstrap over
 requests. Goodput is the number of requests per second that meet both objectives. A failed request
 counts as one that does not meet them. The client needs only Python's standard library.
 """
@@ -88,7 +88,7 @@ def ask(url: str, body: dict[str, object], answer: Answer, timeout: float) -> No
 
 
 def run(url: str, bodies: Sequence[dict[str, object]], due: list[float], timeout: float):
-    """Send each request when it is due, and return all answers when the last has ended."""
+    """Send each request when it is due. Return all answers when the last answer has ended."""
     begin = time.perf_counter()
     answers = [Answer(begin + at) for at in due]
     threads = []

@@ -6,9 +6,9 @@ Arrival times are drawn once for each replay. Each side serves the same arrivals
 real steps of the decoder. For each load and side, the script prints p50 and p99 of the time to the
 first token (TTFT) and of the times between tokens (ITL), with 95 % intervals from a bootstrap over
 requests. It also prints the goodput: the requests per second that meet both objectives. A bootstrap
-over replays gives an interval for the ratio of a side's goodput to that of the first side. The side
-gains if the interval excludes 1. At the end, the script prints the load at which each side has the
-most goodput.
+over replays gives an interval for the ratio of a side's goodput to the first side's goodput. The
+side gains if the interval excludes 1. At the end, the script prints the load at which each side has
+the most goodput.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def goodput(some: Sequence[Replay], ttft: float, itl: float) -> float:
 
 
 def gain(side: list[Replay], first: list[Replay], ttft: float, itl: float) -> str:
-    """Return the goodput of a side relative to that of the first, with its verdict."""
+    """Return the ratio of a side's goodput to the first side's goodput, with a verdict."""
     if not goodput(first, ttft, itl):
         return "the first side meets the objectives for no request"
     draw, ratios = random.Random(0), []

@@ -1,4 +1,4 @@
-// Blocks of a cluster: which one this is, and waiting for the others.
+// Blocks of a cluster: the rank of this block, and a barrier for all blocks.
 
 __device__ inline unsigned rank_in_cluster() {
   unsigned rank;
@@ -6,7 +6,7 @@ __device__ inline unsigned rank_in_cluster() {
   return rank;
 }
 
-// What each block has written before is seen by the others after.
+// A barrier of the cluster. Writes before it are visible to the other blocks after it.
 __device__ inline void meet_cluster() {
   asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::
                    : "memory");

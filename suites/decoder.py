@@ -9,14 +9,15 @@ Llama. Weights come from a seed. Pages import it by its absolute name, `suites.d
     model = Decoder(config, seed=1, device="cuda")
     cache = Cache(config, rows=8, length=2048, device="cuda")
     logits = model.prefill(tokens, cache)  # tokens: (rows, n); logits of the last one: (rows, v)
-    logits = model.step(tokens, positions, cache)  # one token a row, at its own position
+    logits = model.step(tokens, positions, cache)  # one token per row, at its own position
 
 A row is a sequence. A token at position p attends to positions 0 to p of its row and ignores later
 cache entries. So a new request may reuse the row of an old one. No shape in `step` depends on the
 positions, and `step` never waits for the GPU. So a CUDA graph can capture it.
 
 The cache object stores keys and values and computes attention. A page about another kind of cache,
-such as a paged one, writes a class with `plan`, `append` and `attend`. The decoder does not change.
+such as a paged cache, defines a class with `plan`, `append` and `attend`. The decoder does not
+change.
 """
 
 from dataclasses import dataclass
@@ -68,8 +69,8 @@ class Cache:
         """Return the indices, the end and the mask that `append` and `attend` need in every layer.
 
         Args:
-            positions: the position of the first token if all rows have the same, as an integer, or
-                the position of each token, of shape (rows, n).
+            positions: an integer, the position of the first token, if it is the same in all rows.
+                Otherwise the position of each token, of shape (rows, n).
             n: the number of tokens of each row.
             device: the device of the tokens.
         """
@@ -112,7 +113,7 @@ def visible(positions, length):
 def grouped_attention(q, keys, values, mask):
     """Return masked attention. Query heads that share a key head become rows of one product.
 
-    The reason: PyTorch's fused kernels accept a mask or grouped query heads, but not both.
+    PyTorch's fused kernels accept a mask or grouped query heads, but not both.
 
     Args:
         q: queries of shape (rows, heads, n, head).
@@ -152,7 +153,7 @@ class Block(torch.nn.Module):
 
 
 class Decoder(torch.nn.Module):
-    """A decoder with random weights, from `seed`, or from torch's generator if it is None."""
+    """A decoder with random weights from `seed`. If `seed` is None, torch's generator is used."""
 
     def __init__(self, config, seed=None, device="cpu", dtype=torch.bfloat16):
         super().__init__()
@@ -181,7 +182,7 @@ class Decoder(torch.nn.Module):
         Args:
             tokens: of shape (rows, n).
             positions: as in `Cache.plan`.
-            cache: where keys and values are, as in `Cache`.
+            cache: a `Cache`, or an object with the same methods.
         """
         return self.logits(self.states(tokens, positions, cache))
 
@@ -201,7 +202,7 @@ class Decoder(torch.nn.Module):
         return F.linear(normalized(states, self.norm), self.lm_head)
 
     def prefill(self, tokens, cache, start=0):
-        """Compute tokens of shape (rows, n) from `start` on. Return the last one's logits."""
+        """Compute tokens (rows, n) from position `start` on. Return the last token's logits."""
         return self.logits(self.states(tokens, start, cache)[:, -1])
 
     def step(self, tokens, positions, cache):
@@ -225,8 +226,8 @@ def rotated(x, cos, sin):
 def exact_logits(model, tokens):
     """Return the logits of all tokens, of shape (rows, n, vocabulary), in float64.
 
-    It uses the decoder's weights and tables of cosines and sines, but no cache and none of its
-    code. It does not change the model.
+    This computation uses the decoder's weights and tables of cosines and sines, but no cache and
+    none of the decoder's code. It does not change the model.
     """
     config = model.config
     groups, n = config.heads // config.kv_heads, tokens.shape[1]

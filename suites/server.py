@@ -62,7 +62,7 @@ class Pages(PagedCache):
         return part
 
     def begin(self, row, tokens):
-        """Give a row pages for `tokens` tokens. Return how many of these are already cached."""
+        """Give a row pages for `tokens` tokens. Return how many are already cached."""
         present = len(self.shared) * PAGE
         if not self.reserve(row, tokens - present):
             raise ValueError(f"no pages for {tokens} tokens")
@@ -129,7 +129,7 @@ class Server:
         self.advance = capture(self.all_rows) if graph else self.all_rows
 
     def all_rows(self):
-        """Decode a token in all rows. What a row without a request writes is never read."""
+        """Decode a token in all rows. Tokens of a row without a request are never read."""
         token, score = best(self.model.step(self.tokens, self.positions, self.cache))
         self.tokens.copy_(token)
         self.scores.copy_(score)
@@ -144,7 +144,7 @@ class Server:
             self.positions[rows] = start + prompts.shape[1]
 
     def stream(self, requests):
-        """Copy the new tokens to the host. Note the request and the time of each."""
+        """Copy the new tokens to the host, and record the request and the time of each token."""
         self.found.append((self.tokens.clone(), self.scores.clone()))
         self.found[-1][0].tolist()
         now = time.perf_counter()
@@ -201,7 +201,8 @@ def serve(server, prompts, lengths, due, *, together=False, chunk=None):
         elif chunk:
             if not reading and free and arrived():
                 reading = free.pop(), waiting.pop(), 0
-                # Until the prompt is done, steps write to the row's last position, which is unread.
+                # Until the prompt is done, steps write to the row's last position, which is not
+                # read.
                 server.positions[reading[0]] = server.model.config.length - 1
             if reading:
                 row, request, start = reading

@@ -17,14 +17,14 @@ from suites.decoder import Config, Decoder, cached_numbers, exact_logits, matrix
 
 HEAD, VOCABULARY = 64, 256
 RAISED = 24.0
-"""How much the successor's logit is raised. After the norm, 0.8 to 0.9 of it is left."""
+"""How much the successor's logit is raised. After the norm, 0.8 to 0.9 of this raise is left."""
 STEP_KERNELS, LAYER_KERNELS = 11, 28
 """How many kernels a call of the decoder launches on a GPU: once per call, and per layer.
 
 A layer has 2 norms, 4 products, 14 kernels for the rotary positions, 2 that fill the cache,
 attention, a copy of its output, 2 sums and 2 of SwiGLU. The call has 3 embeddings, a norm, a
 product, and at most 6 for positions and a mask. If cuBLAS splits a product along k, it launches one
-more.
+more kernel.
 """
 
 
@@ -78,11 +78,11 @@ def best(logits):
 
 
 def forward_cost(config, tokens, keys, scores, **starts):
-    """Return the cost of one call of the decoder: its products, its attention, and all else.
+    """Return the cost of one call of the decoder: its products, its attention, and all other work.
 
     Args:
-        config: its sizes.
-        tokens: how many tokens it computes.
+        config: the decoder's sizes.
+        tokens: how many tokens the call computes.
         keys: the number of tokens whose keys and values are read from the cache.
         scores: the number of query-key products of one head, over all queries.
         starts: `launches` or `graph_nodes` of the call.

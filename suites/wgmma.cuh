@@ -1,22 +1,23 @@
-// Hopper's tensor core (wgmma): a warpgroup of 128 threads multiplies tiles in shared memory.
+// Hopper's tensor-core products (wgmma): a warpgroup of 128 threads multiplies tiles in shared
+// memory.
 //
 // Tiles hold rows of 64 bf16 along k, 128 bytes each, with TMA's 128-byte swizzle, at multiples of
-// 1024 bytes. Thread t of the warpgroup gets, of a 64 x N product, rows 16 (t / 32) + t % 32 / 4 and
-// 8 further down, and of each 8 columns two: 2 (t % 4) and the next.
+// 1024 bytes. Of a 64 x N product, thread t of the warpgroup gets row 16 (t / 32) + t % 32 / 4 and
+// the row 8 below. Of each 8 columns, it gets column 2 (t % 4) and the next.
 
-// The descriptor of a tile: its address in 16 bytes, 1024 bytes from 8 rows to the next 8, swizzle.
+// The descriptor of a tile: its address / 16, the stride of 1024 bytes per 8 rows, and the swizzle.
 __device__ inline unsigned long long tile_descriptor(const void* tile) {
   const unsigned long long address = __cvta_generic_to_shared(tile);
   return (address & 0x3ffff) >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }
 
-// Accumulators are the warpgroup's again, and what was stored in them is seen.
+// Call it before the first wgmma, and after a thread has written to the accumulators.
 __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
-// Waits until at most so many groups are under way. The compiler does not know that sums arrive here:
-// tie them to this place by an empty asm with "+f" before they are read.
+// Waits until at most `most` groups are still running. The compiler does not know that the sums
+// change here. So pass them through an empty asm with "+f" before you read them.
 template <int most>
 __device__ inline void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(most) : "memory");
@@ -63,7 +64,8 @@ __device__ inline void wgmma(float (&sum)[128], unsigned long long a, unsigned l
 #undef R16
 #undef R64
 
-// Registers of a thread, of this warpgroup alone: what one gives up another may take.
+// Sets the number of registers per thread of this warpgroup. Another warpgroup can take registers
+// that this one gives up.
 template <int registers>
 __device__ inline void give_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(registers));

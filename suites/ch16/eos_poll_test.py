@@ -121,7 +121,7 @@ class Answers:
 
 
 def asking(answers, read, step, every):
-    """Decode. After every `every` steps, wait for the GPU and check whether to go on."""
+    """Decode. Each time `every` steps have run, wait for the GPU and check whether to go on."""
     read()
     for done in range(1, answers.limit):
         step()

@@ -15,8 +15,8 @@ Optimized  bf16: a CUDA C++ kernel. A warp computes four rows, and sums in fp32.
 Bound      DRAM for bf16 and int8. int4 reads half the bytes of int8 and spends about as many
            instructions on a weight, most of them on the conversion. So instructions and DRAM limit
            int4 about equally. `weight_only_test.py` in chapter 13 solves the same problem with
-           tensor cores, whose products always have 16 rows. There, a weight takes more
-           instructions.
+           tensor cores, whose products always have 16 rows. That kernel takes more instructions per
+           weight.
 Seen       On an H100, int4 takes longer than its loads alone or its instructions alone would take,
            but less than the sum of both. A warp loads its weights and then converts them, so loads
            and conversions overlap only across warps. The kernel uses 80 registers, so an SM holds

@@ -19,9 +19,9 @@ Bound      Tensor cores. The large network multiplies each input by all its matr
 Seen       On an H100, large takes as long as predicted, and early_exit takes a third longer than
            predicted. We did not time the parts of early_exit alone. cascade is not recorded yet.
            The plugin refused it, because it was much faster on inputs that it had seen before than
-           on slightly altered ones. That is the sign of a side that remembers answers, but cascade
-           keeps none. On the altered inputs it took about as long as large. So its linear model was
-           probably unsure of them, and the large network labelled most of them.
+           on slightly altered ones. A side that stores answers would behave like that, but cascade
+           stores none. On the altered inputs it took about as long as large. So its linear model
+           was probably unsure of them, and the large network labelled most of them.
 Use when   Most inputs are easy, and the small model's scores show when it is not sure. Measure the
            accuracy at your threshold, because a wrong label costs more than the time it saves.
            `TestAccuracy` shows that labels are wrong without a threshold. An early exit needs no

@@ -1,10 +1,10 @@
 """Sequences of different lengths: pack the tokens instead of padding them.
 
-Problem    Attention without a mask over a batch of sequences, as in an encoder, bf16, 16 heads of
-           128. The lengths are between a sixteenth of `tokens` and `tokens`, so about half of a
-           padded batch is padding. Queries, keys and values are packed: the tokens of all sequences
-           are contiguous, and a list gives the sequences' starts (`cu_seqlens`). The results are
-           packed too.
+Problem    Attention without a mask over a batch of sequences, as in an encoder, with 16 heads of
+           128 in bf16. The lengths are between a sixteenth of `tokens` and `tokens`, so about half
+           of a padded batch is padding. Queries, keys and values are packed: the tokens of all
+           sequences are contiguous, and a list gives the sequences' starts (`cu_seqlens`). The
+           results are packed too.
 Baseline   padded: copy the tokens to a batch as long as the longest sequence. Then call
            `scaled_dot_product_attention` with a mask for the padding, and copy the tokens back. The
            mask and indices are made before the timed part.

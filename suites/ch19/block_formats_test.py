@@ -49,8 +49,9 @@ from suites.rounding import to_even
 MX, NV = 32, 16  # elements of a block
 E4M3, E2M1 = 448.0, 6.0  # the largest numbers
 SIXTH = 1 / E2M1
-"""One sixth, in fp32. A number of 5 bits times 6 times this constant rounds back to the same number.
-So a value midway between two e4m3 numbers stays midway, as in the reference, which divides."""
+"""One sixth, in fp32. A number of 5 bits times 6 times this constant rounds back to the same
+number. So a value midway between two e4m3 numbers stays midway, as in the
+reference, which divides."""
 BIAS = 127  # bias of the exponents of fp32 and of MXFP8's scales
 # The middles between neighbors among e2m1's 0, 0.5, 1, 1.5, 2, 3, 4 and 6, and whether a middle
 # rounds up. It rounds to the neighbor whose code is even.

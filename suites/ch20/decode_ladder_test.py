@@ -38,8 +38,8 @@ from suites.serving import config_of, continued, forward_cost, kernels_of, plant
 
 PROMPT = 8
 COMPILED_KERNELS = 13
-"""The number of kernels of a layer when pointwise chains are fused: 4 products, attention, the fused
-chains between them, and two writes to the cache."""
+"""The number of kernels of a layer when pointwise chains are fused: 4 products, attention, the
+fused chains between them, and two writes to the cache."""
 
 
 def room_of(steps):
