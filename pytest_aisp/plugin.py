@@ -163,7 +163,7 @@ def warmup() -> Callable[[Callable[[], object]], int]:
 
 @pytest.fixture
 def cuda_graph() -> Callable[[Callable[[], object]], Callable[[], object]]:
-    """A function that captures `f` in a CUDA graph. ``cuda_graph(f)`` returns its replay."""
+    """A function that captures `f` in a CUDA graph. ``cuda_graph(f)`` returns the replay."""
     from .timing.cuda_graph import capture
 
     return capture

@@ -110,7 +110,10 @@ def check_tolerance(
 
 
 def _by_majority(reference: Reference, precision: Precision | None, rule: Rule) -> list[Control]:
-    """Apply the controls to the first draw of the values. If one fails, decide by several draws."""
+    """Apply the controls to the first draw of the values.
+
+    If the first draw fails, apply the controls to more draws. The majority of the draws decides.
+    """
     try:
         return _apply(reference, precision, rule)
     except (CannotTell, TooLoose) as error:

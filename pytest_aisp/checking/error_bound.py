@@ -86,7 +86,7 @@ class ErrorBound:
         return [self._sigma(one, total, errors, precision, count) for one, total in both]
 
     def refine(self, run: Pass, count: int, precision: Precision | None) -> bool:
-        """Make more perturbed runs of the reference. Return False if they were made before."""
+        """Make more perturbed runs of the reference, or return False if they were made before."""
         key = (run.turns[:count], precision)
         if key in self._refined:
             return False

@@ -47,7 +47,7 @@ REPEAT_RATIO = 1.5
 REPEAT_SECONDS = 20e-6
 """A side is refused only if it also takes longer by this many seconds."""
 LOWERED = 64
-"""Of altered integers, one in this many is lowered by 1."""
+"""When integers are altered, one out of this many is lowered by 1."""
 
 
 def check_repeats(
@@ -132,7 +132,7 @@ class _SideTimer:
     fastest: float = math.inf
 
     def seconds(self, values: Inputs, after: Inputs) -> float:
-        """Return the seconds of a call on `values` that follows a call on the values `after`.
+        """Return how many seconds a call on `values` takes right after a call on `after`.
 
         The same writes and the same untimed call precede each timed call. So timed calls differ
         only in whether the side has seen `values`.
@@ -151,7 +151,7 @@ class _SideTimer:
         return seconds
 
     def repeated(self, values: Inputs) -> float:
-        """Return the seconds of a call on `values` after many calls on the same values.
+        """Return how many seconds a call on `values` takes after many calls on the same values.
 
         The slot must contain `values` already.
         """

@@ -1,4 +1,4 @@
-"""Change values by small random amounts, like rounding."""
+"""Change values by small random amounts, as rounding does."""
 
 from __future__ import annotations
 

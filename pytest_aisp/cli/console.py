@@ -63,7 +63,7 @@ def print_error(text: str) -> None:
 def show_progress() -> Iterator[Progress]:
     """Yield a function that shows a text in a progress bar, or shows nothing without a terminal.
 
-    If the texts are made by `with_progress`, the bar fills. For other texts, it only shows
+    If the texts are made by `with_progress`, the bar fills. For other texts, the bar only shows
     activity.
     """
     if not sys.stderr.isatty():

@@ -290,7 +290,7 @@ class RankSet:
         return failed("died", f"rank {culprit.number} ended{how}", culprit.doing, trace)
 
     def _hung(self, seconds: float) -> Reply:
-        """Return a reply that names the rank that blocks the others, and its current code line."""
+        """Return a reply that names the rank that the others wait for, and the line it is at."""
         description, size = describe_hang(self._in_order(), self._folder)
         return replace(self._timed_out(description, seconds), at=size)
 

@@ -73,7 +73,7 @@ class Diagnosis(Struct, frozen=True):
     """The verdict on one side, with evidence and advice.
 
     Attributes:
-        late: the ranks that are the cause. For a dependency, all ranks in order of arrival.
+        late: the ranks that cause the delay. For a dependency, all ranks in order of arrival.
     """
 
     verdict: Verdict
@@ -170,7 +170,7 @@ def _late_ranks(lateness: Sequence[Sequence[float]], least: float) -> dict[int, 
 def _contention(
     calls: Sequence[Call], alone: Sequence[float | None], resolution: float
 ) -> tuple[float, str]:
-    """Return how many seconds longer transfers take than the same transfers alone.
+    """Return the extra seconds that transfers take, compared with the same transfers alone.
 
     Also return a description if the difference is large, or an empty string if it is not.
     """

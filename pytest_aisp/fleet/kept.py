@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER, FILE = "aisp-fleet", "run.pickle"
-"""The folder in pytest's cache, and the file in it."""
+"""The name of the folder in pytest's cache, and the name of the file in this folder."""
 Reports = list[dict[str, Any]]
 """The reports of a case: setup, call and teardown, as pytest serializes them."""
 

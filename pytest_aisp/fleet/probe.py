@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, TypeAlias
 
 Facts: TypeAlias = dict[str, Any]
-"""The type that `probe` returns. Its docstring lists the keys."""
+"""The type that `probe` returns. The docstring of `probe` lists the keys."""
 
 
 def probe() -> Facts:

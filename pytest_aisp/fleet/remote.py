@@ -1,4 +1,4 @@
-"""pytest on a node, which collects the same files, and runs and reports the cases that it receives.
+"""Run pytest on a node: collect the same files, run the cases that arrive, and report them.
 
 Other modules treat this pytest like an xdist worker: it sends its result rows and stores nothing.
 """

@@ -138,7 +138,7 @@ def _side(name: str, build: Callable[[], Side]) -> Side:
 
 @functools.cache
 def load(file: str, sizes: tuple[tuple[str, Json], ...], device: str) -> Problem:
-    """Return the problem in `file`. A process runs the file once.
+    """Return the problem in `file`. Each process runs the file only once.
 
     Raises:
         ProblemError: if the file is not a problem, or lacks a constant that `sizes` replaces.

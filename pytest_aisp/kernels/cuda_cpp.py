@@ -229,7 +229,7 @@ class Kernel:
                 ``griddepcontrol.wait`` before it reads the previous kernel's results.
 
         Raises:
-            LaunchError: no GPU can launch this.
+            LaunchError: no GPU supports such a launch.
         """
         __tracebackhide__ = True
         key = grid, block, shared, cluster, cooperative, dependent
@@ -248,7 +248,7 @@ class Kernel:
         SMs), and the leftover SMs of a GPC are idle.
 
         Raises:
-            LaunchError: no GPU can launch this.
+            LaunchError: no GPU supports such a launch.
         """
         __tracebackhide__ = True
         import torch

@@ -27,7 +27,7 @@ from .fake_gpu import FakeDriver
 
 CALLS = 2
 ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
-"""The operators that only allocate memory and launch no kernel. Calls of them are not recorded."""
+"""The operators that only allocate memory. Calls to these operators are not recorded."""
 QUERIES: tuple[str, ...] = ("is_available", "device_count", "mem_get_info", "get_device_properties")
 QUERIES += ("get_device_capability", "get_device_name")
 """Functions of torch.cuda whose results may differ between a fake GPU and a real one."""

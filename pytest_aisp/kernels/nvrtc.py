@@ -70,7 +70,7 @@ class Toolchain(NamedTuple):
 
 
 def compile_module(module: CudaModule, target: str, kernel: str = "") -> Cubin:
-    """Return `module` compiled for `target`. NVRTC compiles it if it is not in the cache on disk.
+    """Return `module` compiled for `target`. NVRTC runs only if the cache on disk has no cubin.
 
     Args:
         kernel: the kernel that is needed. If the module does not compile, this kernel is compiled

@@ -120,7 +120,7 @@ class Cost:
 def memory_rates(read: float, write: float) -> dict[str, float]:
     """Split the `read` and `write` bytes by memory rate: ``copy``, ``read`` and ``write``.
 
-    A copy reads and writes equally many bytes. The rest is only read or only written.
+    A copy reads and writes equally many bytes. All other bytes are only read or only written.
     """
     both = min(read, write)
     return {"copy": 2 * both, "read": read - both, "write": write - both}

@@ -126,7 +126,7 @@ class Breakdown:
 
     @property
     def host(self) -> float:
-        """The time of Python code and kernel launches. Without a GPU, it includes operators too."""
+        """The time of Python code and kernel launches, and without a GPU also of operators."""
         return self.body - self.stalls
 
     @property
