@@ -22,7 +22,7 @@ FLOOR = 0.01
 """A change is reported only if the far end of its interval is at least this large (1 %)."""
 LEAST, LEAST_BETWEEN = 2, 3
 """The least number of points between a change and an end of the series, and between two changes.
-The second number is larger because two spikes in a row would otherwise look like two changes.
+The second number is larger, so that two spikes in a row do not look like two changes.
 """
 CLIP = 3.6
 """A value farther from the median than this many standard deviations is clipped to that distance.
@@ -106,7 +106,7 @@ def change_points(
     session: float = 0.0,
     known: Collection[int] = (),
 ) -> list[ChangePoint]:
-    """Return the changes of the level, in order of time.
+    """Return the changes of the level, the earliest first.
 
     Args:
         values: ln(speedup) of each run, the oldest first.

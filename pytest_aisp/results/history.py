@@ -110,7 +110,7 @@ class HistoryLine(Struct, frozen=True, kw_only=True):
         return clock + [f"{name} {then.get(name)} -> {now.get(name)}" for name in names]
 
     def changed_sides(self, before: HistoryLine) -> list[str]:
-        """Return the sides whose source differs from that of an earlier line."""
+        """Return the sides whose source differs from the source in an earlier line."""
         roles = ("baseline", "optimized")
         return [role for role in roles if self.sources.get(role) != before.sources.get(role)]
 

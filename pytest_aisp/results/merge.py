@@ -111,7 +111,7 @@ def _several(stored: Stored) -> bool:
 
 
 def _unlike(old: Result, new: Result, table: Environments, several: bool) -> list[str]:
-    """Return the names of the sources and facts that make `old` and `new` not comparable."""
+    """Return the names of the sources and facts that make `old` and `new` incomparable."""
     sides = sorted(old.sources.keys() | new.sources.keys())
     names = [f"{side} source" for side in sides if old.sources.get(side) != new.sources.get(side)]
     if old.values and new.values:
@@ -206,7 +206,7 @@ def _with_session(old: Result, new: Result, table: Environments) -> Result:
 
 
 def _mean(old: Result, one: float | None, other: float | None) -> float | None:
-    """Return the geometric mean over all sessions: `one` is the mean over those of `old`.
+    """Return the geometric mean over all sessions: `one` is the mean for `old`.
 
     `other` is the value of the new session. The result is None if `one` or `other` is None.
     """

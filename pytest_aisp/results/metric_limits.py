@@ -1,4 +1,4 @@
-"""Metrics besides time that a page may limit: memory, launches, energy and goodput.
+"""The metrics other than time that a page may limit: memory, launches, energy and goodput.
 
 Counted amounts vary too. For example, the memory that an allocator takes from the GPU differs
 between processes and between boards. So recording runs count in several processes and sessions, and

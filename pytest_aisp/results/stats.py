@@ -15,7 +15,7 @@ FLOOR = 0.0010
 INTERVAL = 2.6
 """Half the width of the printed 99 % interval, as a multiple of the spread."""
 ASSUMED = 4
-"""The assumed spread between sessions has the weight of this many additional sessions."""
+"""The assumed spread between sessions counts as much as this many additional sessions."""
 
 # Keys: the number of normally distributed values. Values: 1 / sqrt(E[r^2]), where r^2 is the mean
 # square deviation from the median, without the largest deviation.
@@ -55,7 +55,7 @@ def process_error(blocks: Sequence[float], laps: int, firsts: Sequence[int] = ()
     The value is the mean of the middle half of the blocks. So a block outside the middle half is
     replaced here by the nearest block inside. As a result, a few slow windows change neither the
     value nor its error. This method is designed for four laps. With eight laps, whole laps would be
-    outside the middle half, and the error would come out half as large as it should be.
+    outside the middle half, and the computed error would be only half of the true error.
 
     Args:
         blocks: the blocks of all laps in order. Each lap has the same number of blocks.
@@ -83,8 +83,9 @@ def process_error(blocks: Sequence[float], laps: int, firsts: Sequence[int] = ()
 def trimmed_spread(values: Sequence[float]) -> float:
     """Return a standard deviation of `values` that a single outlier does not inflate.
 
-    It is the rms of the deviations from the median, without the largest deviation. It is scaled so
-    that its square is unbiased for normal values. At least 3 values are required.
+    The result is the rms of the deviations from the median, without the largest deviation. It is
+    scaled so that, for normal values, its square is an unbiased estimate of the variance. At least
+    3 values are required.
     """
     if len(values) < 3:
         raise ValueError(f"a spread needs at least 3 processes, got {len(values)}")
@@ -107,8 +108,8 @@ def rms(values: Iterable[float]) -> float:
 def pooled_spread(own: float, processes: int, others: Sequence[float]) -> float:
     """Shrink a case's `own` spread toward the spreads of `others` on the same product.
 
-    The median of `others` has the weight of 8 degrees of freedom. Without it, a case whose few
-    processes agree by chance would raise false alarms. The result is at least `FLOOR`.
+    The median of `others` counts as much as 8 degrees of freedom. Without this median, a case whose
+    few processes agree by chance would raise false alarms. The result is at least `FLOOR`.
     """
     pool = median(others) if others else own  # one noisy case would inflate the mean
     mine = max(processes - 2, 0)
@@ -121,7 +122,7 @@ def session_spread(cases: Sequence[Sequence[Sequence[float]]], assumed: float) -
     For each case, the variance between sessions is reduced by the part that the variance between
     processes explains. The result is pooled over all cases. The variance between processes needs
     sessions with at least two processes. Sessions with one process still count for the variance
-    between sessions. `assumed` has the weight of `ASSUMED` additional sessions. So the margin stays
+    between sessions. `assumed` counts as much as `ASSUMED` additional sessions. So the margin stays
     wide if a few cases agree by chance.
 
     Args:
@@ -145,7 +146,7 @@ def case_session_spread(sessions: Sequence[Sequence[float]], pool: float) -> flo
     """Shrink the spread between one case's sessions toward `pool`, the spread of all cases.
 
     The spread differs from case to case: if the two sides' kernels are very different, their ratio
-    varies more between boards. `pool` has the weight of `ASSUMED` sessions. The result has a lower
+    varies more between boards. `pool` counts as much as `ASSUMED` sessions. The result has a lower
     bound that falls with the number of sessions, because a few sessions may agree by chance.
 
     Args:

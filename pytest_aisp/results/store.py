@@ -133,7 +133,7 @@ def _is_named(path: Path, descriptor: int) -> bool:
 
 
 def _replace_file(path: Path, text: str) -> None:
-    """Replace `path` atomically. After a failure it is unchanged, and no other file is left."""
+    """Replace `path` atomically. After a failure, it is unchanged, without any leftover file."""
     temporary = path.with_name(f".{path.name}.tmp")  # one name is enough under the lock
     try:
         with open(temporary, "w", encoding="ascii", newline="\n") as file:

@@ -110,7 +110,7 @@ class Gate:
         return self.sign * (self.limit - value)
 
     def decide(self, first: Reading, votes: Sequence[Reading]) -> Outcome:
-        """Return the outcome so far: `open` until there are three red or three green votes."""
+        """Return the current outcome: `open` until there are three red or three green votes."""
         if self.deficit(first.value) <= self.screen:
             return "clear"
         together = Reading(0.0, rms(reading.error for reading in [first, *votes]))

@@ -41,8 +41,8 @@ class CaseRun:
     Attributes:
         placement: whether the case is timed, checked, compiled or skipped on this machine.
         client: the client of the case's worker processes, with their replies.
-        stored: the stored result of the case, and those of its chapter.
-        timing, judgement, metrics: the results of the stages; None or empty before that stage.
+        stored: the stored result of the case, and the other stored results of its chapter.
+        timing, judgement, metrics: the results of the stages; None or empty before each stage.
         findings: for each stage, the verdict of this stage alone, and its reasons.
         values: ln(speedup) from each process; the speedup is computed from these values.
         recorded: the result to store, if the run records.
@@ -222,7 +222,7 @@ class CaseRun:
 
     @property
     def verdict(self) -> str:
-        """The verdict that follows from the findings so far; empty without findings."""
+        """The verdict that follows from the current findings, or empty if there are none."""
         settings = self.run.settings
         strict = settings.strict_environment and settings.update is None
         return verdict.case_verdict(self.findings, strict_environment=strict)

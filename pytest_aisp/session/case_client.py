@@ -50,8 +50,8 @@ class CaseClient:
             version.
         past: the source tree with the old versions of changed sides, or None.
         unchanged: roles of changed sides that launch the same machine code as their old version.
-        machine_code: for each role, a digest of the machine code that the side launches; None if it
-            was not needed so far.
+        machine_code: for each role, a digest of the machine code that the side launches; None until
+            it is needed.
         missing_votes: the reasons why votes are missing.
         neighbors: for each timing during which another process used the GPU, that process's share
             of the GPU, and a text about it.

@@ -92,7 +92,7 @@ def machine_code(client: CaseClient) -> dict[str, str]:
 def with_compiler(
     client: CaseClient, stored: StoredResult, found: Differences, decision: Decision
 ) -> Differences:
-    """Return the differences from the stored result, including those of the compilers.
+    """Return the differences from the stored result, including differences of the compilers.
 
     If the source files are unchanged, but a side launches different machine code, then NVRTC,
     Triton or ptxas has changed. This is checked only if the speedup differs from the stored one.

@@ -82,7 +82,7 @@ class Timing:
         return tuple(self.seconds.values())
 
     def with_seconds(self, seconds: Sequence[float]) -> Timing:
-        """Return this timing with the `seconds` per call replaced by those of all processes."""
+        """Return this timing with other `seconds` per call, which come from all processes."""
         share = self.share and self.share * self.pair_seconds[1] / seconds[1]
         return replace(self, seconds=dict(zip(self.seconds, seconds, strict=True)), share=share)
 

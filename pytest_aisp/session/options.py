@@ -130,7 +130,7 @@ def _whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
 
 
 def fill_in_values(args: list[str]) -> None:
-    """Add default values to options without one. Otherwise argparse would use the next path."""
+    """Add default values to options without one, so that argparse does not take the next path."""
     for index, arg in enumerate(args):
         if arg in WITHOUT_VALUE:
             args[index] = f"{arg}={WITHOUT_VALUE[arg]}"

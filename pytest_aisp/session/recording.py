@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def record(case: CaseRun, timing: Timing) -> None:
     """Measure the case in all recording processes, and prepare its result for the recorder.
 
-    The recorded values include those of votes, not only the first value.
+    The recorded values include the values of votes, not only the first value.
     """
     count = 1 if timing.clock == "process" else case.run.settings.processes
     results = list(case.client.timings)

@@ -270,7 +270,7 @@ def profile_kernels(
 
 
 def computes(name: str) -> bool:
-    """Return False if the name is that of a copy, fill, collective or wait, else True."""
+    """Return False if `name` names a copy, fill, collective or wait, else True."""
     return not any(word in name.lower() for word in NO_COMPUTE)
 
 

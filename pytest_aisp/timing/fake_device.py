@@ -40,7 +40,7 @@ class Noise:
     Attributes:
         window: standard deviation of one window's time.
         heavy: True if the noise of windows has the heavy tail of Student's t(4).
-        capture, process, session: standard deviation of the bias of one side that lasts for one
+        capture, process, session: standard deviation of one side's bias, which lasts for one
             capture, process or session.
         placement: standard deviation of a process's bias toward the side that is built first.
         drift: drift of both sides together, per second of device time.

@@ -49,7 +49,7 @@ class Slices(NamedTuple):
     """Time slices of other processes, as one chain saw them.
 
     Attributes:
-        lost: seconds in time slices of others.
+        lost: seconds in time slices of other processes.
         longest: the longest slice, in seconds.
         total: length of the chain in seconds.
     """
@@ -63,7 +63,7 @@ NOTHING = Slices(0.0, 0.0, 0.0)
 
 
 def slices(kernels: Sequence[Sequence[int]]) -> Slices:
-    """Return the time slices of others in a chain.
+    """Return the time slices of other processes in a chain.
 
     Args:
         kernels: for each kernel, in ns: its start, its end, its slices in total, its longest slice,
@@ -131,7 +131,7 @@ class Neighbors:
     named: dict[str, float] = field(default_factory=dict)
 
     def look(self, chains: int = FEW) -> None:
-        """Look for time slices of others, and ask NVML which processes compute."""
+        """Look for time slices of other processes, and ask NVML which processes compute."""
         if self.read is None:
             return
         for slices in filter(None, (self.read() for _ in range(chains))):

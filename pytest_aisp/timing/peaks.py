@@ -113,7 +113,7 @@ def implausible(limit: Limit, seconds: float, most: float = TOLERANCE) -> bool:
 
 
 def joined(one: Peaks | None, several: Peaks | None) -> Peaks | None:
-    """Return the peaks of one GPU, plus those of the links if they are known."""
+    """Return the peaks of one GPU, plus the peaks of the links if they are known."""
     if one is None or several is None:
         return one or several
     links = {key: rate for key, rate in several.rates.items() if key in (*LINKS, "all_reduce")}

@@ -90,8 +90,8 @@ def release(device: str, *, everything: bool = False) -> None:
     """Free unreferenced memory, so that the next buffers get different addresses.
 
     Args:
-        everything: True to look at all objects, which takes about 0.1 s. Otherwise, objects that
-            refer to each other are not freed if they were in use during an earlier call.
+        everything: True to look at all objects, which takes about 0.1 s. If False, objects that
+            refer to each other stay if they were in use during an earlier call.
     """
     import torch
 

@@ -53,7 +53,7 @@ class GitSnapshot:
     """An old tree under `root`, unpacked in a separate folder.
 
     Attributes:
-        sha: the commit, or a hash of the files that replace those of HEAD.
+        sha: the commit, or a hash of the files that replace files of HEAD.
         label: where the old code comes from, in words that follow "its version":
             ``at 1a2b3c4d..HEAD + uncommitted changes``, ``in baselines/cpu/ch01.json``.
         folder: the temporary folder that contains the old tree. It is deleted with this object.

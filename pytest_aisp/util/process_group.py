@@ -190,7 +190,8 @@ class Ranks(SingleProcess):
         return max(each for each, _ in gathered)
 
     def details(self) -> dict[str, object]:
-        """Return the median and the largest seconds between the first and the last rank's start.
+        """Return the time between the first and the last rank's start, as median and maximum
+        seconds.
 
         The host's clock measures these start times. If the ranks run on several machines, the
         result is meaningless, because the machines' clocks differ.

@@ -61,7 +61,7 @@ class Meeting(Struct, frozen=True):
     """One collective on all ranks.
 
     Attributes:
-        name, nbytes: those of its operations.
+        name, nbytes: the name and the bytes of its operations.
         arrived, ended: seconds by rank.
         blocked: for each rank, the seconds since its last collective in which it waited for data
             that no other rank had begun to send.
@@ -341,7 +341,7 @@ def _alone(meeting: Meeting, device: str, offset: float) -> float | None:
 
 
 def _refuse_smaller_groups(name: str) -> None:
-    """Raise `PageError` if any rank is in a group of some ranks only."""
+    """Raise `PageError` if any rank is in a process group that lacks some of the ranks."""
     from torch.distributed import distributed_c10d
 
     group = current_group()

@@ -1,4 +1,4 @@
-"""Measure metrics besides time: the memory, launches, energy, or goodput of each side's calls.
+"""Measure metrics other than time: memory, launches, energy, or goodput of each side's calls.
 
 The sides are measured separately, one after the other. A process side runs in a fresh process.
 `results.metric_limits` compares the results with their limits.

@@ -73,7 +73,7 @@ class Counters(Struct):
 
     @classmethod
     def read(cls, folder: Path, role: str) -> Counters | None:
-        """Return the counters of a side in `folder`, or None if there are none or malformed."""
+        """Return the counters of a side in `folder`, or None if they are missing or malformed."""
         path = folder / _file(role)
         try:
             if path.stat().st_size > MAX_BYTES:

@@ -96,7 +96,7 @@ class OutputCapture:
     label: str = ""
 
     def last(self, lines: int) -> list[str]:
-        """Return the last of the new lines: those of stdout, followed by those of stderr."""
+        """Return the last new lines of stdout, followed by the last new lines of stderr."""
         return [*self.stdout.peek().lines(), *self.stderr.peek().lines()][-lines:]
 
     def take(self, name: StreamName) -> Chunk:

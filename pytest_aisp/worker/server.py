@@ -205,7 +205,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def _first_line(error: BaseException) -> str:
-    """Return the first line of the error's message, and that of its cause."""
+    """Return the first line of the error's message, and the first line of its cause's message."""
     lines = str(error).strip().splitlines() or ["no message"]
     cause, first = error.__cause__, lines[0].removesuffix(":")
     if cause is None:

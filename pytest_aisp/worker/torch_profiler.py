@@ -181,7 +181,7 @@ def _profile(pool: InputPool, side: Side, role: str) -> profile:
 def _events(profiler: profile, pool: InputPool) -> Iterable[tuple[str, float]]:
     """Yield the name and the seconds of each kernel, copy and fill, or on a CPU of each operator.
 
-    The seconds of an operator exclude those of the operators that it calls.
+    The seconds of an operator exclude the seconds of the operators that it calls.
     """
     on_gpu = _on_gpu(pool)
     for event in _on_device(profiler, "CUDA" if on_gpu else "CPU"):
