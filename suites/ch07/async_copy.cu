@@ -1,10 +1,10 @@
 // h = relu(0.75 h + x) along each row, and every h is written. Each h needs the previous one, so
-// one thread walks one row.
+// one thread computes a whole row.
 //
 // synchronous: tiles of 64 rows and 32 steps, loaded into registers and stored to shared memory.
 // one_stage: the same tiles by `cp.async`, which copies to shared memory without registers.
-// two_stages: the next tile is fetched while a block walks the current one.
-// four_stages: the next three tiles are fetched meanwhile.
+// two_stages: the next tile is fetched while a block computes the current one.
+// four_stages: the next three tiles are fetched while a block computes the current one.
 //
 // A row has `groups` groups of 4 steps, so it begins at a multiple of 16 bytes.
 
@@ -37,8 +37,8 @@ __device__ void walk(Tile& tile, float& h) {
 }
 
 // Neighboring threads move neighboring groups. Eight threads move the 128 bytes of a row, and a
-// thread moves a group of every 8th row. Instead of rows beyond the last one, the last row is read
-// again. Results for such rows are not written.
+// thread moves a group of every 8th row. Threads without a row read the last row again, and do not
+// write its results.
 constexpr int APART = ROWS / GROUPS;
 __device__ int row_of(int i) { return threadIdx.x / GROUPS + i * APART; }
 __device__ int group_of() { return threadIdx.x % GROUPS; }
@@ -84,7 +84,7 @@ __device__ void integrate(Tile (&tiles)[stages], const float4* __restrict__ x,
   }
   for (int i = 0; i * GROUPS < groups; ++i) {
     if constexpr (stages > 1) __pipeline_wait_prior(stages - 2);  // this thread's part of tile i
-    __syncthreads();  // the whole tile i has arrived, and the place of tile i - 1 is free
+    __syncthreads();  // tile i has arrived as a whole, and the buffer of tile i - 1 is free
     const int ahead = i + stages - 1;
     fetch<asynchronous>(tiles[ahead % stages], x, rows, groups, ahead * GROUPS);
     if constexpr (stages == 1) {

@@ -1,25 +1,27 @@
 """Asynchronous copies: fetch the next tiles while the block works on the current one.
 
 Problem    h = relu(0.75 h + x) along each of 8192 rows of 16384 fp32 steps, and every h is written.
-           Each step needs the previous h, so one thread walks one row. So there are only 64 threads
-           per SM. torch has no such recurrence.
+           Each step needs the previous h, so one thread computes a whole row, and there are only 64
+           threads per SM. torch has no function for such a recurrence.
 Baseline   synchronous: a block loads a tile of 64 rows and 32 steps (128 bytes per row) into shared
-           memory, waits, walks the tile, and writes it back. Each thread issues its eight 16-byte
-           loads before its first store.
-Optimized  one_stage: synchronous, but with `cp.async`, which bypasses registers. It still waits.
-           two_stages: one_stage, but tile i + 1 is fetched while the block works on tile i.
-           four_stages: two_stages, but three tiles are fetched ahead, 24 KiB per SM.
+           memory, waits, computes the steps of the tile, and writes the results back. Each thread
+           issues its eight 16-byte loads before its first store.
+Optimized  one_stage: synchronous, but with `cp.async`, which bypasses registers. The block still
+           waits for each tile.
+           two_stages: one_stage, but the block fetches tile i + 1 while it works on tile i.
+           four_stages: two_stages, but the block fetches three tiles ahead, 24 KiB per SM.
 Bound      DRAM: every side reads each x once and writes each h once.
 Seen       All sides take longer than their bytes predict. The costs count only bytes. But an SM has
-           only one block, which fetches a tile, then walks it, then writes it. In synchronous and
-           one_stage, the SM fetches nothing while the block walks and writes. one_stage uses
-           another instruction in the same order of steps, and gains nothing. two_stages and
-           four_stages change only the order of the steps, and each is faster than the side before
-           it. four_stages still does not reach the copy rate. Each step is a chain of three
-           dependent instructions (FFMA, FSETP and FSEL with nvcc 13.0 for sm_90), and the SM has no
-           other block to run meanwhile. We did not measure how long these chains take, so we cannot
-           explain the rest. With blocks of 32 rows, most SMs would have a second block, which could
-           hide part of the wait even without stages. We did not try that.
+           only one block, which fetches a tile, then computes its steps, then writes the results.
+           In synchronous and one_stage, the SM fetches nothing while the block computes and writes.
+           one_stage only replaces the load instruction, and gains nothing. two_stages and
+           four_stages only fetch earlier. two_stages is faster than one_stage, and four_stages is
+           faster than two_stages. four_stages still does not reach the copy rate. Each step is a
+           chain of three dependent instructions (FFMA, FSETP and FSEL with nvcc 13.0 for sm_90),
+           and the SM has no other block to run in the meantime. We did not measure how long these
+           chains take, so we do not know whether they explain the rest. With blocks of 32 rows,
+           most SMs would have a second block, which could hide part of the wait even without
+           additional stages. We did not try smaller blocks.
 Use when   A kernel can have only a few threads per SM, because few rows can be computed in
            parallel, or because each thread needs much memory. With 2048 threads per SM, other
            blocks hide the wait.
@@ -82,7 +84,8 @@ def moved(rows, steps):
 @compare(
     baseline=synchronous,
     optimized=[
-        # It waits as long as synchronous. It saves registers, but there are enough of them.
+        # one_stage waits as long as synchronous. It saves registers, but there are enough registers
+        # anyway.
         Variant(one_stage, sass="LDGSTS.128", at_least="neutral"),
         Variant(two_stages, sass="LDGSTS.128", at_least={"sm90": 1.1}),
         Variant(four_stages, sass="LDGSTS.128", at_least={"sm90": 1.7}),
@@ -97,7 +100,7 @@ def moved(rows, steps):
         {"rows": 64, "steps": 32},
         {"rows": st.integers(1, 150), "steps": st.integers(8, 64).map(lambda fours: 4 * fours)},
     ],
-    # An x of 16 steps ago has decayed to a hundredth, so an h is a sum of about 16 terms.
+    # After 16 steps, an x has decayed to a hundredth, so h is a sum of about 16 terms.
     work=lambda rows, steps: Work(
         read=4 * rows * steps, write=4 * rows * steps, flops={"fp32": 2 * rows * steps}, terms=16
     ),

@@ -1,5 +1,5 @@
 // Copy n floats. A thread copies 32 of them in batches of eight loads and eight stores. The kernels
-// differ only in which 32 a thread copies.
+// differ only in which 32 floats a thread copies.
 //
 // chunked: 32 consecutive elements, so the lanes of a warp are 128 bytes apart.
 // coalesced: every 256th element of the block's part, so the lanes of a warp are neighbors.

@@ -3,22 +3,24 @@
 Problem    Copy n fp32 elements.
 Baseline   chunked: each thread copies 32 consecutive elements, as a CPU thread would copy a chunk.
            The lanes of a warp are 128 bytes apart, so each load or store touches 32 lines.
-Optimized  coalesced: each thread copies the same number of elements, with the same number of loads
-           in flight. But neighboring lanes copy neighboring elements, so each load or store touches
+Optimized  coalesced: each thread copies as many elements as in chunked, with as many loads in
+           flight. But neighboring lanes copy neighboring elements, so each load or store touches
            one line.
-           library: `x * 1`, PyTorch's elementwise kernel. Sides are timed in a CUDA graph, where
-           `Tensor.clone` is a memcpy node, which is slower than a kernel.
+           library: `x * 1`, PyTorch's elementwise kernel. It replaces `Tensor.clone`, because sides
+           are timed in a CUDA graph. In a graph, `clone` becomes a memcpy node, which is slower
+           than a kernel.
 Bound      DRAM for coalesced. chunked moves the same bytes to and from DRAM, because L1 and L2 keep
            a sector until its 32 bytes are used. But each 4-byte store goes to the L2 as a sector of
-           its own, so chunked sends the L2 eight times the bytes of its stores.
-Seen       chunked takes several times as long as its sectors would at the L2 rate. The naive side
-           of transpose also stores 4 bytes to each line, at about the same number of elements per
-           second. The loads of chunked need a lookup in the L1 for each element, one per cycle
-           (row_mapping of chapter 8). These lookups are about a fifth of the time. The rest comes
-           to about four cycles of an SM per store, as in transpose. We did not measure which part
-           of the path to the L2 needs these cycles.
-Use when   Always, when a thread handles several elements. If an algorithm needs a chunk per thread,
-           as a scan does, load the chunks through shared memory or 16 bytes at a time.
+           its own, so the stores of chunked send eight times their bytes to the L2.
+Seen       chunked takes several times as long as its sectors would take at the L2 rate. naive of
+           `transpose_test.py` also stores 4 bytes to each line, and writes about as many elements
+           per second. The loads of chunked need a lookup in the L1 for each element, one per cycle
+           (row_mapping of chapter 8). These lookups take about a fifth of the time. The rest is
+           about four cycles of an SM per store, as in `transpose_test.py`. We did not measure which
+           part of the path to the L2 needs these cycles.
+Use when   A thread handles several elements: always let neighboring threads take neighboring
+           elements. If an algorithm needs a chunk per thread, as a scan does, load the chunks
+           through shared memory or 16 bytes at a time.
 """
 
 import torch
@@ -66,7 +68,7 @@ def moved(n, **more):
     inputs=inputs,
     reference=reference,
     sizes=[{"n": 2**27}],
-    # A block copies 8192 elements, and a thread 32.
+    # A block copies 8192 elements, and a thread copies 32.
     check_sizes=[{"n": 1023}, {"n": 8193}, {"n": st.integers(33, 20000)}],
     work=lambda n: Work(read=4 * n, write=4 * n),
     bound="dram",

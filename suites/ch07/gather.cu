@@ -2,7 +2,8 @@
 
 constexpr unsigned BLOCK = 256, EACH = 32, BATCH = 8;
 
-// Return the sum of the threads' values, in thread 0. All threads of the block must call it.
+// Return the sum of the threads' values, in thread 0. All threads of the block must call this
+// function.
 __device__ float block_sum(float value) {
   __shared__ float of_warp[BLOCK / 32];
   for (unsigned apart = 16; apart > 0; apart /= 2) {

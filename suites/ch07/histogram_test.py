@@ -2,48 +2,48 @@
 
 Problem    Count n int32 values from 0 to 255 in 256 bins. At skew=0 all bins are equally likely. At
            skew=50 every second value is the same.
-Baseline   global_atomics: each value increments its counter in global memory, that is, in the L2.
-           test_privatization compares it with privatized at n = 2^24.
-           privatized: a block counts in 1 KiB of shared memory, and at its end it adds its 256
-           counts to the result. Engineers start from here, so test_histogram compares the other
-           variants with privatized, at n = 2^28.
+Baseline   global_atomics: each value increments its counter in global memory, by an atomic in the
+           L2. test_privatization compares global_atomics with privatized at n = 2^24.
+           privatized: a block counts in 1 KiB of shared memory, and adds its 256 counts to the
+           result at the end. Engineers start from this version, so test_histogram compares the
+           other variants with privatized, at n = 2^28.
            Every kernel starts as many blocks as fit on the GPU at once. They loop over the values,
            and each thread has four coalesced loads in flight.
 Optimized  per_warp: privatized, but each of a block's 8 warps has its own 1 KiB of counters, so no
-           warp waits for the increments of another.
+           warp waits for another warp's increments.
            aggregated: privatized, but `__match_any_sync` finds the lanes that have the same value,
-           and one of these lanes adds their number.
-           library: `torch.histc`, which does more work per value. It checks the range, and it
-           multiplies and divides 64-bit integers to find the bin. The other sides use the value as
-           the index. torch does not expose CUB's histogram. benchmarks/cub_test.py compares
-           privatized with CUB's HistogramEven, which also checks the range of each 32-bit value,
-           multiplies and divides.
+           and one of these lanes adds their number to the counter.
+           library: `torch.histc`, which does more work per value. To find the bin, `torch.histc`
+           checks the range, and multiplies and divides 64-bit integers. The other sides use the
+           value as the index of the bin. torch does not expose CUB's histogram.
+           benchmarks/cub_test.py compares privatized with CUB's HistogramEven, which also checks
+           the range of each 32-bit value, multiplies and divides.
            `torch.bincount` makes the host wait for a minimum and a maximum, so it serves as the
            reference, not as a variant.
-Bound      DRAM: the values are read once. Shared memory is fast enough: of the 32 random increments
-           of a warp, the busiest of the 32 banks gets 3.5 on average. The compiler turns an
-           increment by one into ATOMS.POPC.INC, which counts equal lanes at once, so skew does not
-           slow it down.
+Bound      DRAM: the values are read once. Shared memory is fast enough: the busiest of the 32 banks
+           gets 3.5 of a warp's 32 random increments on average. The compiler turns an increment by
+           one into ATOMS.POPC.INC, which counts equal lanes at once, so skew does not slow it down.
 Seen       global_atomics: the rate `atomics` was measured with 2^18 different counters. At skew=50,
-           the stored time is 1 ns per update of the frequent counter, as if the L2 did not merge
+           the measured time is 1 ns per update of the frequent counter, as if the L2 did not merge
            the updates of equal lanes. At skew=0, the 256 counters together get only four times as
-           many updates per second. This would fit if one slice of the L2 makes about one update per
-           ns, and the 1 KiB of counters lies in only three or four slices. NVIDIA does not document
-           how addresses spread over slices, so this is a guess. The measurement of `atomics` uses
-           all slices, and the 32 counters of a warp lie side by side, in 4 sectors.
-           privatized: it takes about 10 us longer than predicted at both values of n. That is a
-           large share of its time at n = 2^24, and a small share at n = 2^28. At its end, every
-           block adds its 256 counts to the same 256 numbers: 1056 blocks update 32 sectors each. If
-           the guess above is right, these updates take about 10 us. We did not measure them alone.
-           aggregated: its time is proportional to the number of different values in a warp, which
-           is 30 at skew=0 and 17 at skew=50. It takes two cycles of an SM for each different value.
-           This would fit if the MATCH instruction handles one value after another. We did not
-           confirm that with a profiler.
+           many updates per second. The explanation may be that a slice of the L2 makes about one
+           update per ns, and that the 1 KiB of counters lies in only three or four slices. NVIDIA
+           does not document how addresses spread over slices, so this is a guess. The measurement
+           of `atomics` uses all slices, and the 32 counters of a warp are neighbors in 4 sectors.
+           privatized: the kernel takes about 10 us longer than predicted at both values of n. This
+           is a large share of its time at n = 2^24, and a small share at n = 2^28. At its end,
+           every block adds its 256 counts to the same 256 numbers: 1056 blocks update 32 sectors
+           each. If the guess above is right, these updates take about 10 us. We did not measure the
+           updates alone.
+           aggregated: the time is proportional to the number of different values in a warp, which
+           is 30 at skew=0 and 17 at skew=50. Each different value takes two cycles of an SM. The
+           likely reason is that the MATCH instruction handles one value after another. We did not
+           confirm this with a profiler.
            library: the loop of `torch.histc` loads one value at a time, and computes its index and
            its bin with 64-bit integers. We did not measure which of these takes the time.
 Use when   Many values fall into few bins: count in shared memory. Do not aggregate by hand when the
-           increment is one, because the hardware already does. With more bins than shared memory
-           holds, sort first or count in several passes.
+           increment is one, because the hardware already does. If shared memory cannot hold all
+           bins, sort first or count in several passes.
 """
 
 import torch

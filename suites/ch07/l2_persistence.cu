@@ -3,9 +3,9 @@
 // normal: no hints. All lines have the same priority in the L2.
 // streamed: x, index and out, which are used once, have evict-first hints.
 // kept: streamed, but the table, which is used again, has evict-last hints.
-// release: puts the table's lines in the L2 back to normal priority.
+// release: sets the table's lines in the L2 back to normal priority.
 //
-// All of these are hints to single accesses. No part of the L2 is set aside.
+// Each hint applies to a single access. No part of the L2 is set aside.
 
 constexpr int LANES = 32;
 
@@ -29,7 +29,7 @@ extern "C" __global__ void streamed(const float4* __restrict__ x, const float4* 
   __stcs(out + i, sum(__ldcs(x + i), *entry));
 }
 
-// There is no intrinsic for evict_last. A load takes the policy as a number in a register.
+// There is no intrinsic for evict_last, so this load gets the policy as a number in a register.
 __device__ float4 load_kept(const float4* from) {
   unsigned long long policy;
   asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));

@@ -1,26 +1,26 @@
-"""L2 eviction hints: evict data that is used once before data that is reused.
+"""L2 eviction hints: tell the L2 to evict data that is used once before data that is reused.
 
 Problem    out = x + table[index] on 2^20 rows of 128 floats. The kernel streams 1 GiB and reuses a
            table of 24 MiB. Each row of the table is used about 21 times, in random order.
 Baseline   normal: no hints, so all lines have the same priority. A warp handles a row, 16 bytes per
            lane.
 Optimized  streamed: normal, but x, index and out have evict-first hints (`__ldcs`, `__stcs`).
-           kept: streamed, but loads of the table have evict-last hints too. A second kernel puts
+           kept: streamed, but loads of the table also have evict-last hints. A second kernel sets
            the table's lines back to normal priority, so that they do not slow down later kernels.
-           Each hint applies to one access. No side reserves a part of the L2 for the table, as
-           `cudaLimitPersistingL2CacheSize` and an access policy window would. So it is not
-           guaranteed that the table stays in the L2. torch has no kernel for this sum: `x +
-           table[index]` takes two kernels and moves twice the bytes.
-Bound      DRAM. If the table stays in the L2, only x, index and out move. Without hints, a row of
-           the table is used again after 49152 other rows on average. The L2 of 50 MB holds the
-           lines of about 36000 rows, so nearly half of the table's reads go to DRAM again.
-Seen       The predictions of streamed and kept are only roughly right. They assume that the table
-           stays in the L2, but both sides gain only a small part of what that would save. Their
-           times also fit the case that the table is evicted as often as without hints. NVIDIA
-           describes the L2 of the A100 as two partitions, each of which caches what its own SMs
-           read. If this L2 does the same, it keeps the table twice, which takes nearly all of it,
-           and no hint can help. We did not try a smaller table or measure the L2 hit rate, so we
-           cannot explain this.
+           Each hint applies to one access. No side reserves part of the L2 for the table, which
+           `cudaLimitPersistingL2CacheSize` and an access policy window could do. So nothing
+           guarantees that the table stays in the L2. There is no library variant, because torch has
+           no kernel for this sum: `x + table[index]` takes two kernels and moves twice the bytes.
+Bound      DRAM. If the table stays in the L2, only x, index and out cross DRAM. A row of the table
+           is used again after 49152 other rows on average. The L2 of 50 MB holds the lines of about
+           36000 rows, so nearly half of the table's reads go to DRAM again.
+Seen       The predictions of streamed and kept are only roughly right. The predictions assume that
+           the table stays in the L2, but both sides gain only a small part of what this would save.
+           Their times would also be plausible if the table were evicted as often as without hints.
+           NVIDIA describes the L2 of the A100 as two partitions, each of which caches what its own
+           SMs read. If the L2 here does the same, it keeps the table twice. Two copies take nearly
+           the whole L2, and no hint can help. We did not try a smaller table or measure the L2 hit
+           rate, so this is a guess.
 Use when   A kernel reuses a table that fits in the L2 while it streams much more data. Mark the
            streamed data, which costs nothing. Marking the table as well gains nothing here. Expect
            a small gain, and measure it.
@@ -35,7 +35,8 @@ kernels = cuda_module("l2_persistence.cu")
 BLOCK = 256
 WIDTH, LINE = 128, 32  # floats
 # A row of the table is used again after 49152 other rows on average (exponential distribution). The
-# L2 is full after 36000 rows (37 MB of stream, 13 MB of table), so exp(-36000 / 49152) miss.
+# L2 is full after 36000 rows (37 MB of stream, 13 MB of table), so a share of exp(-36000 / 49152)
+# of the reads misses.
 MISSING = 0.48
 
 
@@ -87,7 +88,8 @@ def evicted_never(rows, entries):
     baseline=normal,
     optimized=[
         Variant(streamed, sass=("LDG.EF.128", "STG.EF.128")),
-        # evict_last is a value in a register, so no instruction has it. `release` is CCTL.DML2.
+        # evict_last is a value in a register, so no instruction shows it. `release` becomes
+        # CCTL.DML2.
         Variant(kept, sass=("LDG.EF.128", "STG.EF.128", "CCTL.DML2")),
     ],
     inputs=inputs,

@@ -3,9 +3,9 @@
 // naive: one element of C per thread. Neighboring threads have neighboring columns.
 // tiled: naive, but from 32 x 32 tiles of A and B in shared memory.
 // register_tiled: tiled, but 8 x 16 elements per thread and 128 x 128 per block. A tile has 8
-// elements along k. vectorized: register_tiled, but with 16 bytes per access. A is transposed in
-// shared memory. prefetched: vectorized, but the next tile and the next operands are loaded during
-// the products.
+//     elements along k.
+// vectorized: register_tiled, but with 16 bytes per access. A is transposed in shared memory.
+// prefetched: vectorized, but the next tile and the next operands are loaded during the products.
 //
 // vectorized and prefetched need n and k to be multiples of 4, so that rows begin at multiples of
 // 16 bytes.
@@ -39,7 +39,7 @@ extern "C" __global__ __launch_bounds__(SIDE * SIDE) void tiled(const float* __r
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < SIDE; ++i) total += left[y][i] * right[i][x];
-    __syncthreads();  // all threads have read the tile before it is overwritten
+    __syncthreads();  // so that all threads have read the tile before it is overwritten
   }
   if (row < m && column < n) c[size_t(row) * n + column] = total;
 }
@@ -53,8 +53,8 @@ __device__ void multiply(const float (&a)[ROWS], const float (&b)[COLUMNS],
   }
 }
 
-// Elements of a thread are 16 rows and 8 columns apart. So a warp reads 8 neighboring values of B,
-// and values of 4 rows of A that start 8 banks apart.
+// The elements of a thread are 16 rows and 8 columns apart. So a warp reads 8 neighboring values of
+// B, and values from 4 rows of A. These rows start 8 banks apart.
 extern "C" __global__ __launch_bounds__(THREADS, 2) void register_tiled(
     const float* __restrict__ a, const float* __restrict__ b, float* __restrict__ c, int m, int n,
     int k) {
@@ -98,13 +98,13 @@ extern "C" __global__ __launch_bounds__(THREADS, 2) void register_tiled(
 __device__ float4 load(const float* from) { return *reinterpret_cast<const float4*>(from); }
 __device__ void store(float* to, float4 value) { *reinterpret_cast<float4*>(to) = value; }
 
-// A tile in shared memory. A warp writes to two rows of A at once, four rows apart. Four extra
-// floats per row put these two rows into different banks.
+// A tile in shared memory. A warp writes to two rows of A at once, which are four rows apart. Four
+// unused floats per row put the two rows into different banks.
 struct __align__(16) Tile {
   float a[K][M + 4], b[K][N];
 };
 
-// This thread's part of a tile, in registers between global and shared memory.
+// This thread's part of a tile, in registers on its way from global to shared memory.
 struct Carried {
   float4 a[2], b[2];
 };
@@ -113,7 +113,7 @@ struct Source {
   const float *a[2], *b;
   int n, left_a, left_b;
 
-  // Beyond the edges of C, the last row or column is read again. Those products are not stored.
+  // Threads beyond the edges of C read the last row or column again, and do not store the products.
   __device__ Source(const float* from_a, const float* from_b, int m, int n, int k) : n(n) {
     const int t = threadIdx.x, row = blockIdx.y * M + t / 2, column = blockIdx.x * N + t % 32 * 4;
     a[0] = from_a + size_t(min(row, m - 1)) * k + t % 2 * 4;
@@ -149,10 +149,10 @@ __device__ void place(Tile& tile, const Carried& carried) {
   }
 }
 
-// A warp has 64 x 64 elements of C. Of these, a thread has 2 x 4 blocks of 4 x 4 elements. The
-// blocks start 32 rows and 16 columns apart. A warp reads 128 bytes of A or 64 of B at once, so
-// there are no bank conflicts. Lanes i and i ^ 2 read the same rows, lanes i and i ^ 1 the same
-// columns. The hardware merges such reads of 16 bytes.
+// A warp computes 64 x 64 elements of C, and each of its threads 2 x 4 blocks of 4 x 4 elements.
+// The blocks start 32 rows and 16 columns apart. A warp reads 128 bytes of A or 64 of B at once, so
+// there are no bank conflicts. Lanes i and i ^ 2 read the same rows, and lanes i and i ^ 1 read the
+// same columns. The hardware merges such reads of 16 bytes.
 struct Place {
   int row, column;
 

@@ -4,28 +4,30 @@ Problem    C = A @ B in fp32, row-major, 4096 by 4096 each.
 Baseline   naive: a thread computes one element of C, and neighboring threads have neighboring
            columns, so every access is coalesced. Each product needs two loads from the L1.
 Optimized  tiled: naive, but the values come from 32 x 32 tiles in shared memory, so L2 and DRAM
-           send only a 32nd as many. Each product still needs two loads, now from shared memory.
-           register_tiled: tiled, but 8 x 16 elements per thread and 128 x 128 per block: 24 values
-           from shared memory are enough for 128 products.
-           vectorized: register_tiled, but every access has 16 bytes, so 6 loads are enough for 128
-           products. For this, A is stored transposed.
+           deliver only a 32nd of the values. Each product still needs two loads, now from shared
+           memory.
+           register_tiled: tiled, but with 8 x 16 elements per thread and 128 x 128 per block, so 24
+           values from shared memory are enough for 128 products.
+           vectorized: register_tiled, but with 16 bytes per access, so 6 loads are enough for 128
+           products. For this, the tile of A is stored transposed in shared memory.
            prefetched: vectorized, but with two tiles in shared memory. The next tile and the next
            operands are loaded during the products, and a tile needs one barrier instead of two.
            library: `torch.matmul`, which calls cuBLAS. TF32 is off.
 Bound      The fp32 units limit prefetched and library. Shared memory limits tiled: it delivers one
-           word per lane and cycle. A product needs two words, so the fp32 units idle most of the
-           time. The compiler loads four values of A at once, which saves instructions but no words.
-           The L1 has the same data path, so naive has the same limit.
-Seen       naive takes longer than its loads would at the rate of shared memory. We cannot explain
-           this. register_tiled and vectorized take longer than their products would alone. Per pass
-           of the loop over tiles, register_tiled has 1375 instructions and vectorized 1126, of
-           which 1024 are FFMA in both (nvcc 13.0 for sm_90). Their times have about the same ratio
-           as 1375 to 1126. prefetched also has 1126 and is faster, so vectorized must also wait for
-           loads and barriers. The rate `fp32` was measured with `torch.matmul`, so library reaches
-           it by definition.
-Use when   You need a product in full fp32 that the library does not have, for example fused with
-           other work. For a plain product, call the library. If TF32 or bf16 is precise enough,
-           tensor cores are several times as fast.
+           word per lane and cycle, and a product needs two words, so the fp32 units idle most of
+           the time. The compiler loads four values of A at once, which saves instructions, but
+           shared memory delivers the same number of words. The L1 uses the same data path as shared
+           memory, so naive has the same limit.
+Seen       naive takes longer than its loads would take at the rate of shared memory. We cannot
+           explain this. register_tiled and vectorized take longer than their products alone would
+           take. Per iteration of the loop over tiles, register_tiled has 1375 instructions and
+           vectorized has 1126. In both, 1024 of these are FFMA (nvcc 13.0 for sm_90). The ratio of
+           their times is about 1375 to 1126. prefetched also has 1126 instructions and is faster,
+           so vectorized must also wait for loads and barriers. The rate `fp32` was measured with
+           `torch.matmul`, so library reaches it by definition.
+Use when   You need a product in full fp32 that no library offers, for example one that is fused
+           with other work. For a plain product, call the library. If TF32 or bf16 is precise
+           enough, tensor cores are several times as fast.
 """
 
 import torch

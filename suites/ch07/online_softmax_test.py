@@ -1,14 +1,14 @@
-"""Softmax of long rows: find maximum and sum in one pass instead of two.
+"""Softmax of long rows: compute the maximum and the sum in one pass instead of two.
 
 Problem    Softmax of each row of a (rows, n) fp32 matrix. A row does not fit in the registers of a
            block, and the rows that are processed at the same time do not fit in the L2.
-Baseline   three_passes: one pass finds the row's maximum, one adds up the sum, and one writes. That
-           reads 12 bytes per element and writes 4. A program handles a row. Textbooks call this
-           safe softmax.
-Optimized  online: maximum and sum in one pass. When the maximum grows, the sum so far is scaled
-           down (Milakov and Gimelshein, arXiv:1805.02867). That reads 8 bytes per element instead
-           of 12 and computes three exponentials instead of two. Both sides compute the exponential
-           of an element for the sum, and again when they write it.
+Baseline   three_passes: one pass finds the row's maximum, one adds up the sum, and one writes. The
+           passes read 12 bytes per element and write 4. Each program handles a row. Textbooks call
+           this method safe softmax.
+Optimized  online: one pass computes the maximum and the sum. When the maximum grows, the previous
+           sum is scaled down (Milakov and Gimelshein, arXiv:1805.02867). online reads 8 bytes per
+           element instead of 12, and computes three exponentials instead of two. Both sides compute
+           an element's exponential for the sum, and again for the result.
            kept: changes online. A cluster of blocks keeps the row in registers and shared memory,
            so the row is read once, and each element needs one exponential. The kernel is
            `clustered` of suites/ch09/softmax in CUDA C++, because Triton cannot exchange data
@@ -17,7 +17,7 @@ Optimized  online: maximum and sum in one pass. When the maximum grows, the sum 
 Bound      DRAM: each pass over a row reads it again. The exponentials take less time than that.
 Use when   A row fits neither in the registers of a block nor in the shared memory of a cluster. If
            a row fits, keep it there, so that it is read only once. suites/ch10/cluster_reduction
-           does that for an RMS norm of rows of this length.
+           keeps rows of this length in a cluster, for an RMS norm.
 """
 
 import torch
@@ -30,7 +30,7 @@ from pytest_aisp import Cost, Variant, Work, compare, cuda_module
 kernels = cuda_module("../ch09/softmax.cu")
 BLOCK = 4096
 WARPS = 8
-SHARERS, THREADS = 4, 256  # blocks of a cluster, which share a row, and threads of each
+SHARERS, THREADS = 4, 256  # blocks per cluster, which share a row; threads per block
 HELD = 8 * 16 * THREADS  # bytes of a row that a block keeps in registers
 
 
@@ -58,7 +58,7 @@ def three_passes_kernel(x, out, n, BLOCK: tl.constexpr):
 def online_kernel(x, out, n, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * n
     lanes = tl.arange(0, BLOCK)
-    # The lowest number instead of -inf: a lane without elements would compute -inf - -inf.
+    # Begin with the lowest number, because a lane without elements would compute -inf - -inf.
     most = tl.full((BLOCK,), -3.4028234e38, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, n, BLOCK):

@@ -1,7 +1,8 @@
-// out[i] = x[i-2] + ... + x[i+2], clamped at the ends. A thread computes four sums, a block apart.
+// out[i] = x[i-2] + ... + x[i+2], clamped at the ends. A thread computes four sums, with a stride
+// of a block.
 //
-// plain: ordinary loads, as for memory that another thread may write.
-// ldg: loads by `__ldg`, as for memory that no thread writes while the kernel runs.
+// plain: ordinary loads, which are right even if another thread may write to x.
+// ldg: loads by `__ldg`, which are right only if no thread writes to x while the kernel runs.
 // restricted: ordinary loads, but `__restrict__` declares that no thread writes to x.
 
 constexpr unsigned BLOCK = 256, EACH = 4, REACH = 2, TAPS = 2 * REACH + 1;
@@ -46,7 +47,7 @@ __device__ void at_an_end(unsigned first, const float* x, float* out, unsigned n
 template <auto load>
 __device__ void sums(const float* x, float* out, unsigned n) {
   const unsigned begin = blockIdx.x * (BLOCK * EACH);
-  if (begin >= REACH && begin + BLOCK * EACH + REACH <= n) {  // the same for the whole block
+  if (begin >= REACH && begin + BLOCK * EACH + REACH <= n) {  // the same for all threads of the block
     inside<load>(x + begin - REACH + threadIdx.x, out + begin + threadIdx.x);
   } else {
     at_an_end<load>(begin + threadIdx.x, x, out, n);

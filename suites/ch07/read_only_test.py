@@ -1,22 +1,23 @@
 """The read-only path: `__ldg` gains nothing, because the L1 caches ordinary loads too.
 
 Problem    out[i] = x[i-2] + ... + x[i+2] on n fp32 elements, with x clamped at its ends. Each
-           element is loaded five times, the last four times from the L1.
-Baseline   plain: ordinary loads (LDG), as for memory that another thread may write.
+           element is loaded five times, four of these times from the L1.
+Baseline   plain: ordinary loads (LDG), which are right even if another thread may write to the
+           memory.
 Optimized  ldg: plain, but the loads are `__ldg` (LDG.CONSTANT), which used a separate cache on old
            GPUs.
-           restricted: plain, but the pointers are `const float* __restrict__` and
-           `float* __restrict__`. Then the compiler may assume what `__ldg` asserts, and also emits
-           LDG.CONSTANT.
+           restricted: plain, but the pointers are `const float* __restrict__` and `float*
+           __restrict__`. Then the compiler may assume that nothing writes to x, and emits
+           LDG.CONSTANT by itself.
 Bound      DRAM: each side reads x once and writes out once. Since Volta both kinds of loads go
-           through one L1. All loads come before the first store, so the compiler gains nothing from
-           the fact that no store changes x. Apart from CONSTANT, the three sides have the same
+           through one L1. All loads come before the first store, so it does not help the compiler
+           to know that no store changes x. Apart from CONSTANT, the three sides have the same
            instructions, some in a different order (nvcc 13.0 for sm_90).
-Seen       No side reaches the copy rate. `unrolled` of vector_width, which has one load per element
-           and the same occupancy, does. So the other four loads of each element cost time. In a
-           warp, four of the five loads touch two lines. The lookups of all loads in the L1, one per
-           cycle (row_mapping of chapter 8), take about half of the time, so they alone are not the
-           limit. We did not measure what else limits the time.
+Seen       No side reaches the copy rate. `unrolled` of vector_width reaches it, with one load per
+           element and the same occupancy. So the other four loads of each element cost time. Four
+           of the five loads of a warp touch two lines. The L1 looks up one line per cycle
+           (row_mapping of chapter 8). These lookups take about half of the time, so they alone are
+           not the limit. We did not measure what else takes time.
 Use when   Declare pointers `__restrict__` when loads come after stores, because the compiler may
            then move the loads. Do not write `__ldg` by hand for speed on Volta or later.
 """
@@ -69,7 +70,7 @@ def moved(n):
     inputs=inputs,
     reference=reference,
     sizes=[{"n": 2**27}],
-    # A block computes 1024 sums and needs two more elements on either side.
+    # A block computes 1024 sums and needs two more elements at each end.
     check_sizes=[{"n": 1023}, {"n": 3074}, {"n": st.integers(33, 5000)}],
     work=lambda n: Work(read=4 * n, write=4 * n, flops={"fp32": 4 * n}, terms=TAPS),
     bound="dram",

@@ -3,7 +3,8 @@
 // shared_tree: a block sums a tile of 1024 floats in a tree in shared memory, then adds the sum to
 //     its row by an atomic.
 // shuffle: shared_tree, but warps reduce by shuffles.
-// persistent: as many blocks as fit on the GPU walk the rows, with four loads per thread in flight.
+// persistent: as many blocks as fit on the GPU loop over the rows. A thread has four loads in
+// flight.
 // vectorized: persistent, but with 16-byte loads.
 // partials: vectorized, but each block stores its sum instead of adding it to the row's.
 // finish: one block per row adds up what `partials` stored, always in the same order.
@@ -72,7 +73,8 @@ __device__ float walk(const T* x, unsigned count) {
   return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
-// Rows are aligned to 4 bytes, but 16-byte loads need 16. Block 0 adds the rest at both ends.
+// Rows are aligned to 4 bytes only, and 16-byte loads need 16. Block 0 adds the unaligned elements
+// at both ends.
 __device__ float walk_in_vectors(const float* row, unsigned n) {
   const unsigned past = reinterpret_cast<size_t>(row) / sizeof(float) % 4;
   const unsigned head = min((4 - past) % 4, n), vectors = (n - head) / 4;

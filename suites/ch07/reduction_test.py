@@ -4,22 +4,23 @@ Problem    Sum each of 8 long fp32 rows, 1 GiB in total.
 Baseline   shared_tree: a block sums 1024 elements with four coalesced loads per thread. It reduces
            the 256 partial sums in a tree in shared memory, with 9 barriers. Then it adds the result
            to its row's sum by one atomic. In total, that is 262144 atomics on 8 addresses.
-Optimized  shuffle: shared_tree, but warps reduce their sums by shuffles, and one barrier is left.
-           persistent: shuffle, but only as many blocks as fit on the GPU at once. They loop over
-           the rows, with four loads per thread in flight. That is 1056 blocks and atomics instead
-           of 262144.
+Optimized  shuffle: shared_tree, but warps reduce their sums by shuffles, so only one barrier
+           remains.
+           persistent: shuffle, but only as many blocks as fit on the GPU at once. The blocks loop
+           over the rows, with four loads per thread in flight. So there are 1056 blocks and 1056
+           atomics instead of 262144 of each.
            vectorized: persistent, but with 16-byte loads, so four times the bytes are in flight.
            two_pass: vectorized, but each block stores its sum, and a second kernel adds the sums in
-           a fixed order. It has no atomics and gives the same bits at every call.
+           a fixed order. two_pass has no atomics and gives bitwise the same result at every call.
            library: `torch.sum`.
 Bound      DRAM: every element is read once.
-Seen       shared_tree and shuffle take more than twice as long as predicted from their bytes. Both
-           take about the same time, so the barriers that shuffle saves hardly matter. persistent
-           has both fewer blocks and fewer atomics, so it does not show whether blocks or atomics
-           take the time. The stored time is 2 ns per atomic, and histogram takes 1 ns per integer
-           atomic on one address. The eight sums lie in one sector of 32 bytes, so probably one
-           slice of the L2 performs all atomics, one after another. We did not measure the atomics
-           separately.
+Seen       shared_tree and shuffle take more than twice as long as predicted from their bytes.
+           shared_tree and shuffle take about the same time, so the barriers that shuffle saves
+           hardly matter. persistent has both fewer blocks and fewer atomics, so it does not show
+           which of the two takes the time. The measured time is 2 ns per atomic, while histogram
+           takes 1 ns per integer atomic on one address. The eight sums are in one sector of 32
+           bytes, so probably one slice of the L2 performs all atomics, one after another. We did
+           not measure the atomics separately.
 Use when   Rows are long and few. Let a fixed number of blocks loop over them, so that each block
            reduces once. Use two_pass if results must be reproducible. For a plain sum, call the
            library, which is about as fast.
@@ -101,7 +102,8 @@ def summed(rows, n, atomics=0):
 
 
 def by_tiles(rows, n):
-    return Cost(launches=1) + summed(rows, n, atomics=rows * n / TILE)  # a fill of zeros before
+    # The first launch fills the result with zeros.
+    return Cost(launches=1) + summed(rows, n, atomics=rows * n / TILE)
 
 
 def by_blocks(rows, n):

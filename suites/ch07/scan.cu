@@ -2,16 +2,18 @@
 //
 // tile_sums: the sum of each tile.
 // scan_sums: one block turns the sums of the tiles into their prefix sums, in place.
-// scan_tiles: reads each tile again and writes its prefix sums, starting from the sum before it.
-// look_back: one pass. A tile gets the sum of all tiles before it from what they publish while they
-// run (Merrill and Garland, Single-pass Parallel Prefix Scan with Decoupled Look-back, 2016).
+// scan_tiles: reads each tile again and writes its prefix sums, which begin with the sum of all
+// tiles before it.
+// look_back: one pass. A tile computes the sum of all tiles before it from the sums that these
+// publish while they run (Merrill and Garland, Single-pass Parallel Prefix Scan with Decoupled
+// Look-back, 2016).
 
 constexpr unsigned BLOCK = 256, ROUNDS = 8, WARPS = BLOCK / 32;
 constexpr unsigned VECTORS = ROUNDS * BLOCK, SEGMENTS = ROUNDS * WARPS;
 static_assert(SEGMENTS == 64, "a warp scans them two a lane");
 
-// A thread has vector k * BLOCK + threadIdx.x of the tile in round k. The 32 vectors of a warp lie
-// side by side and are called a segment. Elements past the end are 0.
+// A thread has vector k * BLOCK + threadIdx.x of the tile in round k. The 32 vectors of a warp are
+// neighbors in memory and are called a segment. Elements past the end are 0.
 struct Tile {
   int4 part[ROUNDS];
 };
@@ -125,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK) scan_sums(int4* sums, unsign
     const int sum = scan(items);
     store(items, before, sums, tile, tiles);
     before += sum;
-    __syncthreads();  // the next scan overwrites what threads of this scan may still read
+    __syncthreads();  // other threads may still read the sums that the next scan overwrites
   }
 }
 
@@ -140,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 4)
 // What a tile has published. Kind and sum are in one word, so a reader always gets a matching pair,
 // without a fence. Zero means that the tile has published nothing yet.
 typedef unsigned long long Word;
-enum Kind : unsigned { NOTHING, TILE, PREFIX };  // the tile's sum, or all up to its end
+enum Kind : unsigned { NOTHING, TILE, PREFIX };  // its own sum, or the sum up to its end
 
 __device__ Word word(Kind kind, int sum) {
   return static_cast<Word>(kind) << 32 | static_cast<unsigned>(sum);
@@ -149,7 +151,7 @@ __device__ Word word(Kind kind, int sum) {
 __device__ Kind kind_of(Word word) { return static_cast<Kind>(word >> 32); }
 __device__ int sum_of(Word word) { return static_cast<int>(static_cast<unsigned>(word)); }
 
-// Volatile: each access is one access of 8 bytes to the L2, where other SMs see it.
+// Volatile, so each access is a single 8-byte access to the L2, which all SMs share.
 __device__ void tell(Word* known, unsigned tile, Word word) {
   *static_cast<volatile Word*>(known + tile) = word;
 }
@@ -158,8 +160,9 @@ __device__ Word ask(Word* known, int tile) {
   return tile < 0 ? word(PREFIX, 0) : *static_cast<volatile Word*>(known + tile);
 }
 
-// Returns the sum of all elements before `tile`. Only warp 0 calls it. It looks at 32 tiles at a
-// time, the nearest in lane 0. All earlier tiles have started, so each of them will publish.
+// Returns the sum of all elements before `tile`. Only warp 0 calls this function. The warp looks at
+// 32 tiles at a time, and lane 0 at the nearest one. All earlier tiles have started, so each of
+// them will publish.
 __device__ int sum_before(Word* known, unsigned tile) {
   int before = 0;
   for (int nearest = static_cast<int>(tile) - 1;; nearest -= 32) {
@@ -173,12 +176,14 @@ __device__ int sum_before(Word* known, unsigned tile) {
   }
 }
 
-// `known` has a word for each tile, then the number of tiles that have started. All are 0 at first.
+// `known` has a word for each tile, and then the number of tiles that have started. All words are 0
+// at first.
 extern "C" __global__ void __launch_bounds__(BLOCK, 4)
     look_back(const int4* x, int4* out, unsigned long long* known, unsigned n, unsigned tiles) {
   __shared__ unsigned ticket;
   __shared__ int prefix;
-  // Not blockIdx: blocks may start in any order, and a tile must wait only for tiles that run.
+  // The tile is not blockIdx.x, because blocks may start in any order, and a tile may only wait for
+  // tiles that have already started.
   if (threadIdx.x == 0) ticket = static_cast<unsigned>(atomicAdd(&known[tiles], 1ull));
   __syncthreads();
   const unsigned tile = ticket;

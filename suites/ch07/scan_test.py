@@ -5,22 +5,21 @@ Baseline   reduce_then_scan: one kernel sums tiles of 8192 elements. One block t
            prefix sums. A third kernel reads each tile again, scans it, and adds the sum of the
            tiles before it.
 Optimized  look_back: changes reduce_then_scan. One kernel reads each tile once and scans it in the
-           same way. The tile publishes its own sum. One of its warps then adds up what the tiles
-           before it have published, back to the nearest tile that has published its prefix sum.
-           Then the tile publishes its own prefix (Merrill and Garland 2016). Before the kernel, a
-           fill zeroes the words that tiles publish. The fill is part of the time.
+           same way. Each tile publishes its own sum. One of its warps then adds up the published
+           sums of the tiles before it, back to the nearest tile that has published a prefix sum.
+           Then the tile publishes its own prefix sum (Merrill and Garland 2016). The words in which
+           tiles publish are set to zero before the kernel, and the time includes this.
            library: `torch.cumsum`, which calls CUB's DeviceScan for one contiguous row.
 Bound      DRAM. reduce_then_scan reads 8 bytes per element and writes 4. look_back reads 4 and
-           writes 4. It reaches the rate of DRAM only if prefixes pass from tile to tile fast
-           enough.
+           writes 4. look_back reaches the rate of DRAM only if prefix sums pass from tile to tile
+           fast enough.
 Seen       look_back takes longer than its bytes predict. The third kernel of reduce_then_scan scans
            the same tiles without this loss, so the scan of a tile is not the cause. We did not
            measure how long tiles wait for a prefix. library takes longer than look_back. CUB itself
-           is not
-           slower: benchmarks/cub_test.py calls its DeviceScan without torch, and there it is
+           is not slower: benchmarks/cub_test.py calls DeviceScan without torch, where it is
            slightly faster than look_back. We cannot explain why `torch.cumsum` takes longer.
-Use when   A scan is too large for the L2, so that reading it twice costs time. If an existing
-           DeviceScan can be called, call it instead of writing this kernel.
+Use when   The data of a scan is too large for the L2, so reading it twice costs time. If your code
+           can call CUB's DeviceScan, do that instead of writing this kernel.
 """
 
 import torch
@@ -71,7 +70,7 @@ def read_and_written(n):
 
 
 def small_kernel():
-    """Return the cost of a kernel of a few KiB, which is its launch."""
+    """Return the cost of a kernel that moves only a few KiB: its launch."""
     return Cost(launches=1)
 
 

@@ -1,7 +1,9 @@
 // One step of a 7-point stencil on nz x ny x nx floats, fewer than 2^31. Cells outside are 0.
 //
-// in_cache: one thread per cell, seven loads from global memory. The L1 serves what threads share.
-// column: a thread computes 8 cells along z and holds their column in registers.
+// in_cache: one thread per cell, seven loads from global memory. The L1 serves the cells that
+// threads share.
+// column: a thread computes 8 cells along z, and keeps them and the cells at both ends in
+// registers.
 // tiled: a block loads 32 x 8 x 8 cells and their faces into shared memory, then computes them.
 
 constexpr int X = 32, Y = 8, Z = 8, WIDE = X + 2, PLANE = WIDE * (Y + 2);
@@ -55,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(X* Y)
   const Box box{u, nx, ny, nz};
   const int tx = threadIdx.x, ty = threadIdx.y;
   const int x0 = blockIdx.x * X, y0 = blockIdx.y * Y, z0 = blockIdx.z * Z;
-  // All loads come first, because a store into the tile waits for its load.
+  // All loads come first, because each store into the tile waits for its load.
   const Column column(box, x0 + tx, y0 + ty, z0);
   const float south = box.at(x0 + tx, y0 - 1, z0 + ty), north = box.at(x0 + tx, y0 + Y, z0 + ty);
   const int row = tx / 2, side = tx % 2 * (X + 1);  // 16 lanes load both ends of a plane's 8 rows

@@ -1,5 +1,5 @@
 // planes: column of stencil.cu, but a thread's neighbors along x and y come from shared memory. The
-// block fills it plane by plane, with its cells and their faces.
+// block fills shared memory plane by plane, with its own cells and their neighbors.
 
 constexpr int X = 32, Y = 8, Z = 8, WIDE = X + 2;
 

@@ -5,7 +5,7 @@
 // streaming: stores that mark the results as first to evict from the L2.
 
 constexpr unsigned BLOCK = 256, QUADS = 8, EACH = 4, STEP = BLOCK / QUADS;
-constexpr unsigned BLOCKS_AN_SM = 8;  // 32 registers each, so that both have the same occupancy
+constexpr unsigned BLOCKS_AN_SM = 8;  // at most 32 registers, so both kernels have equal occupancy
 
 __device__ void store(float4* at, float4 value) { *at = value; }
 __device__ void store_streaming(float4* at, float4 value) { __stcs(at, value); }
@@ -32,7 +32,8 @@ __device__ void gather_rows(const float4* __restrict__ table, const int* __restr
   }
 }
 
-// A block whose rows all exist tests none of them, so a thread issues its loads without a branch.
+// If all rows of a block exist, the block tests none of them, so a thread issues its loads without
+// a branch.
 template <auto store>
 __device__ void gather(const float4* __restrict__ table, const int* __restrict__ index,
                        float4* __restrict__ out, unsigned n) {

@@ -1,21 +1,22 @@
-"""Streaming stores: written data should not evict data from the L2 that is read again.
+"""Streaming stores: data that is only written should not evict data that is read again from the L2.
 
 Problem    Look up n rows of 32 fp32 values in a table that fits the L2, in random order.
-Baseline   ordinary: plain stores. A written row takes a place in the L2 like any other row.
+Baseline   ordinary: plain stores. A written row takes up space in the L2 like any other row.
 Optimized  streaming: changes ordinary. `__stcs` stores the rows and marks them as first to evict.
            There is no library variant, because PyTorch's `table[index]` uses plain stores, like
            ordinary.
 Bound      DRAM writes. The table should stay in the L2. With ordinary stores, the L2 evicts part of
-           the table, and those rows are read from DRAM again. The costs assume that the L2 evicts
-           the least recently used data.
-Seen       Both sides take longer than predicted, and streaming gains less. The bytes between SMs
-           and L2 cannot explain the gap at the measured rate of the L2. But that rate was measured
-           with reads only, and half of these bytes are writes. NVIDIA describes the L2 of the A100
-           as two partitions, each of which caches what its own SMs read. If this L2 does the same,
-           it keeps the table twice, which leaves little room for anything else. A smaller table
-           would show that. We did not try one, so we cannot explain this.
-Use when   A kernel writes far more than the L2 holds, nothing reads it soon, and other data in the
-           L2 is read again. Expect a small gain. Without such data there is nothing to gain.
+           the table, and the evicted rows are read from DRAM again. The costs assume that the L2
+           evicts the least recently used data.
+Seen       Both sides take longer than predicted, and streaming gains less than predicted. The bytes
+           between SMs and L2 cannot explain the gap at the measured rate of the L2. But this rate
+           was measured with reads only, and half of the bytes here are writes. NVIDIA describes the
+           L2 of the A100 as two partitions, each of which caches what its own SMs read. If the L2
+           here does the same, it keeps the table twice, which leaves little room for anything else.
+           A smaller table would show whether this is the cause. We did not try one.
+Use when   A kernel writes far more than the L2 holds, nothing reads the results soon, and other
+           data in the L2 is read again. Expect a small gain. If no data in the L2 is read again,
+           there is no gain.
 """
 
 import torch
@@ -77,8 +78,8 @@ def looked_up(n, rows, evicted):
     work=lambda n, rows: Work(read=4 * n + 4 * WIDTH * rows, write=4 * WIDTH * n),
     bound="dram",
     costs={
-        # 1.25 * rows look-ups write and read 50 MB, which fills the L2. For exp(-1.25) of all
-        # look-ups, the last use of the row was longer ago.
+        # 1.25 * rows look-ups write and read 50 MB, which fills the L2. For a share of exp(-1.25)
+        # of all look-ups, the last use of the row is longer ago than that.
         ordinary: lambda n, rows: looked_up(n, rows, evicted=0.29),
         streaming: lambda n, rows: looked_up(n, rows, evicted=0),
     },

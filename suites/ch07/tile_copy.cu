@@ -1,7 +1,7 @@
 // Copy of an m x n fp32 matrix in tiles of 32 x 128 through shared memory.
 //
 // cp_async: each thread loads 16 bytes at a time, and stores what it loaded.
-// tma: one thread tells the tensor memory accelerator to load the tile, and then to store it.
+// tma: one thread makes the tensor memory accelerator load the tile, and then store it.
 
 #include <cuda_pipeline.h>
 

@@ -3,12 +3,13 @@
 Problem    Copy an (m, n) fp32 matrix in tiles of 32 x 128 through shared memory. Tiled kernels load
            and store their tiles like this.
 Baseline   cp_async: 128 threads compute addresses and check edges. Each thread copies 16 bytes at a
-           time into shared memory with `cp.async`, and stores them with 16-byte stores.
+           time into shared memory with `cp.async`, and then stores them to the result with 16-byte
+           stores.
 Optimized  tma: changes cp_async. One thread passes a tensor map to the tensor memory accelerator
-           (TMA), which computes addresses and handles edges. Stores work the same way. A block has
-           32 threads instead of 128, and 31 of them do nothing.
-           library: `x * 1`, PyTorch's elementwise kernel, a copy without tiles.
-Bound      DRAM. A tile is 16 KiB, and 12 or more tiles are in flight per SM, where about 13 KiB are
+           (TMA), which computes addresses, handles edges and loads the tile. Stores work the same
+           way. A block has 32 threads instead of 128, and 31 of them do nothing.
+           library: `x * 1`, PyTorch's elementwise kernel, which copies without tiles.
+Bound      DRAM. A tile is 16 KiB, and 12 or more tiles are in flight per SM. About 13 KiB would be
            enough (see vector_width). TMA saves instructions, but instructions are not the limit
            here.
 Use when   TMA is the simpler way to move tiles on sm90 and later, and leaves threads free for other

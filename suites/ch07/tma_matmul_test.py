@@ -1,21 +1,22 @@
 """Matrix product in Triton: let the tensor memory accelerator fetch the tiles.
 
-Problem    (m, k) @ (k, n) in fp16, summed in fp32, written in fp16.
+Problem    Multiply fp16 matrices, (m, k) @ (k, n). The sums are fp32, and the result is fp16.
 Baseline   pointers: for every tile, each thread computes the addresses of its elements and the
-           masks of the edges.
+           masks at the edges.
 Optimized  descriptors: changes pointers. `tl.make_tensor_descriptor` describes the same tiles. One
-           thread asks the tensor memory accelerator (TMA) for a tile. TMA handles the edges.
+           thread starts the tensor memory accelerator (TMA), which loads a tile and handles the
+           edges.
            library: `torch.matmul`.
 Bound      The L2. Each tile of 128 x 128 results reads its rows of a and its columns of b from the
-           L2, and that takes longer than the tensor cores need. TMA does not change these bytes. It
-           frees registers and instructions, which are not the limit here. The cost counts the
-           larger of the two tiles that the tuner may choose.
-Seen       pointers and descriptors take as long as predicted. So the L2 may be the limit. But that
-           is no proof: we read no hardware counters, and if the tensor cores idled for another
-           reason, the times could be the same. The rate `fp16` was measured with `torch.matmul`, so
-           library reaches it by definition.
-Use when   Descriptors take less code than pointers and masks, and are no slower. For speed, use
-           larger tiles or call the library.
+           L2, and these reads take longer than the tensor cores need. TMA does not change the
+           number of bytes. It saves registers and instructions, which are not the limit here. The
+           cost counts the larger of the two tiles that the tuner may choose.
+Seen       pointers and descriptors take as long as predicted. So the L2 may be the limit. But the
+           times do not prove it: we read no hardware counters, and the tensor cores may idle for
+           another reason. The rate `fp16` was measured with `torch.matmul`, so library reaches it
+           by definition.
+Use when   You write a kernel in Triton: descriptors need less code than pointers and masks, and are
+           not slower. For more speed, use larger tiles or call the library.
 """
 
 from dataclasses import replace
@@ -26,7 +27,7 @@ import triton.language as tl
 
 from pytest_aisp import Cost, Variant, Work, compare
 
-# Three stages of the largest tiles are 96 KiB, which a block may have on every arch.
+# Three stages of the largest tiles are 96 KiB, which fit in a block's shared memory on every arch.
 CONFIGS = [
     triton.Config({"M": 128, "N": 128, "K": 64}, num_warps=8, num_stages=3),
     triton.Config({"M": 128, "N": 64, "K": 64}, num_warps=4, num_stages=3),
@@ -35,8 +36,8 @@ CONFIGS = [
 
 @triton.jit
 def tile_of(m, n, M: tl.constexpr, N: tl.constexpr):
-    """Return the row and column of this program's tile. Eight rows of tiles at a time reuse the
-    L2."""
+    """Return the row and column of this program's tile. Programs that run at the same time compute
+    eight rows of tiles, so they find most of their inputs in the L2."""
     rows, columns = tl.cdiv(m, M), tl.cdiv(n, N)
     group = tl.program_id(0) // (8 * columns)
     height = min(rows - 8 * group, 8)
@@ -95,7 +96,8 @@ def pointers(a, b):
 
 
 def scratch(size, alignment, stream):
-    """Return memory for the descriptors that a kernel makes, 128 bytes each per program."""
+    """Return memory for the descriptors that a kernel creates, 128 bytes for each descriptor of
+    each program."""
     return torch.empty(size, device="cuda", dtype=torch.int8)
 
 

@@ -1,4 +1,5 @@
-// out = x transposed, rows x columns floats. A block has a tile of 64 x 64, a thread 16 floats.
+// out = x transposed, rows x columns floats. A block handles a tile of 64 x 64, and a thread 16
+// floats.
 //
 // naive: a warp reads along a row of x and writes down a column of out.
 // tiled: the tile is transposed in shared memory, so a warp reads and writes along rows.
@@ -7,9 +8,9 @@
 
 constexpr unsigned BLOCK = 256, TILE = 64, STEP = BLOCK / TILE, EACH = TILE / STEP, BANKS = 32;
 
-// Where an element of the tile lies in shared memory. A warp writes 32 neighbors of one row, and
-// reads one column of 32 rows. With `plain`, the column lies in one bank. With the others, it lies
-// in 32 banks.
+// The place of an element of the tile in shared memory. A warp writes 32 neighbors of one row, and
+// reads one column of 32 rows. With `plain`, the column is in one bank. With the other two
+// functions, it is spread over 32 banks.
 __device__ unsigned plain(unsigned row, unsigned column) { return row * TILE + column; }
 __device__ unsigned pad(unsigned row, unsigned column) { return row * (TILE + 1) + column; }
 __device__ unsigned swizzle(unsigned row, unsigned column) {
@@ -41,7 +42,8 @@ struct Block {
   }
 };
 
-// A whole tile tests no element, so a thread issues all its 16 loads before it waits for the first.
+// In a whole tile, no element is tested, so a thread issues all its 16 loads before it waits for
+// the first.
 template <bool whole>
 __device__ void read(const Block& block, float (&value)[EACH]) {
 #pragma unroll

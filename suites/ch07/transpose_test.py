@@ -2,26 +2,28 @@
 
 Problem    Write the transpose of a (rows, columns) fp32 matrix.
 Baseline   naive: a warp reads along a row and writes down a column, so each of its stores touches
-           32 sectors, 4 bytes each. A block has a tile of 64 x 64, a thread 16 elements.
-Optimized  tiled: changes naive. The tile is transposed in shared memory, so that a warp also writes
-           along a row. A warp reads a column of the tile there, and its 32 floats lie in one bank.
+           32 sectors, 4 bytes each. A block handles a tile of 64 x 64, and a thread 16 elements.
+Optimized  tiled: changes naive. The tile is transposed in shared memory, so a warp also writes
+           along a row. A warp reads a column of the tile from shared memory, and the 32 floats of
+           the column are in one bank.
            padded: changes tiled. The rows of the tile lie 65 floats apart, so a column is spread
            over all banks.
-           swizzled: changes tiled. Row r holds its columns in the order column xor r. So a column
-           is spread over all banks without unused floats.
+           swizzled: changes tiled. Row r stores column c in place c xor r, so a column is spread
+           over all banks without unused floats.
            library: `x.t().contiguous()`.
-Bound      DRAM for padded and swizzled. The limit of tiled is shared memory, which serves its
-           columns one float per clock. naive writes 32 bytes to the L2 for every 4 bytes of the
+Bound      DRAM for padded and swizzled. For tiled, shared memory, which reads a column at one float
+           per clock. For naive, stores: it writes 32 bytes to the L2 for every 4 bytes of the
            result.
-Seen       naive and library take longer than predicted. Whole sectors in the L2 do not explain
-           this: naive moves them at only a quarter of the L2's rate. naive takes about four cycles
-           of an SM per store, like chunked of copy_stride. We did not measure which part of the
-           path to the L2 needs these cycles. library reads down columns, so it also moves 32 bytes
-           for every 4, and needs a lookup in the L1 for each element, one per cycle (row_mapping of
-           chapter 8). These lookups take as long as moving the sectors. If lookups and transfers do
-           not overlap, together they explain the time of library.
-Use when   A kernel must read along one dimension and write along another. Pad the tile, or swizzle
-           it if shared memory is short.
+Seen       naive and library take longer than predicted. The transfer of whole sectors to the L2
+           does not explain this: naive moves sectors at only a quarter of the L2's rate. naive
+           takes about four cycles of an SM per stored element, like chunked of copy_stride. We did
+           not measure which part of the path to the L2 needs these cycles. library reads down
+           columns, so it also moves 32 bytes for every 4, and needs a lookup in the L1 for each
+           element. The L1 does one lookup per cycle (row_mapping of chapter 8). These lookups take
+           as long as moving the sectors. If the lookups and the transfers do not overlap, their sum
+           explains the time of library.
+Use when   A kernel must read along one dimension and write along another. Transpose a tile in
+           shared memory. Pad the tile, or swizzle it if shared memory is scarce.
 """
 
 import torch
@@ -69,7 +71,7 @@ def library(x):
 
 
 def turned(rows, columns, l2=8, shared=0):
-    """Return the cost with these bytes of the L2 and of shared memory per element."""
+    """Return the cost with `l2` bytes of the L2 and `shared` bytes of shared memory per element."""
     n = rows * columns
     return Cost(read=4 * n, write=4 * n, l2=l2 * n, shared=shared * n, launches=1)
 
@@ -98,7 +100,8 @@ def turned(rows, columns, l2=8, shared=0):
         # A warp moves 32 sectors of 32 bytes for 32 floats, in its stores or in its loads.
         naive: lambda rows, columns: turned(rows, columns, l2=4 + 32),
         library: lambda rows, columns: turned(rows, columns, l2=32 + 4),
-        # Reading a column is a 32-way bank conflict. Without it, shared memory is not the limit.
+        # Reading a column is a 32-way bank conflict. Without the conflict, shared memory is not the
+        # limit.
         tiled: lambda rows, columns: turned(rows, columns, shared=4 + 32 * 4),
         padded: turned,
         swizzled: turned,

@@ -13,7 +13,7 @@ __device__ void copy(const Vector* __restrict__ x, Vector* __restrict__ out, uns
   constexpr unsigned width = sizeof(Vector) / sizeof(float);
   const unsigned count = n / width;  // whole vectors
   const unsigned first = blockIdx.x * (BLOCK * each) + threadIdx.x;
-  if (first + (each - 1) * BLOCK < count) {  // one branch: every load before the first store
+  if (first + (each - 1) * BLOCK < count) {  // one test, so all loads come before the stores
     Vector value[each];
 #pragma unroll
     for (unsigned k = 0; k < each; ++k) value[k] = x[first + k * BLOCK];
@@ -25,7 +25,7 @@ __device__ void copy(const Vector* __restrict__ x, Vector* __restrict__ out, uns
   }
   if constexpr (width > 1) {
     const unsigned last = count * width + threadIdx.x;
-    if (blockIdx.x == 0 && last < n) {  // the up to three elements that fill no vector
+    if (blockIdx.x == 0 && last < n) {  // up to three elements that do not fill a vector
       reinterpret_cast<float*>(out)[last] = reinterpret_cast<const float*>(x)[last];
     }
   }

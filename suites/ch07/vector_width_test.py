@@ -7,15 +7,15 @@ Optimized  unrolled: changes scalar. Four 4-byte accesses per thread, with all l
            pairs: changes unrolled. The same 16 bytes in two 8-byte accesses.
            quads: changes unrolled. The same 16 bytes in one 16-byte access.
            quads_unrolled: changes quads. Four 16-byte accesses per thread.
-           library: `x * 1`, PyTorch's elementwise kernel. Sides are timed in a CUDA graph, where
-           `Tensor.clone` is slower (see copy_stride).
-Bound      DRAM. With 4 bytes per thread, the 2048 threads of an SM have 8 KiB of loads in flight,
-           and with 16 bytes 32 KiB. The longer a thread takes, the more bytes must be in flight for
-           the full rate. By the stored time of scalar, a thread takes about 0.8 us, so the full
-           rate needs about 13 KiB. Wider accesses alone save only instructions, which are not the
-           limit.
+           library: `x * 1`, PyTorch's elementwise kernel. It replaces `Tensor.clone`, which is
+           slower in a CUDA graph, where sides are timed (see copy_stride).
+Bound      DRAM. With 4 bytes per thread, the 2048 threads of an SM have 8 KiB of loads in flight.
+           With 16 bytes per thread, they have 32 KiB. The longer a thread takes, the more bytes
+           must be in flight for the full rate. The measured time of scalar means that a thread
+           takes about 0.8 us, so the full rate needs about 13 KiB. Wider accesses alone save only
+           instructions, which are not the limit.
 Seen       scalar takes longer than its bytes predict, because 8 KiB in flight are not enough. The
-           0.8 us of its threads include the start of a block, not only the latency of DRAM, and
+           0.8 us of a thread include the start of its block, not only the latency of DRAM, and
            scalar starts four times as many blocks as unrolled. We did not measure how long the
            start of a block takes.
 Use when   A memory-bound kernel has few bytes in flight: load several elements per thread before
@@ -86,7 +86,7 @@ def copied(n):
     inputs=inputs,
     reference=reference,
     sizes=[{"n": 2**27}],
-    # A block copies up to 4096 elements. The last 1 to 3 elements may fill no vector.
+    # A block copies up to 4096 elements. At the end, 1 to 3 elements may not fill a vector.
     check_sizes=[{"n": 1023}, {"n": 4097}, {"n": st.integers(33, 9000)}],
     work=lambda n: Work(read=4 * n, write=4 * n),
     bound="dram",
