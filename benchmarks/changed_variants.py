@@ -2,7 +2,8 @@
 
     python benchmarks/changed_variants.py [FOLDER]          # default: suites; needs the git history
 
-It goes through the commits that changed a page in FOLDER. It ignores changes of other files.
+The script goes through the commits that changed a page in FOLDER, and ignores changes of other
+files.
 """
 
 from __future__ import annotations

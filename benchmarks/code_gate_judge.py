@@ -167,7 +167,7 @@ class VotePool:
             kind.setdefault(trial.process, []).append(trial.reading)
 
     def votes(self, trial: Trial, rng: random.Random) -> Iterator[Reading]:
-        """Yield one trial from each of the other processes, both drawn at random."""
+        """Yield one random trial from each of the other processes, in random order."""
         kind = self._kinds[trial.kernel, trial.planted > 0]
         left = [process for process in kind if process != trial.process]
         while left:

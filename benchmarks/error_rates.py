@@ -8,9 +8,9 @@
     docs/explanation/verdict.md
 
 A suite of 250 different cases is recorded as on a real GPU model: 8 processes in each of two
-sessions. Then it is run many times in new sessions. The code that judges real runs judges these
-runs, too: screen, vote, claim gate and record gate. In a run, either no case has changed, or every
-case is slower by the smallest loss that its row can detect.
+sessions. Then the suite is run many times in new sessions. The code that judges real runs judges
+these runs, too: screen, vote, claim gate and record gate. In a run, either no case has changed, or
+every case is slower by the smallest loss that its row can detect.
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@
 // tcgen05_int8: tcgen05.mma with kind::i8.
 // tcgen05_block_scale: tcgen05.mma with block_scale on e2m1, NVFP4 through tensor memory.
 // two_cta: tcgen05.alloc with cta_group::2, tensor memory and tensor core of a pair of blocks.
+//
 // Each kernel is launched as two blocks of 128 threads. A block writes 1 if the instruction did
 // what it should, and 2 if not. In a launch, `map` is null, so code in `if (map)` does not run.
 

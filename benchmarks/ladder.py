@@ -5,8 +5,9 @@ instructions.
 
 Times are stored results (`baselines/`). Results whose sides have changed since are left out.
 Machine code is assembled here, without a GPU: the table lists the instructions that a rung adds to
-and removes from the rung before. It lists only instructions that move data, multiply, or wait. With
-`--write` the table replaces the text between `<!-- ladder -->` and `<!-- end of ladder -->`.
+and removes from the rung before. The table leaves out instructions that do not move data, multiply,
+or wait. With `--write` the table replaces the text between `<!-- ladder -->` and `<!-- end of
+ladder -->`.
 """
 
 from __future__ import annotations

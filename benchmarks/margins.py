@@ -189,7 +189,7 @@ def by_speedup() -> Iterator[list[str]]:
 
 
 def left_out() -> Iterator[list[str]]:
-    """Yield the rows of the third table, in which each stored session is judged by the other."""
+    """Yield the rows of the third table: each stored session is judged by the other session."""
     rows: dict[str, list[tuple[float, float]]] = {}
     for stored, key, result, _ in stored_shifts():
         for kept in (0, 1):

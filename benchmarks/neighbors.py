@@ -4,9 +4,10 @@
 
 For each share, a second process multiplies matrices for that share of the time. Meanwhile, pytest
 runs the same cases with stored results. The table counts the red cases, the cases without a
-verdict, the cases whose row names the other process, and the green cases. It also shows by how much
-the speedups of green cases differ from the stored speedups. The exit code is 1 if a case is red. It
-is also 1 if, at a share of 30 % or more, the row of some case does not name the other process.
+verdict, the cases whose row names the other process, and the green cases. The table also shows by
+how much the speedups of green cases differ from the stored speedups. The exit code is 1 if a case
+is red. The exit code is also 1 if, at a share of 30 % or more, the row of a case does not name the
+other process.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The decoder that the serving pages of chapters 15, 16, 17 and 20 share.
 
-It has RMS norm, rotary positions, attention with grouped queries and a KV cache, and SwiGLU, like
-Llama. Weights come from a seed. Pages import it by its absolute name, `suites.decoder`:
+Like Llama, it has RMS norm, rotary positions, attention with grouped queries and a KV cache, and
+SwiGLU. Weights come from a seed. Pages import it by its absolute name, `suites.decoder`:
 
     from suites.decoder import Cache, Config, Decoder
 

@@ -1,6 +1,6 @@
 """A server around the shared decoder: requests wait for a row of a batch, and tokens are streamed.
 
-It schedules requests as a real server does, and runs the real decoder (`suites/decoder.py`). The
+The server schedules requests like a real server, and runs a real decoder (`suites/decoder.py`). The
 host's clock decides whether a request has arrived. After each call, the server copies the new
 tokens to the host, because a real server sends them to users. Pages whose requests arrive over time
 import this module:

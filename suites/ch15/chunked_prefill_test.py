@@ -1,17 +1,16 @@
 """Chunked prefill: compute a long prompt in chunks, and let other requests decode in between.
 
-Problem    `running` requests are decoding when a prompt of `chunks` x `chunk` tokens arrives.
-           A decoder in bf16 (`suites/decoder.py`) computes the prompt, and decodes `chunks` tokens
-           of each running request. `context` tokens of each running request are already in the
-           cache. The logits after the prompt, and all decoded tokens with their scores, are
-           compared.
+Problem    `running` requests are decoding when a prompt of `chunks` x `chunk` tokens arrives. A
+           decoder in bf16 (`suites/decoder.py`) computes the prompt, and decodes `chunks` tokens of
+           each running request. `context` tokens of each running request are already in the cache.
+           The logits after the prompt, and all decoded tokens with their scores, are compared.
 Baseline   whole: the whole prompt is one call of the decoder. Then the running requests make
            `chunks` steps. Their first token waits for the whole prompt.
 Optimized  chunked: changes whole. The prompt is computed in chunks, and the running requests make a
            step after each chunk. So each of their tokens waits for only one chunk. The steps delay
            the first token of the new request.
            mixed: changes chunked. One call of the decoder computes a chunk and a step together
-           (Sarathi-Serve, OSDI 2024). Each linear layer multiplies all of them as rows of one
+           (Sarathi-Serve, OSDI 2024). Each linear layer multiplies all their tokens as rows of one
            matrix, so the weights are read once for both. Only attention handles them separately.
 Bound      Tensor cores limit the prompt. DRAM limits the steps of whole and chunked: a step reads
            all weights and the whole cache of each row, and does little arithmetic. mixed adds the
@@ -23,7 +22,7 @@ Bound      Tensor cores limit the prompt. DRAM limits the steps of whole and chu
 Seen       All sides take longer than predicted. chunked and mixed exceed their predictions the
            most. A product of 256 rows and 4096 columns has 64 tiles of 128 x 128, and the GPU has
            132 SMs. So the products of a chunk probably reach neither the rate of the tensor cores
-           nor that of DRAM. The costs also assume that small kernels take no longer than their
+           nor the rate of DRAM. The costs also assume that small kernels take no longer than their
            starts, and that attention with a mask reads the cache at the DRAM rate. We did not time
            any of these separately.
 Use when   Long prompts arrive while other requests decode, and users are promised a maximum time

@@ -21,10 +21,10 @@ Seen       On an H100 machine, static and continuous take almost three times as 
            continuous gains somewhat more over static than predicted. captured is not recorded yet.
 Use when   Answers differ in length and nobody knows how long they will be. The gain is about the
            ratio of a group's longest answer to the average answer. There is no gain if all answers
-           are equally long. A graph of the step would help static as well. A new request's prompt
-           delays the next token of all other rows (`chunked_prefill_test.py`). A server that checks
-           in each step whether answers have ended also waits for the GPU in each step, with either
-           schedule.
+           are equally long. static would also be faster if its step were a graph. A new request's
+           prompt delays the next token of all other rows (`chunked_prefill_test.py`). A server that
+           checks in each step whether answers have ended also waits for the GPU in each step, with
+           either schedule.
 """
 
 import itertools
@@ -100,7 +100,7 @@ class Batch:
         self.found = []
 
     def admit(self, prompts, row):
-        """Compute prompts in rows from `row` on. Their last logits give the first tokens."""
+        """Compute prompts in rows from `row` on. A prompt's last logits give the first token."""
         rows = slice(row, row + len(prompts))
         logits = self.model.prefill(prompts, self.cache.rows(rows.start, rows.stop))
         self.tokens[rows], self.scores[rows] = best(logits)

@@ -23,16 +23,16 @@ Bound      The host's launches and its waits for the GPU limit masked and sorted
            fused do little arithmetic with each weight that they read, so DRAM limits them when they
            run in a CUDA graph. The first test uses no graph, and there the host takes longer to
            launch grouped than the GPU takes to run it.
-Seen       First test, on an H100: masked takes twice as long in one row of the results as in the
-           other, so host times are rough. grouped takes longer than predicted from its launches.
-           The predicted time of a launch was measured with an addition, and the host probably takes
-           longer to launch a sort or a grouped product. Second test, in a graph: grouped and fused
-           take about one and a half times the predicted time. For the kernels that sort and gather,
-           the costs count only the start. They also assume that the products read weights at the
-           DRAM rate. We did not measure which assumption is wrong.
+Seen       First test, on an H100: the table of results has two rows with times of masked, and one
+           is twice the other, so times on the host are rough. grouped takes longer than predicted
+           from its launches. The predicted time of a launch was measured with an addition, and the
+           host probably takes longer to launch a sort or a grouped product. In the second test, in
+           a graph, grouped and fused take about one and a half times the predicted time. For the
+           kernels that sort and gather, the costs count only the start. They also assume that the
+           products read weights at the DRAM rate. We did not measure which assumption is wrong.
 Use when   A mixture of experts serves requests. grouped needs no kernel of your own. Serving
-           engines use kernels like fused. It saves the traffic of sorted tokens and some launches,
-           which matters when there are few tokens per expert. Two pages of chapter 13 are related:
+           engines use kernels like fused. fused saves some launches, and the traffic of sorted
+           tokens. That matters when there are few tokens per expert. See also chapter 13:
            `moe_step_test.py` trains the layer, and `expert_exchange_test.py` has experts on several
            GPUs.
 """

@@ -7,8 +7,8 @@ Problem    Decode `steps` given tokens of `requests` requests with a decoder in 
 Baseline   masked: every request has a row with room for the longest one. PyTorch's attention reads
            all rows to their ends, and a mask hides all positions after a request's last token.
 Optimized  triton_rows: changes masked. Each program of a Triton kernel computes the attention of
-           one request and one group of heads. It still reads all rows to their ends, so it shows
-           the effect of the kernel alone.
+           one request and one group of heads. triton_rows still reads all rows to their ends, so it
+           shows the effect of the kernel alone.
            bounded: changes triton_rows. The kernel stops at the request's last token.
            paged: changes bounded. Keys and values are in pages of 64 tokens that all requests share
            (PagedAttention, arXiv:2309.06180). The same kernel looks up each page's number in a
@@ -17,11 +17,11 @@ Bound      DRAM. masked and triton_rows read all rows to their ends. bounded and
            tokens that exist. For each page of thousands of numbers, paged loads only one additional
            number from the table. All sides also read the weights and start many small kernels, so
            the speedup of the whole step is smaller than the speedup of attention.
-Use when   Requests have different lengths. Stopping at the last token saves time, and a kernel
-           over contiguous rows can do that as well. Pages save memory: a request takes what it
-           needs, 64 tokens at a time, so more requests fit on the GPU. Many requests can share the
-           pages of a common beginning (`prefix_cache_test.py`). If requests are equally long,
-           contiguous rows are simpler and as fast (`kv_cache_test.py` in chapter 13).
+Use when   Requests have different lengths. Stopping at the last token saves time, and even a kernel
+           over contiguous rows can stop there. Pages save memory: a request takes what it needs, 64
+           tokens at a time, so more requests fit on the GPU. Many requests can share the pages of a
+           common beginning (`prefix_cache_test.py`). If requests are equally long, contiguous rows
+           are simpler and as fast (`kv_cache_test.py` in chapter 13).
 """
 
 import functools
@@ -62,8 +62,8 @@ def row_attention_kernel(
 ):
     """Compute attention for the query heads of one request that share a key head.
 
-    It reads the keys before the request's end, and masks those after its length. Without a table,
-    page `k` of a request begins `PAGE * HEAD` numbers after page `k - 1`.
+    The kernel reads the keys before the end of the request, and masks the keys after its length.
+    Without a table, page `k` of a request begins `PAGE * HEAD` numbers after page `k - 1`.
     """
     kv_head, request, kv_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     rows, lanes, tokens = tl.arange(0, ROWS), tl.arange(0, HEAD), tl.arange(0, PAGE)

@@ -20,10 +20,10 @@ Optimized  speculative: changes greedy. The draft, a table of successors, guesse
            draft_model: changes fewer_waits. The guesses come from a decoder of one layer and a
            quarter of the width, which knows the same successors. Its steps are in the graph too.
 Bound      DRAM, and the time to start each kernel of the graphs. A verification reads the same
-           weights as a step, for a few tokens instead of one. It gives all accepted guesses and one
-           more token. If a draft is never right, each verification gives only one token, but the
-           tokens are still correct. draft_model adds the small kernels of its steps, one after
-           another.
+           weights as a step, for a few tokens instead of one. A verification gives all accepted
+           guesses and one more token. If a draft is never right, each verification gives only one
+           token, but the tokens are still correct. draft_model adds the small kernels of its steps,
+           one after another.
 Seen       On an H100, all recorded sides take longer than predicted by about the same factor, so
            their ratios are as predicted. The costs count only the start of each small kernel, and
            assume that products of a few rows read weights at the DRAM rate. We timed neither of

@@ -3,15 +3,15 @@
 Problem    y = W x for one token of a decode step. x, W (n, k) and y are bf16. The weights are the
            page's state.
 Baseline   library: `torch.nn.functional.linear`, which calls cuBLAS.
-Optimized  bf16: a CUDA C++ kernel. A warp computes four rows, and sums in fp32. It shows what the
-           kernel alone gains, before the weights get smaller.
+Optimized  bf16: a CUDA C++ kernel. A warp computes four rows, and sums in fp32. This variant shows
+           what the kernel alone gains, before the weights get smaller.
            int8: changes bf16. One byte per weight, and one scale per row of W. The weights are
            quantized once, before the timed part. A byte becomes a float by bit operations and a
            subtraction.
            int4: changes int8. Half a byte per weight, and one fp32 scale per 128 weights of a row.
-           The weights in a word are ordered such that one mask extracts two of them. The conversion
-           adds an offset to each weight. The kernel subtracts the offsets from the sum, once per 32
-           weights.
+           The weights in a word are in an order in which one mask extracts two weights. The
+           conversion adds an offset to each weight. The kernel subtracts the offsets from the sum,
+           once per 32 weights.
 Bound      DRAM for bf16 and int8. int4 reads half the bytes of int8 and spends about as many
            instructions on a weight, most of them on the conversion. So instructions and DRAM limit
            int4 about equally. `weight_only_test.py` in chapter 13 solves the same problem with
@@ -23,9 +23,9 @@ Seen       On an H100, int4 takes longer than its loads alone or its instruction
            three blocks. 896 blocks are not a whole number of waves on 132 SMs, and in the last wave
            many SMs have less to overlap. We did not measure each of these effects.
 Use when   One sequence is decoded at a time. Each additional row of x adds multiplications on the
-           CUDA cores, so tensor cores are faster from a few rows on. 4-bit weights cost accuracy.
-           This page has random weights, so it cannot show the loss (see `outliers_test.py` in
-           chapter 19).
+           CUDA cores, so with more than a few rows, tensor cores are faster. 4-bit weights cost
+           accuracy. This page has random weights, so it cannot show the loss (see
+           `outliers_test.py` in chapter 19).
 """
 
 import torch
@@ -109,8 +109,8 @@ def product_cost(weights, instructions=0):
 
     Args:
         weights: bytes per weight, including its share of the scales.
-        instructions: the number per weight, counted in the loop of the sm90 machine code. Each one
-            takes the place of an fp32 multiply-add, so it counts as 2 operations.
+        instructions: the number per weight, counted in the loop of the sm90 machine code. Each
+            instruction takes the slot of an fp32 multiply-add, so it counts as 2 operations.
     """
 
     def cost(n, k):

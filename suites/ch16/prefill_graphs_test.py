@@ -12,8 +12,8 @@ Optimized  padded: changes eager_prefill. One graph computes `longest` tokens, a
            computed only at the last token. The graph reads this token's position from memory.
            bucketed: changes padded. There is a graph for `smallest` tokens, one for twice as many,
            and so on. A prompt is padded to the next size.
-           piecewise: changes bucketed. Attention is not part of the graphs. It is launched with the
-           true length of the prompt. All work between the attention of two layers is one graph.
+           piecewise: changes bucketed. Attention is not part of the graphs, and is launched with
+           the true length of the prompt. All work between the attention of two layers is one graph.
 Bound      The host limits eager_prefill, because it launches more than a hundred kernels per
            prompt. The GPU limits padded: it always computes `longest` tokens. bucketed computes
            less than twice the tokens of a prompt, but at least `smallest`. Even the smallest graph

@@ -4,7 +4,7 @@ Problem    Sample a token for each of `rows` sequences from `vocabulary` fp32 lo
            temperature 0.8, top-k 50 and a top-p that differs per row. Top-p takes the best of the
            top k tokens, one by one, until their probabilities add up to p. The Gumbel noise is an
            input. The token with the largest sum of scaled logit and noise wins, which amounts to
-           sampling from the softmax. The inputs are drawn such that rounding cannot change the kept
+           sampling from the softmax. We draw inputs for which rounding cannot change the kept
            tokens or the winner. But keeping one token too many or too few changes the winner. All
            tokens are compared exactly.
 Baseline   sort_all: sort all logits, and mask the tokens that top-k and top-p exclude.
@@ -173,8 +173,9 @@ def top_k_cost(rows, vocabulary, kernels):
     """Return the cost of `topk` and of `kernels` small kernels after it.
 
     `topk` selects digit by digit: it reads all logits once for each of four digits, and once more
-    to gather the best. It starts with one kernel and two fills of memory. Since torch 2.10, each
-    digit then takes three kernels. Finally, seven kernels add up block counts, gather and sort.
+    to gather the best. `topk` starts with one kernel and two fills of memory. Since torch 2.10,
+    each digit then takes three kernels. Finally, seven kernels add up block counts, gather and
+    sort.
     """
     read = 5 * 4 * rows * vocabulary
     return Cost(read=read, write=12 * rows * KEPT, launches=22) + Cost(launches=kernels)

@@ -4,15 +4,15 @@ Problem    Decode 8 tokens of each of `rows` sequences with a decoder in bf16 (`
            The tokens are inputs, so both sides do the same work. Each sequence has a cache of 1024
            positions. Return the logits of all tokens. The page is a curve over `rows`.
 Baseline   alone: one sequence after another. A step is a CUDA graph.
-Optimized  batched: changes alone. One step advances all sequences. Every sequence now waits for the
+Optimized  batched: changes alone. One step advances all sequences, so each sequence waits for all
            others. The time between two tokens of a sequence is the time of the call divided by 8.
-Bound      DRAM. A step reads all weights once, for one sequence or for many. It also reads the
-           whole cache of each of its sequences, because a captured step has fixed shapes: a mask
-           hides the positions after the current one. So the time between two tokens is the time to
-           read the weights and `rows` caches. The cost of a token is the time to read one cache and
-           a share of the weights. So this cost hardly falls once reading the caches takes longer
-           than reading the weights. With few sequences and two layers, the starts of a step's many
-           small kernels take even longer than the reads.
+Bound      DRAM. A step reads all weights once, for one sequence or for many. The step also reads
+           the whole cache of each sequence, because a captured step has fixed shapes: a mask hides
+           the positions after the current one. So the time between two tokens is the time to read
+           the weights and `rows` caches. The cost of a token is the time to read one cache and a
+           share of the weights. So this cost hardly falls once reading the caches takes longer than
+           reading the weights. With few sequences and two layers, the starts of a step's many small
+           kernels take even longer than the reads.
 Seen       On an H100, both sides take one and a half times as long as predicted, or slightly
            longer, at every number of sequences. So their ratio is as predicted. For each small
            kernel, the costs count only the start. A kernel probably takes somewhat longer, because

@@ -7,11 +7,12 @@ Problem    A mixture of experts keeps at most `factor` times the mean number of 
            of the tokens.
 Baseline   padded: each expert has a buffer, whose number of rows is `factor` times the mean. Tokens
            are copied into the buffers, `bmm` multiplies all buffers, and results are copied back.
-           No shape depends on the tokens. Rows without a token are computed as well.
+           No shape depends on the tokens. Rows without a token are computed too.
 Optimized  grouped: changes padded. The kept tokens lie one after another, sorted by expert, and
-           `grouped_mm` reads from the GPU where each expert's tokens begin and end. It computes no
-           empty row. The same tokens are dropped. The page is a curve over `factor`. The most
-           popular expert gets 1.6 times the mean. So tokens are dropped at factors up to 1.5.
+           `grouped_mm` reads from the GPU where each expert's tokens begin and end. grouped
+           computes no empty row, and drops the same tokens as padded. The page is a curve over
+           `factor`. The most popular expert gets 1.6 times the mean. So tokens are dropped at
+           factors up to 1.5.
 Bound      Tensor cores at a large factor. The rows of padded are `factor` times the number of
            tokens. grouped multiplies only the kept tokens. At a small factor, the sort, the copies
            and the gate together take about as long as the products, and DRAM limits them.
@@ -24,8 +25,8 @@ Seen       On an H100, both sides take longer than predicted at every factor. Th
            empty rows.
 Use when   All experts are on one GPU. With grouped products a large factor costs little, so there
            is no reason to lose quality by dropping tokens. Fixed-size buffers are useful if other
-           GPUs write into them. Then the factor is a trade-off: near 1, few rows are empty, but
-           many tokens are dropped.
+           GPUs write into them. With such buffers, the factor is a trade-off: near 1, few rows are
+           empty, but many tokens are dropped.
 """
 
 import torch

@@ -36,7 +36,7 @@ Use when   A server has objectives for the time to the first token (TTFT) and be
            capacity, chunks bound the time between tokens: `chunked` gives up some capacity for
            that. This page judges the total time of all requests. To measure both latencies and the
            requests per second that meet objectives, with bootstrap intervals, run `python
-           benchmarks/serving_load.py`. It replays the same sides.
+           benchmarks/serving_load.py`, which replays the same sides.
 """
 
 import functools
@@ -194,7 +194,7 @@ def test_load_in_chunks(pair):
 
 
 class TestServer:
-    """Each order of serving answers all requests."""
+    """The server answers all requests under each policy."""
 
     LENGTHS = (1, 3, 1, 1, 4, 2)
     POLICIES = pytest.mark.parametrize("policy", [{"together": True}, {}, {"chunk": 2}])

@@ -3,16 +3,16 @@
 Problem    Compute the logits of all `tokens` tokens of one sequence with a decoder in bf16
            (`suites/decoder.py`). The tokens are inputs, so nothing is generated. The page is a
            curve over `tokens`.
-Baseline   decode: one token after another, as when text is generated. A step is a CUDA graph. It
-           attends to the whole cache, and a mask hides the later positions.
+Baseline   decode: one token after another, as when text is generated. A step is a CUDA graph. Its
+           attention reads the whole cache, and a mask hides the later positions.
 Optimized  prefill: all tokens in one call, like a prompt. The call is a CUDA graph too. Outputs,
            weights and cache are the same on both sides.
 Bound      A step of decode does only 2 operations with each weight that it reads, so DRAM limits
-           it. prefill reads the weights once. Its operations grow with `tokens` until tensor cores
-           are the limit, at the ridge point of the roofline. The ridge point, in tokens, is half
-           the number of operations that the tensor cores do while DRAM delivers one weight, because
-           each token takes 2 operations per weight. The starts of the many small kernels add time.
-           With two layers, they take longer than reading the weights.
+           it. prefill reads the weights once. The number of operations grows with `tokens`. From
+           the ridge point of the roofline on, tensor cores limit prefill. The ridge point, in
+           tokens, is half the number of operations that the tensor cores do while DRAM delivers one
+           weight, because each token takes 2 operations per weight. The starts of the many small
+           kernels add time. With two layers, they take longer than reading the weights.
 Seen       Only the result with 4 tokens is recorded, on an H100. Both sides take more than one and
            a half times as long as predicted. For each small kernel, the costs count only the start.
            A kernel probably takes somewhat longer, because it waits for its first bytes and has

@@ -10,14 +10,15 @@ Optimized  by_length: changes fifo. The queue is sorted by length, still 16 prom
            token_budget: changes by_length. A batch has no fixed number of prompts. It ends before
            its tokens, including padding, exceed half of 16 times `longest`. So batches of short
            prompts are larger.
-Bound      Tensor cores, which multiply the padding as well. A length is `longest` times the cube of
-           a uniform random number. So the mean is a quarter of `longest`, and the longest of 16
+Bound      Tensor cores, which multiply the padding too. A length is `longest` times the cube of a
+           uniform random number. So the mean is a quarter of `longest`, and the longest of 16
            prompts is on average five sixths of `longest`. token_budget saves launches and fills the
            GPU when prompts are short.
 Use when   Prompts wait and their lengths are known, as in offline inference or under load. The
-           shortest prompts finish first, so the mean wait falls as well. Limit the wait of long
+           shortest prompts finish first, so the mean wait falls too. Limit the wait of long
            prompts, because under steady load they may starve. Attention over packed sequences needs
-           no padding (`varlen` in chapter 18). Then the order only changes which requests wait.
+           no padding (`varlen` in chapter 18). With such attention, the order changes only which
+           requests wait.
 """
 
 import torch

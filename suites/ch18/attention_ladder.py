@@ -40,7 +40,7 @@ def queries_keys_values(device, total, tokens, causal):
 
 
 def in_float64(q, k, v, causal):
-    """Return attention in float64. It computes a part of a head at a time to save memory."""
+    """Return attention in float64. To save memory, only a part of a head is computed at a time."""
     out = torch.empty_like(q, dtype=torch.float64)
     heads, tokens = q.shape[1:3]
     rows = max(AT_ONCE // tokens, 1)
@@ -131,7 +131,7 @@ def cudnn(q, k, v, causal):
 def mma_cost(total, tokens, causal):
     """Return the cost of a kernel with `mma.sync`, whose exponentials do not overlap products.
 
-    It computes tiles of 128 x 64 scores, 32 x 64 per warp.
+    The kernel computes tiles of 128 x 64 scores, 32 x 64 per warp.
 
     On Hopper, `mma.sync` reaches 63 % of the tensor cores' rate (arXiv 2501.12084), so the cost
     divides operations by that share.

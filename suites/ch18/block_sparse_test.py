@@ -15,12 +15,13 @@ Optimized  tiled: changes biased. A Triton kernel reads one byte per tile instea
            of them.
 Bound      listed: the L2, because each program of 64 queries reads its kept tiles of keys and
            values. The tensor cores take nearly as long. tiled: the L2 too, but for all tiles.
-           biased: tensor cores, for all tiles. It also reads two bytes of its mask for every score.
+           biased: tensor cores, for all tiles. biased also reads two bytes of its mask for every
+           score.
 Seen       On an H100, biased and flex take much longer than predicted. We did not record which
-           kernel PyTorch chose for biased. Nearly every tile of flex is kept only in part. In such
-           a tile, flex loads a flag for each score, which the cost leaves out. The times of listed
-           at both sizes suggest that the start and end of a program take about as long as two
-           tiles. The cost leaves out this time too.
+           kernel PyTorch chose for biased. Nearly every tile of flex is kept only in part. In those
+           tiles, flex loads a flag for each score, and the cost leaves out these loads. The times
+           of listed at both sizes suggest that the start and end of a program take about as long as
+           two tiles. The cost leaves out this time too.
 Use when   A pattern is known before the call and leaves out most blocks. The saving depends on the
            tiles, not on the scores: a pattern that keeps one score in every tile saves nothing. Use
            flex if its tiles fit the pattern. For a sliding window, see

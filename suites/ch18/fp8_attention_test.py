@@ -16,13 +16,13 @@ Optimized  The variants run the same kernel on e4m3 operands. The call quantizes
            the weights by 2^8, so the largest weight is 256. The largest e4m3 number is 448. Without
            this factor, weights below 2^-10 of the largest would become 0.
            cudnn: SDPA in bf16, `SDPBackend.CUDNN_ATTENTION`.
-Bound      Tensor cores and exponentials, one after the other, because the warps of a program run
-           the same phase at the same time. FP8 halves only the time of the products. The number of
-           exponentials stays the same, and each result needs a cast. Quantizing reads each input
-           twice. Quantizing takes the same time at both lengths, but the products take four times
-           as long at 16384 tokens as at 4096. So FP8 gains more at 16384 tokens. At 4096 tokens,
-           the predicted time of quantizing is about the time that fp8_scores saves. So the page
-           claims no speedup for fp8_scores. cuDNN computes exponentials during the products.
+Bound      Tensor cores and exponentials, one after the other, because first all warps of a program
+           multiply, and then all compute exponentials. FP8 halves only the time of the products.
+           The number of exponentials stays the same, and each result needs a cast. Quantizing reads
+           each input twice. Quantizing takes the same time at both lengths, but the products take
+           four times as long at 16384 tokens as at 4096. So FP8 gains more at 16384 tokens. At 4096
+           tokens, the predicted time of quantizing is about the time that fp8_scores saves. So the
+           page claims no speedup for fp8_scores. cuDNN computes exponentials during the products.
            The costs predict that cuDNN in bf16 is faster than fp8_both at 4096 tokens, and nearly
            as fast at 16384. On Hopper, the operand P of an FP8 product has a different register
            layout from the result of QK^T. So threads must exchange values. The costs leave out this
@@ -33,16 +33,17 @@ Seen       fp8_scores gains a little, as predicted. fp8_both takes up to a quart
 Use when   Sequences are long, the model tolerates the error, and no library has your form of
            attention. In all other cases, call cuDNN in bf16, because FP8 in Triton gains little
            over it. The check accepts the error that a relative rounding error of 2^-4 in Q, K, P, V
-           and the outputs would cause. This applies to both variants, because both declare
-           `precision="fp8"`. The tolerance is wide: at 4096 tokens, results that are a tenth too
-           large would pass. Most of the error comes from Q and K. A score sums 128 products, each
-           with two rounding errors. At a standard deviation of 3, a score is then off by up to 0.15
-           (rms), so its weight has a relative error of the same size. Rounding P and V adds little
-           error. So fp8_scores is hardly more accurate than fp8_both. The tensor cores accumulate
-           PV. Hopper's tensor cores keep about 14 bits of a sum of FP8 products, which is many more
-           bits than the operands have. One scale per head works if the tokens of a head have
-           similar magnitudes. Outlier channels need a rotation first (`../ch19/outliers_test.py`),
-           which this page does not show. If the error is too large, call the library in bf16.
+           and the outputs would cause. The tolerance is the same for fp8_scores and fp8_both,
+           because both declare `precision="fp8"`. The tolerance is wide: at 4096 tokens, results
+           that are a tenth too large would pass. Most of the error comes from Q and K. A score sums
+           128 products, each with two rounding errors. At a standard deviation of 3, a score is
+           then off by up to 0.15 (rms), so its weight has a relative error of the same size.
+           Rounding P and V adds little error. So fp8_scores is hardly more accurate than fp8_both.
+           The tensor cores accumulate PV. Hopper's tensor cores keep about 14 bits of a sum of FP8
+           products, which is many more bits than the operands have. One scale per head works if the
+           tokens of a head have similar magnitudes. Outlier channels need a rotation first
+           (`../ch19/outliers_test.py`), which this page does not show. If the error is too large,
+           call the library in bf16.
 """
 
 import pytest

@@ -20,11 +20,12 @@ Bound      fused: DRAM with 16 heads, because the latent cache is read once. Wit
            byte takes 8 times as many operations, so the tensor cores take about as long as DRAM.
            expanded: DRAM. It reads 320 numbers per token for each head. fused reads 576 per token
            for all heads together.
-           library: the L2. Only PyTorch's memory-efficient kernel supports this head dimension. Its
-           sums do not fit into registers, so it writes and reads them once per 128 tokens.
-Seen       On an H100, fused with 128 heads takes more than twice as long as predicted. Its sums
-           fill so many registers that an SM holds only one program. Probably copies, products and
-           exponentials then wait for one another. absorbed with 128 heads and library also take
+           library: the L2. Only PyTorch's memory-efficient kernel supports this head dimension. The
+           sums do not fit into this kernel's registers, so it writes and reads them once per 128
+           tokens.
+Seen       On an H100, fused with 128 heads takes more than twice as long as predicted. The sums of
+           fused fill so many registers that an SM holds only one program. Probably copies, products
+           and exponentials then wait for one another. absorbed with 128 heads and library also take
            longer than predicted, and we cannot explain that.
 Use when   Always absorb in decode. Expand in prefill, where many queries use each key: a score then
            costs 192 + 128 multiplications instead of 576 + 512. Memory matters as much as time: a

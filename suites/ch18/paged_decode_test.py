@@ -13,8 +13,8 @@ Optimized  copied: like gathered, but a Triton kernel computes attention over th
            results.
            paged: like copied, without the copy. The kernel looks up each page in the table one step
            before it reads the page. So Triton can prefetch keys and values, as it does in copied.
-           contiguous: paged on a contiguous cache, which is made before the timed part. It shows
-           what the table costs. A server that uses pages has no contiguous cache.
+           contiguous: paged on a contiguous cache, which is made before the timed part. contiguous
+           shows what the table costs. A server that uses pages has no contiguous cache.
 Bound      paged: DRAM, because each page is read once. The numbers of a token and group are 256
            contiguous bytes. The table adds 4 bytes per page. gathered reads the pool, writes the
            padded copy, and reads the copy again.

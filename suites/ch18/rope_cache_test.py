@@ -10,10 +10,10 @@ Baseline   eager: look up cosines and sines, rotate queries and keys as whole te
 Optimized  compiled: eager, compiled by `torch.compile`.
            fused: changes eager. One Triton kernel with a program per token and 8 heads. It reads
            the projection once, and writes each number directly to its final place.
-Bound      fused at 16384 tokens: DRAM. It reads the projection once, and writes queries and cache
-           once. eager reads and writes fp32 copies of the queries several times. At 64 tokens, the
-           number of kernels is the limit. All sides are timed in CUDA graphs, but even in a graph
-           the GPU needs time to start each kernel.
+Bound      fused at 16384 tokens: DRAM, because it reads the projection once, and writes queries and
+           cache once. eager reads and writes fp32 copies of the queries several times. At 64
+           tokens, the number of kernels is the limit. All sides are timed in CUDA graphs, but even
+           in a graph the GPU needs time to start each kernel.
 Seen       On an H100, eager with 64 tokens takes longer than predicted from the starts of its
            kernels, which read and write little. Each kernel probably takes somewhat longer than its
            start. compiled takes as long as the starts of its three kernels. fused is one kernel and

@@ -14,9 +14,9 @@ Optimized  tiled: changes eager. One kernel with an online softmax keeps the sco
 Bound      eager: DRAM, because each step reads and writes all scores. tiled: the L2, because each
            program of 64 queries reads keys and values from it. cudnn: tensor cores. The kernels in
            Triton use wgmma on Hopper. The costs assume that their exponentials run after the
-           products, because the warps of a program run the same phase at the same time. There is no
-           variant with warps that only load: Triton 3.9 fails to compile this loop with
-           `warp_specialize`, for Hopper and for Blackwell.
+           products, because first all warps of a program multiply, and then all compute
+           exponentials. There is no variant with warps that only load: Triton 3.9 fails to compile
+           this loop with `warp_specialize`, for Hopper and for Blackwell.
 Seen       All cases were recorded on an H100. Without a mask, cudnn takes a fifth to a third longer
            than predicted, and at 16384 tokens it takes longer than the same call in
            `cuda_attention_hopper_test.py`. The clock of the GPU was probably lower when it was

@@ -10,17 +10,17 @@ Baseline   padded: copy the tokens to a batch as long as the longest sequence. T
            mask and indices are made before the timed part.
 Optimized  looped: changes padded. One call per sequence on a view of its tokens. Nothing is padded.
            packed: changes looped. One Triton kernel for all sequences. A program takes 64 queries
-           of a head. A list gives the sequence of each program's queries. It is made before the
-           timed part.
+           of a head. A list, made before the timed part, gives the sequence of each program's
+           queries.
            nested: changes looped. `scaled_dot_product_attention` on a nested tensor of jagged
            layout, which PyTorch's flash kernel handles as packed tokens.
            varlen: changes looped. `torch.nn.attention.varlen.varlen_attn`, which calls the same
            kernel with the list of starts.
-Bound      Tensor cores, except for short sequences. padded computes the scores of the padding as
-           well. looped leaves SMs idle when a sequence has fewer tiles of queries than there are
-           SMs, and each call ends before the next one begins. In packed, a program has only 64
-           queries, so reading keys and values from the L2 takes longer than the products. A
-           program's exponentials come after its products.
+Bound      Tensor cores, except for short sequences. padded also computes the scores of the padding.
+           looped leaves SMs idle when a sequence has fewer tiles of queries than there are SMs, and
+           each call ends before the next one begins. In packed, a program has only 64 queries, so
+           reading keys and values from the L2 takes longer than the products. A program's
+           exponentials come after its products.
 Seen       On an H100 with sequences of up to 512 tokens, all sides take about twice as long as
            predicted, and looped takes even longer. In packed, nested and varlen, a program has only
            a few tiles of keys, so its start and end probably take as long as its products. A call

@@ -18,23 +18,23 @@ Bound      DRAM limits MXFP8. One pass reads 2 bytes per element and writes abou
            writes. Instructions limit NVFP4: fused_fp4 runs 35 instructions per element, because it
            compares each element with seven midpoints. Comparisons are exact, while a division would
            round. On an H200, these instructions take almost twice as long as the reads and writes.
-           compiled_fp4 makes the same comparisons. It also stores each code in a byte, and a second
+           compiled_fp4 makes the same comparisons, but first stores each code in a byte. A second
            kernel packs two codes into one byte.
 Seen       On an H100, compiled_fp4 takes more than twice as long as predicted. This accounts for
-           most of the gain of fused_fp4. We did not examine the GPU code of compiled_fp4. Its cost
-           assumes as many instructions per element as fused_fp4 has, and it probably runs more.
-           eager takes longer than predicted from its passes. We did not time its kernels one by
-           one. Two kinds of kernels are probably slower than a copy: kernels that find the largest
-           of 32 elements, and kernels that multiply by a factor per block.
-Use when   You quantize in the call, as for activations. Then quantizing in one pass can decide
-           whether the low-precision product is faster or slower than bf16. For MXFP8, compile the
-           definition, which costs one line and is as fast as fused. For NVFP4, write the kernel.
-           The page accepts no error: codes and scales must equal those of the definition, bit for
-           bit. The formats themselves lose accuracy. MXFP8 rounds an element by up to 2^-4 of its
-           value. Its scale is a power of two, and values above 448 times the scale are clamped to
-           448 times the scale. So the largest elements of a block lose up to 2^-3 of their value.
-           NVFP4 rounds an element by up to a third of its value if the element is at least half the
-           scale. Smaller elements become 0 or half the scale.
+           most of the gain of fused_fp4. The cost of compiled_fp4 assumes as many instructions per
+           element as fused_fp4 has. compiled_fp4 probably runs more, but we did not examine its GPU
+           code. eager takes longer than predicted from its passes. We did not time its kernels one
+           by one. Two kinds of kernels are probably slower than a copy: kernels that find the
+           largest of 32 elements, and kernels that multiply by a factor per block.
+Use when   You quantize in the call, as for activations. The time to quantize can decide whether the
+           low-precision product is faster or slower than bf16, so quantize in one pass. For MXFP8,
+           compile the definition, which costs one line and is as fast as fused. For NVFP4, write
+           the kernel. The page accepts no error: codes and scales must equal those of the
+           definition, bit for bit. The formats themselves lose accuracy. MXFP8 rounds an element by
+           up to 2^-4 of its value. Its scale is a power of two, and values above 448 times the
+           scale are clamped to 448 times the scale. So the largest elements of a block lose up to
+           2^-3 of their value. NVFP4 rounds an element by up to a third of its value if the element
+           is at least half the scale. Smaller elements become 0 or half the scale.
 """
 
 import functools

@@ -6,7 +6,8 @@ Baseline   bf16: `torch.nn.functional.linear`, which calls cuBLAS.
 Optimized  All variants are one Triton kernel, which converts weights to bf16 in registers. x stays
            bf16. In fp8, fp6 and fp4, W is quantized once, before the timed part. Every 32 weights
            of a row share a scale, a power of two, as in the OCP's MX formats.
-           streamed: bf16 with this kernel. It shows what the kernel changes without quantization.
+           streamed: bf16 with this kernel. streamed shows what the kernel changes without
+           quantization.
            fp8: changes streamed. MXFP8: e4m3, one byte per weight.
            fp6: changes fp8. MXFP6: e2m3. Three bytes hold four weights: each byte holds the code of
            one weight and two bits of the fourth code.

@@ -30,7 +30,7 @@ Bound      Tensor cores, at twice the rate of bf16. summed and by_blocks add one
            an SM, and no second block can use the tensor cores during the wait. Tiles of 64 x 128
            leave room for two blocks, but read more bytes. So summed and by_blocks claim no speedup
            over bf16. In hopper_summed and hopper_blocks, each of two warpgroups has half of the
-           tile. While one warpgroup adds up its sums, the products of the other can run.
+           tile. While one warpgroup adds up its sums, the other warpgroup's products can run.
 Seen       On an H100, the variants in Triton take longer than predicted. The predictions use the
            rate `fp8`, which was measured with a library's product. by_rows does not reach this
            rate, and we did not measure why. summed and by_blocks have one block per SM (see
@@ -39,17 +39,17 @@ Seen       On an H100, the variants in Triton take longer than predicted. The pr
            The kernels in CUDA C++ were recorded on an H200. hopper_rows is within a seventh of its
            prediction, and hopper_summed takes a quarter longer than predicted. Both are faster than
            bf16. hopper_blocks takes three fifths longer than predicted, and is hardly faster than
-           bf16. It differs from hopper_summed only in its scales: a thread reads three scales in
-           each step of 128 channels. We did not measure whether the thread waits for them. In
-           Triton too, by_blocks is slower than summed.
+           bf16. hopper_blocks differs from hopper_summed only in the scales: a thread reads three
+           scales in each step of 128 channels. We did not measure whether the thread waits for
+           them. In Triton too, by_blocks is slower than summed.
            In the second test, on an H200, product_by_rows is a little slower than library, although
            both should take the same time. cuBLASLt launches `nvjet_sm90_qqtst_128x128_128x6_2x1`,
            whose name says tiles of 128 x 128 and six stages. We did not measure what makes the
            difference. product_summed is slower still, mostly as predicted, because its additions
-           take time. It takes about a sixth longer than library_summed, for which cuBLASLt launches
-           another kernel. The costs assume that library_summed adds once per 128 channels. But
-           library_summed loses less to library than these additions would cost, so it may add less
-           often.
+           take time. product_summed takes about a sixth longer than library_summed, for which
+           cuBLASLt launches another kernel. The costs assume that library_summed adds once per 128
+           channels. But library_summed loses less to library than these additions would cost, so it
+           may add less often.
 Use when   Use by_rows for speed, if the values along a row are similar in size: it does not wait
            for CUDA cores, and cuBLASLt offers it (`../ch13/fp8_linear_test.py`). summed and
            by_blocks are for accuracy. In Triton they save no time over bf16. In CUDA C++ on an
@@ -60,8 +60,8 @@ Use when   Use by_rows for speed, if the values along a row are similar in size:
            by_blocks, because e4m3's steps are relative to each value. The check accepts the error
            that rounding each operand by 2^-4 of its value would cause. On these normally
            distributed inputs, all variants lose about the same. In the second test, products may
-           differ from the library's by the same amount. There the operands are codes, but tensor
-           cores round the sums.
+           differ from the library's by the same amount. The operands of the second test are codes,
+           but tensor cores round the sums.
 """
 
 import torch
@@ -317,7 +317,7 @@ def test_fp8_blocks(pair):
 
 
 def codes(device, m, n, k):
-    """Return codes of e4m3 with a scale per row: those of x (m, k), then those of W (n, k)."""
+    """Return e4m3 codes and a scale per row of x (m, k), and then of W (n, k)."""
     rows = []
     for count in (m, n):
         rows.append(torch.randn(count, k, device=device).to(torch.float8_e4m3fn))

@@ -8,8 +8,9 @@ Problem    One matrix product of a mixture-of-experts layer in inference. x is (
 Baseline   looped: copies the ends to the host, which waits for the GPU. For each expert with rows,
            it calls `torch.mm` in bf16, which writes the expert's rows of the result.
            bf16: `grouped_mm` in bf16. It is the baseline of the second test.
-Optimized  All variants multiply in e4m3, with a scale for each row of x and of W. They quantize W
-           once, before the timed part. They quantize x in the call, with the same Triton kernel.
+Optimized  All variants multiply in e4m3, with a scale for each row of x and of W. W is quantized
+           once, before the timed part. x is quantized in the call, with the same Triton kernel in
+           all variants.
            looped_fp8: changes looped. `torch._scaled_mm` for each expert.
            grouped: changes looped_fp8. One Triton kernel for all experts. Its grid covers the
            largest possible number of tiles. Each program finds its expert from the ends. Programs
@@ -211,7 +212,7 @@ def multiplied(x, w, w_scales, ends):
     """Return the products of all experts.
 
     Raises:
-        ValueError: the kernel does not take such tensors.
+        ValueError: the kernel does not support these tensors.
     """
     experts, n, k = w.shape
     rows = len(x)

@@ -5,10 +5,11 @@ Problem    Attention of one new token per sequence, with 64 heads of 128 numbers
            the page's state.
 Baseline   library: `torch.nn.functional.scaled_dot_product_attention`.
 Optimized  streamed: two Triton kernels. The first attends to 1024 tokens per program and the second
-           joins the results. It shows what the kernels change by themselves, with the same bytes.
+           joins the results. streamed shows what the kernels change by themselves, with the same
+           bytes.
            int8_cache: changes streamed. Keys and values have one byte per number, and one fp32
            scale per token and group.
-           fp8_cache: like int8_cache, with e4m3 in place of integers. int8_cache and fp8_cache
+           fp8_cache: like int8_cache, with e4m3 instead of integers. int8_cache and fp8_cache
            quantize the cache before the timed part, because a real decode step quantizes only its
            own token.
 Bound      DRAM, because the cache is read once. int8_cache and fp8_cache read about half of the
@@ -28,8 +29,8 @@ Use when   You have long contexts or many sequences, so that the cache takes mor
            check accepts the error that rounding q, k, p and v to the declared format would cause:
            2^-4 of each value for fp8, and 2^-6 for int8, whose step is set by the largest of 128
            numbers. So int8 is more accurate than fp8 for values without outliers. In real models,
-           some channels of the keys have outliers. Then give each channel of the keys its own
-           scale. This page does not show that.
+           some channels of the keys have outliers. A scale per channel of the keys helps against
+           them, which this page does not show.
 """
 
 import torch

@@ -11,13 +11,13 @@ Optimized  All variants multiply in int8, with a scale for each row of x and of 
            apart: changes bf16. The int8 product takes the outliers as zero. A second product
            multiplies them in bf16, and the int8 kernel adds its result (LLM.int8(),
            arXiv:2208.07339).
-           smoothed: in place of a second product, each channel of x is divided by a factor, and the
+           smoothed: instead of a second product, each channel of x is divided by a factor, and the
            same channel of W is multiplied by that factor. The factor is 8 for outliers, and 1 for
            the others. So x and W each take a part of the difference in size (SmoothQuant,
            arXiv:2211.10438).
-           rotated: in place of factors, every 64 channels of x and of W are multiplied by the same
+           rotated: instead of factors, every 64 channels of x and of W are multiplied by the same
            Hadamard matrix. This leaves y unchanged and spreads an outlier over its 64 channels
-           (QuaRot, arXiv:2404.00456). It works without knowing the outliers' channels.
+           (QuaRot, arXiv:2404.00456). rotated does not need to know the outliers' channels.
 Bound      Tensor cores, at twice the rate of bf16 at best. Triton uses Hopper's own instruction for
            int8 (`wgmma` with s8), unlike cuBLAS in `../ch13/dynamic_int8_test.py`. Quantizing x is
            limited by DRAM. In smoothed, the kernel that quantizes x also reads the factors. In
@@ -71,7 +71,7 @@ def rows_kernel(
     x, factors, hadamard, out, scales, k,
     HOW: tl.constexpr, PRODUCT: tl.constexpr, EVERY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Quantize a row of x. Its channels are viewed as a matrix with EVERY columns."""
+    """Quantize a row of x. The row's channels are viewed as a matrix with EVERY columns."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, EVERY)
     at = tl.arange(0, BLOCK)[:, None] * EVERY + lane[None, :]

@@ -16,10 +16,10 @@ Bound      Tensor cores, at twice the rate of bf16 for mxfp8 and at four times t
 Use when   You have a Blackwell GPU, and the layers tolerate four or eight bits. Other GPUs have no
            instruction for these products. On them, Triton first converts both operands to bf16.
            That is slower than multiplying in bf16, so the variants are not timed on those GPUs.
-           cuBLASLt has these products too, through `torch.nn.functional.scaled_mm`. It takes scales
-           in the order in which tensor cores read them. Our kernel takes them in plain order and
-           reorders them as it loads them. The size of its tile was chosen without a GPU. The
-           library is probably faster, and this page does not compare the two. The page is not
+           cuBLASLt has these products too, through `torch.nn.functional.scaled_mm`. cuBLASLt takes
+           scales in the order in which tensor cores read them. Our kernel takes scales in plain
+           order and reorders them as it loads them. The size of its tile was chosen without a GPU.
+           The library is probably faster, and this page does not compare the two. The page is not
            recorded, because no Blackwell GPU was available. So the page claims no speedup. On other
            machines, Triton's interpreter checks the numerics, and the kernels are assembled for
            sm100, sm103 and sm121. In Triton's PTX for these targets, products use

@@ -6,15 +6,15 @@ Baseline   fp32: `torch.nn.functional.linear` with TF32 off, which is PyTorch's 
 Optimized  All variants are the same two Triton kernels. One splits an operand and the other
            multiplies. The first part is the number, rounded. Each further part is the remainder of
            the previous rounding, rounded in turn.
-           tf32: one part of 11 bits. It shows the time and the error of a single product.
+           tf32: one part of 11 bits. tf32 shows the time and the error of a single product.
            tf32x3: changes tf32. Two parts, 22 bits. Three products: high with high, high with low,
            and low with high.
            bf16x3: changes tf32x3. Two parts of bf16, 16 bits, and the same three products.
-           bf16x6: changes bf16x3. Three parts of bf16, 24 bits as in fp32. Six products; the other
-           three are below the last bit of fp32. A tensor core truncates the bits that its sum
-           cannot hold. So tensor cores sum only the products of one step of the loop, and CUDA
-           cores add the sums of the steps, with rounding.
-Bound      Tensor cores: their operations are three or six times those of one product. The number of
+           bf16x6: changes bf16x3. Three parts of bf16, 24 bits as in fp32. Six of the nine
+           products; the other three are below the last bit of fp32. A tensor core truncates the
+           bits that its sum cannot hold. So tensor cores sum only the products of one step of the
+           loop, and CUDA cores add the sums of the steps, with rounding.
+Bound      Tensor cores, with three or six times as many operations as one product. The number of
            products and the rate of the type determine the time. TF32 runs at half the rate of bf16,
            so tf32x3 should take about as long as bf16x6. Splitting is limited by DRAM and takes
            little time compared with the products. Two sums per output take many registers, so tiles

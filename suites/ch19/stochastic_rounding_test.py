@@ -13,8 +13,8 @@ Optimized  stochastic: changes fp32_copy. There is no copy. The new weight round
 Bound      DRAM. fp32_copy moves 12 bytes per weight, stochastic 6. In the code for sm90, stochastic
            has 28 instructions per weight and fp32_copy has 16. These instructions overlap with DRAM
            traffic. One call of Philox gives the random bits for four weights. With one call per
-           weight, instructions would be the limit. The second test has little DRAM traffic. It
-           checks the result and claims no speedup.
+           weight, instructions would be the limit. The second test has little DRAM traffic. This
+           test checks the result and claims no speedup.
 Seen       On an H100, in_fp32 takes as long as its DRAM traffic plus its steps. So traffic and
            steps probably do not overlap, although the cost of in_fp32 assumes that they do.
 Use when   There is no memory for fp32 copies, or the optimizer's step takes long. A single weight

@@ -174,7 +174,7 @@ rung = functools.partial(
     sizes=[{"tokens": 256, "width": 2048, "hidden": 1024, "experts": 32}],
     check_sizes=[
         {"tokens": 21, "width": 72, "hidden": 40, "experts": 3},
-        {"tokens": 2, "width": 64, "hidden": 24, "experts": 6},  # some have no token
+        {"tokens": 2, "width": 64, "hidden": 24, "experts": 6},  # some experts idle
     ],
     work=work,
     bound="launch",  # the rungs reduce the host's time

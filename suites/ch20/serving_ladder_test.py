@@ -29,7 +29,7 @@ Optimized  continuous: changes static. As soon as a row of the batch is free, th
            captured: changes prefix_cached. A step is a CUDA graph. Prompts still run eagerly.
 Bound      The number of steps limits all sides except captured. Launches limit each step: the costs
            predict that the host takes longer to launch a step than the GPU takes to read all
-           weights. continuous makes fewer steps. paged reads only the tokens that exist. It gains
+           weights. continuous makes fewer steps. paged reads only the tokens that exist, but gains
            nothing by itself, because launching a step takes longer than reading the cache. Tensor
            cores limit prompts that are computed in full. prefix_cached computes only a small part
            of a prompt's tokens. So launches limit its prompts, too. captured removes the launches
@@ -45,7 +45,7 @@ Seen       On H100 and H200 machines, all sides take about two to two and a half
 Use when   You build a server, or want to know which of these techniques to add to yours. Each rung
            gains most on certain requests: the first on answers of different lengths, the second on
            long contexts of different lengths, and the third on equal beginnings. The last rung
-           gains most with a small batch or model. Each one has its own page in chapter 15.
+           gains most with a small batch or model. Each technique has its own page in chapter 15.
            `load_test.py` in chapter 17 serves requests that arrive one after another.
 """
 
