@@ -1,23 +1,24 @@
 """Gradient accumulation: a batch in four parts needs about a third of the memory.
 
-Problem    Gradients of the mean loss over a batch of 8 x 1024 tokens, for 8 decoder blocks of width
-           1024 in bf16. The sequences are independent, so splitting the batch does not change the
-           gradients.
+Problem    Compute the gradients of the mean loss over a batch of 8 x 1024 tokens, for 8 decoder
+           blocks of width 1024 in bf16. The sequences are independent, so splitting the batch does
+           not change the gradients.
 Baseline   whole: one forward and one backward pass over the whole batch.
-Optimized  accumulated: the baseline in 4 micro-batches of 2 sequences. The mean loss of each is
-           divided by 4, and each backward pass adds to `.grad`. `.grad` is bf16, so each gradient
-           is rounded 4 times.
-Bound      Tensor cores. The page is about memory. checkpointing_test.py counts the peak of whole:
-           180 units of activations and temporaries. A unit is one bf16 value per token and column.
-           At any time, accumulated holds a quarter of these activations and temporaries. From the
-           second micro-batch on, it also holds the gradients of all weights. Its peak is 961 MB, or
-           32 % of the baseline's peak. accumulated is slower because it launches four times as many
-           kernels.
-Seen       The peak of accumulated is about 12 MB higher than this count, which we cannot explain.
-           Both sides are slower than predicted. checkpointing_test.py lists the causes for whole.
+Optimized  accumulated: changes whole. The batch is processed in 4 micro-batches of 2 sequences. The
+           mean loss of each micro-batch is divided by 4, and each backward pass adds to `.grad`.
+           `.grad` is bf16, so each gradient is rounded 4 times.
+Bound      Tensor cores. But the page is about memory. checkpointing_test.py counts the peak memory
+           of whole: 180 units of activations and temporaries. A unit is one bf16 value per token
+           and column. At any time, accumulated holds a quarter of these activations and
+           temporaries. From the second micro-batch on, it also holds the gradients of all weights.
+           Its peak is 961 MB, or 32 % of the baseline's peak. accumulated is slower because it
+           launches four times as many kernels.
+Seen       The peak of accumulated is about 12 MB higher than 961 MB, which we cannot explain. Both
+           sides are slower than predicted. For whole, checkpointing_test.py lists the causes.
            accumulated also multiplies smaller matrices: a result of 2048 x 1024 has only 64 tiles
-           of 128 x 256 elements, so it occupies 64 of 132 SMs. We cannot explain the rest.
-Use when   The batch does not fit in memory. If it fits, accumulation only costs time.
+           of 128 x 256 elements, so it occupies 64 of 132 SMs. We cannot explain the rest of the
+           extra time.
+Use when   The batch does not fit in memory. If the batch fits, accumulation only costs time.
 """
 
 from pytest_aisp import Cost, Work, compare

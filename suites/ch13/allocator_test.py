@@ -1,30 +1,32 @@
-"""Allocator settings: those that keep growing caches from fragmenting GPU memory.
+"""Allocator settings: which ones keep growing caches from fragmenting GPU memory.
 
 Problem    Caches of 16 layers grow from 1024 to 4096 tokens, 64 at a time. Each cache is a (tokens,
            width) bf16 tensor. `cat` replaces it with a longer one, as in text generation with
-           dynamic caches. The page compares how much memory was taken from the GPU and never used.
+           dynamic caches. The page compares how much memory the allocator took from the GPU and
+           never used.
 Baseline   segments: torch's allocator with its default settings. It allocates segments from the
-           driver and serves later requests from them. When a cache grows, it does not fit into a
-           segment that a shorter cache has freed.
-Optimized  Each variant is the baseline with one setting.
+           driver and serves later requests from them. When a cache grows, the longer cache does not
+           fit into a segment that a shorter cache has freed.
+Optimized  Each variant changes one setting of the baseline.
            expandable: `expandable_segments:True`: one range of addresses that grows as pages are
-           mapped to it. Free space at its end becomes part of the next request.
+           mapped to it. Free space at the end of the range becomes part of the next request.
            rounded: `roundup_power2_divisions:4`: sizes are rounded up to a quarter step between
-           powers of two, so freed segments fit more often. The bytes added by rounding count as
+           powers of two, so freed segments fit more often. The bytes that rounding adds count as
            used.
            stream_ordered: `backend:cudaMallocAsync`: the driver's own pool, which remaps pages.
            capped: `max_split_size_mb:20`, a common recommendation against fragmentation. Segments
-           above 20 MB are not split, so they only serve requests of about their own size.
-Bound      The allocator's rules. At most 576 MiB are in use: 16 full caches, and one of them in
-           fp32 for its mean. We simulated torch's rules for these requests, starting from an empty
-           cache. They take 3640 MiB for segments, 700 for expandable, 2232 for rounded and 6560 for
-           capped. So 3064, 124, 1656 and 5984 MiB are unused. The rules of the driver's pool are
-           not published.
+           above 20 MB are not split, so they can only be reused for requests of about the same
+           size.
+Bound      The allocator's rules. At most 576 MiB are in use: 16 full caches, and an fp32 copy of
+           one cache to compute its mean. We simulated torch's rules for these requests, starting
+           from an empty cache. According to the simulation, the requests take 3640 MiB for
+           segments, 700 for expandable, 2232 for rounded and 6560 for capped. So 3064, 124, 1656
+           and 5984 MiB are unused. The rules of the driver's pool are not published.
 Seen       The measurement of capped is exactly what the simulation predicts. segments, expandable
            and rounded leave less memory unused than predicted. If 128 MiB had been free in the
-           cache before the call, the prediction for rounded would be exact and that for segments
-           within 3 %. We did not record how much was free, so we cannot explain the difference. The
-           order of the settings is as predicted.
+           cache before the call, the prediction would be exact for rounded and within 3 % for
+           segments. We did not record how much was free, so we cannot explain the difference. The
+           ranking of the settings is as predicted.
 Use when   Tensors of growing sizes fill the GPU although little is in use: set expandable segments.
            Do not cap the split size: for such tensors it makes fragmentation worse.
 """
@@ -35,7 +37,7 @@ from pytest_aisp import Work, compare, fresh_process
 
 LAYERS = 16
 MOST = {"expandable": 0.5, "rounded": 0.75, "stream_ordered": 0.5, "capped": 3.0}
-"""Unused memory, as a share of the baseline's."""
+"""Unused memory, as a share of the unused memory of the baseline."""
 
 
 def inputs(device, width, first, step, last):

@@ -1,15 +1,15 @@
-"""Training in lower precision: matrix products in TF32, bf16 or fp16, weights and update in fp32.
+"""Training in lower precision: products in TF32, bf16 or fp16, but weights and updates in fp32.
 
 Problem    One AdamW step of 2 decoder blocks of width 1024 on 4 x 1024 tokens. Weights, gradients
-           and moments are fp32 on every side. The loss is returned.
+           and moments are fp32 on every side. A step returns the loss.
 Baseline   fp32: TF32 is off, which is torch's default. Matrix products run on the CUDA cores.
-Optimized  tf32: the baseline with TF32 switched on. Tensor cores round the fp32 operands to 11
-           significant bits. Compare bf16 and fp16 with tf32, because few people train without TF32.
-           bf16: the baseline under autocast. Weights are cast when they are used, and matrix
-           products return bf16.
-           fp16: the baseline under autocast with a `GradScaler`, because gradients of a mean loss
-           are too small for fp16. The loss is multiplied by 2^16, and the fp32 gradients are
-           divided by 2^16 before the update.
+Optimized  tf32: changes fp32. TF32 is on: tensor cores round the fp32 operands to 11 significant
+           bits. Compare bf16 and fp16 with tf32, because few people train without TF32.
+           bf16: changes fp32. The step runs under autocast: weights are cast when they are used,
+           and matrix products return bf16.
+           fp16: changes fp32. The step runs under autocast with a `GradScaler`, because gradients
+           of a mean loss are too small for fp16. The loss is multiplied by 2^16, and the fp32
+           gradients are divided by 2^16 before the update.
 Bound      Tensor cores in theory. Outside the matrix products, bf16 moves about as many bytes as
            fp32. The residual stream and the norms stay fp32, and the fp32 cosines of the rotary
            embedding make q and k fp32. So the casts add about as much traffic as the smaller
@@ -17,14 +17,14 @@ Bound      Tensor cores in theory. Outside the matrix products, bf16 moves about
 Seen       tf32, bf16 and fp16 are slower than predicted. In fp32 and tf32, attention runs in a
            kernel made for Ampere, which multiplies in fp32 whether TF32 is on or off. Its rate was
            not measured. In bf16, attention may reach only the share of the peak that flash reaches
-           in long_attention_test.py. This would explain about a fifth of the gap. We cannot explain
-           the rest.
+           in long_attention_test.py. This would explain about a fifth of the extra time. We cannot
+           explain the rest.
 Use when   You train on tensor cores: bf16 autocast needs no scaler. Use fp16 only on GPUs without
            bf16.
 
-The check compares loss, gradients, moments and weights with those of a float64 reference. It does
-so after 1 step, after 3 steps, and after a timed window of up to 16 steps. The error must be no
-larger than rounding in the declared type can cause.
+The check compares loss, gradients, moments and weights with a float64 reference: after 1 step,
+after 3 steps, and after a timed window of up to 16 steps. The error must be no larger than rounding
+in the declared type can cause.
 """
 
 import contextlib
@@ -59,7 +59,7 @@ def reference(state, tokens, labels):
 
 @contextlib.contextmanager
 def products_in(precision):
-    matmul = torch.backends.cuda.matmul  # a flag of the whole process: restore it
+    matmul = torch.backends.cuda.matmul  # this flag applies to the whole process, so restore it
     before, matmul.fp32_precision = matmul.fp32_precision, precision
     try:
         yield
@@ -118,7 +118,7 @@ def adamw(layers, width):
 
 
 def full_precision(products):
-    """Return a function from the size to the cost of a step with fp32 attention.
+    """Return a function that takes the size and returns the cost of a step with fp32 attention.
 
     Args:
         products: the type of the other matrix products.
@@ -141,7 +141,7 @@ def full_precision(products):
 
 
 def mixed_precision(arithmetic):
-    """Return a function from the size to the cost of a step under autocast to `arithmetic`."""
+    """Return a function that computes the cost of a step under autocast to `arithmetic`."""
 
     def cost(layers, width, rows, length):
         tokens, unit, hidden = rows * length, 4 * rows * length * width, hidden_of(width) / width

@@ -1,19 +1,20 @@
 """Activation checkpointing: save memory by computing the forward pass twice.
 
-Problem    Gradients of the mean loss of 8 decoder blocks of width 1024 (RMS norm, rotary attention,
-           SwiGLU) for 8 x 1024 tokens, in bf16. There is no optimizer: one stores no activations.
-Baseline   stored: autograd keeps what each operation needs for its backward.
-Optimized  checkpointed: the baseline with `torch.utils.checkpoint` around each block. It keeps only
-           the block's input and recomputes the block in the backward pass (Chen et al.,
+Problem    Compute the gradients of the mean loss of 8 decoder blocks of width 1024 (RMS norm,
+           rotary attention, SwiGLU) for 8 x 1024 tokens, in bf16. There is no optimizer, because an
+           optimizer stores no activations.
+Baseline   stored: autograd keeps what each operation needs for its backward pass.
+Optimized  checkpointed: changes stored. `torch.utils.checkpoint` is around each block. It keeps
+           only the block's input and recomputes the block in the backward pass (Chen et al.,
            arXiv:1604.06174).
-           selective: checkpointed, but the results of matrix products and attention are kept.
-           Norms, rotation and SwiGLU are recomputed, which costs memory traffic but no matrix
+           selective: changes checkpointed. The results of matrix products and attention are kept.
+           Norms, rotation and SwiGLU are recomputed, which takes memory traffic but no matrix
            product.
-Bound      Tensor cores. The page is about memory. One unit is a bf16 value per token and column. A
-           block keeps 21.6 units: its input and the middle residual, both normalized (4), q, k, v
-           (3), q and k rotated (2), the output of attention and a copy with the heads side by side
-           (2), and gate, silu(gate), up and their product (10.6, since a hidden tensor is 2.656
-           units). The peak comes at a multiplication in the backward pass of SwiGLU:
+Bound      Tensor cores. But the page is about memory. One unit is a bf16 value per token and
+           column. A block keeps 21.6 units: its input and the middle residual, both normalized (4),
+           q, k, v (3), q and k rotated (2), the output of attention and a copy with the heads side
+           by side (2), and gate, silu(gate), up and their product (10.6, since a hidden tensor is
+           2.656 units). The peak comes at a multiplication in the backward pass of SwiGLU:
              units                     stored  checkpointed  selective
              blocks that are kept       173.0           1.0       98.5
              computed again               0.0          20.6       10.3
@@ -26,14 +27,15 @@ Bound      Tensor cores. The page is about memory. One unit is a bf16 value per 
            block of the backward pass, when the gradients of seven blocks are stored. selective has
            already freed one of the projections that it kept.
 Seen       The measured peaks are within 0.8 % of these sums. stored and selective are within 1 MB.
-           checkpointed is 5 MB higher, which we cannot explain. All sides are slower than predicted
-           by nearly the same factor, so their ratios are as predicted. The cost counts attention at
-           the full rate of the tensor cores. In long_attention_test.py, flash reaches only a share
-           of that rate. At this share, attention would explain about a third of the gap of stored.
-           We cannot explain the rest.
+           checkpointed is 5 MB higher than its sum, which we cannot explain. All sides are slower
+           than predicted by nearly the same factor, so their ratios are as predicted. The cost
+           assumes that attention runs at the full rate of the tensor cores. In
+           long_attention_test.py, flash reaches only a share of the full rate. If attention reaches
+           the same share here, it explains about a third of the extra time of stored. We cannot
+           explain the rest.
 Use when   Activations do not fit in memory, and nothing else can be freed. If selective saves
-           enough, prefer it: it repeats no matrix product. Outside a CUDA graph, selective costs
-           host time, because its Python policy runs for each operation.
+           enough, prefer it: it repeats no matrix product. Outside a CUDA graph, selective takes
+           host time, because its Python policy function runs for each operation.
 """
 
 import functools
@@ -79,7 +81,7 @@ def stored(model, tokens, labels):
 
 
 def checkpointed(model, tokens, labels):
-    # The model uses no random numbers, so there is no generator state to save.
+    # The model uses no random numbers, so the state of the random generator need not be saved.
     block = functools.partial(
         checkpoint, Block.forward, use_reentrant=False, preserve_rng_state=False
     )

@@ -6,24 +6,24 @@ Problem    One epoch of SGD on images. They are stored in memory as 8 x 8 blocks
            with antialiasing. The images come in shards of 64. One shard in 4 holds grainy images,
            which are also smoothed 8 times, so 4 slow batches come in a row. The sampler shuffles
            within a shard, in the same order on all sides. Each side returns the logits of every
-           image. The weights after the epoch are compared too.
+           image. The check also compares the weights after the epoch.
 Baseline   in_process: `num_workers=0`. The training process also decodes.
-Optimized  workers: the baseline with worker processes that decode. They start and end with the
-           epoch.
-           persistent: workers with `persistent_workers=True`. The workers start once, before the
-           timed part.
-           pinned: persistent with `pin_memory=True` and a copy with `non_blocking=True`.
-           prefetched: pinned with `prefetch_factor=4`: each worker prepares up to four batches
-           ahead, not 2, so more batches are ready when the slow ones come.
-Bound      The host. Without workers, it is limited by decoding. With workers, the training process
+Optimized  workers: changes in_process. Worker processes decode. They start and end with the epoch.
+           persistent: changes workers. With `persistent_workers=True`, the workers start once,
+           before the timed part.
+           pinned: changes persistent. Batches are in pinned memory (`pin_memory=True`), and are
+           copied with `non_blocking=True`.
+           prefetched: changes pinned. With `prefetch_factor=4`, each worker prepares up to four
+           batches ahead instead of two, so more batches are ready when the slow ones come.
+Bound      The host. Without workers, decoding is the limit. With workers, the training process
            receives batches, launches kernels, and waits for the slow batches. In a short epoch,
            starting and ending the workers takes longer than decoding.
 Seen       The cost counts only the launches and copies of the training process. There is no
            measured rate for decoding on the CPU or for passing batches between processes, so the
            prediction leaves these times out.
-Use when   Decoding takes longer than a step: use persistent workers, with pinned memory. Workers
-           that end with the epoch are worth their start-up time only in long epochs. A larger
-           prefetch factor helps only if loading times vary.
+Use when   Decoding takes longer than a step: use persistent workers, with pinned memory. If workers
+           end with the epoch, they pay off only in long epochs, because they have to start again
+           each time. A larger prefetch factor helps only if loading times vary.
 
 Workers do not see changes that are made to a tensor after they start. So the images are stored in
 the state and never change. Only their order is an input.
@@ -86,7 +86,7 @@ def smoothed(pictures):
 
 
 class Rows:
-    """A sampler that yields the rows of a tensor, which it reads again in each epoch."""
+    """A sampler that yields the rows of a tensor. It reads the tensor again in each epoch."""
 
     def __init__(self, rows):
         self.rows = rows

@@ -2,8 +2,8 @@
 
 Traffic is counted in units. A unit is one tensor of (tokens, width) values. `hidden` is the hidden
 width divided by the width, about 8/3. An eager operation is one kernel, which reads its inputs and
-writes its outputs. About 8 units of temporaries are in use at a time. If these fit in the L2, only
-the activations that are kept for the backward pass count as DRAM traffic.
+writes its outputs. About 8 units of temporaries are in use at a time. If the temporaries fit in the
+L2, only the activations that are kept for the backward pass count as DRAM traffic.
 """
 
 from pytest_aisp import Cost
@@ -55,7 +55,7 @@ def linear_forward(width, tokens, element, arithmetic):
 
 
 def linear_backward(width, tokens, element, arithmetic):
-    """Return the cost of two matrix products for each one in the forward pass."""
+    """Return the cost of two matrix products for each product of the forward pass."""
     inputs = 4 * width + hidden_of(width)
     outputs = 5 * width + 2 * hidden_of(width)
     return Cost(

@@ -5,20 +5,20 @@ Baseline   bf16: `torch.nn.functional.linear`, which is cuBLASLt.
 Optimized  All variants use int8 weights with a scale for each row. The weights are quantized once,
            before the timed part. The activations are quantized in each call, also with a scale for
            each row. `torch._int_mm` multiplies, and the result is rescaled in fp32.
-           eager: one kernel for each PyTorch operation.
-           compiled: eager with `torch.compile`: one kernel quantizes, and one rescales.
+           eager: runs one kernel for each PyTorch operation.
+           compiled: changes eager. After `torch.compile`, one kernel quantizes, and one rescales.
            torchao: the int8 linear layer of torchao, compiled. If torchao is not installed, the
            test is skipped and says how to install it.
 Bound      Tensor cores, at twice the rate of bf16 if cuBLAS reaches it. The matrix product writes 4
            bytes per element of y. Quantizing and rescaling move more bytes: eager moves 25 per
            element of x and 22 per element of y, compiled moves 3 and 6.
 Seen       No variant is faster than bf16. A profile shows that cuBLAS multiplies int8 with a kernel
-           made for Ampere (`cutlass_80_tensorop_i16832gemm`). Its rate is about that of the bf16
-           kernel for Hopper. compiled moves fewer bytes than eager, but the time that it saves is
-           about twice the time for those bytes. We cannot explain this. The rate of int8 was not
-           measured, so no time is predicted for the int8 sides.
-Use when   You need the memory that int8 weights save. Do not expect a speedup on Hopper for these
-           sizes, and never quantize activations in eager mode. FP8 can be faster: see
+           made for Ampere (`cutlass_80_tensorop_i16832gemm`). That kernel is about as fast as the
+           bf16 kernel for Hopper. compiled moves fewer bytes than eager. The time that compiled
+           saves is about twice the time that these bytes should take, which we cannot explain.
+           Nobody has measured the peak rate of int8, so no time is predicted for the int8 sides.
+Use when   You need to save memory, and int8 weights do that. Do not expect a speedup on Hopper for
+           these sizes, and never quantize activations in eager mode. FP8 can be faster: see
            fp8_linear_test.py.
 """
 

@@ -1,24 +1,27 @@
-"""Expert parallelism: send tokens to the ranks of their experts and back in one exchange each way.
+"""Expert parallelism: send tokens to their experts' ranks and back, with one exchange each way.
 
-Problem    Every rank has `tokens` tokens of `hidden` bf16 values and two experts. Its routed expert
-           serves tokens of all ranks, and its shared expert serves its own tokens. An expert is a
-           linear layer and GELU. The routing is given: each rank sends tokens / world tokens to
-           each rank. The splits are equal, as if every expert's fixed capacity were full, so ranks
-           need not exchange counts first. For each of its tokens, a rank returns the sum of both
-           experts' results, in the original order.
-Baseline   listed: `all_to_all` of lists into new tensors, which are concatenated for the expert.
-           The results return in the same way.
-Optimized  single: the baseline with `all_to_all_single` between two buffers that are allocated
-           once. Nothing is concatenated.
-           overlapped: single with `async_op=True` for the first exchange. The shared expert
+Problem    Every rank has `tokens` tokens of `hidden` bf16 values and two experts. The routed expert
+           of a rank serves tokens of all ranks, and the shared expert serves the rank's own tokens.
+           An expert is a linear layer and GELU. The routing is given: each rank sends tokens /
+           world tokens to each rank. The splits are equal, as if every expert's fixed capacity were
+           full, so the ranks do not have to exchange counts first. For each of its tokens, a rank
+           returns the sum of both experts' results, in the original order.
+Baseline   listed: calls `all_to_all` with lists of new tensors, which are concatenated for the
+           expert. The results return in the same way.
+Optimized  single: changes listed. `all_to_all_single` exchanges tokens between two buffers that are
+           allocated once. Nothing is concatenated.
+           overlapped: changes single. The first exchange has `async_op=True`, and the shared expert
            computes during that exchange.
 Bound      Tensor cores for the two matrix products, then NVLink: each rank sends (world - 1) /
-           world of its tokens, each way. Gathering, scattering, GELU and the sum are DRAM traffic.
+           world of its tokens, each way. Gathering, scattering, GELU and the sum are limited by
+           DRAM.
 Seen       All sides are slower than predicted. overlapped should hide one exchange, but saves only
-           about a fifth of its time. The shared expert must take longer while NCCL's kernels occupy
-           SMs. We did not record how long each kernel takes, so we cannot explain the rest.
+           about a fifth of the time of that exchange. The shared expert must take longer while
+           NCCL's kernels occupy SMs. We did not record how long each kernel takes, so we cannot
+           explain the rest.
 Use when   Experts are on several GPUs. Reuse the buffers between calls, which costs nothing. If
-           some computation does not depend on the exchange, overlap it, but expect little gain.
+           some computation does not depend on the exchange, overlap the two, but expect little
+           gain.
 """
 
 from dataclasses import replace
@@ -30,7 +33,7 @@ from torch.nn import functional as F
 from pytest_aisp import Conditions, Cost, Variant, Work, compare
 
 LISTS = "all_to_all of lists before torch 2.13" if torch.__version__ < (2, 13) else ""
-"""What Gloo, the backend of ranks on CPUs, cannot do in that version."""
+"""What Gloo, the backend of ranks on CPUs, cannot do in the named version."""
 
 
 def inputs(device, tokens, hidden):

@@ -3,21 +3,21 @@
 Problem    y = x W^T, x (m, k) and W (n, k) in bf16, y in bf16. The weights are the page's state.
 Baseline   bf16: `torch.nn.functional.linear`, which is cuBLASLt.
 Optimized  All variants multiply in e4m3 by `torch._scaled_mm`.
-           dynamic: one scale for x and one for W, computed in each call from their largest
-           elements.
-           rowwise: dynamic with a scale for each row of x and of W.
-           prepared: rowwise, but the weights are quantized once, before the timed part, as for
+           dynamic: changes bf16. x and W have one scale each, computed in each call from the
+           largest element.
+           rowwise: changes dynamic. Each row of x and of W has its own scale.
+           prepared: changes rowwise. The weights are quantized once, before the timed part, as for
            inference.
-           fused: prepared with one Triton kernel that quantizes the rows of x and reads them only
-           once. It needs one pass because the scale of a row depends only on that row.
+           fused: changes prepared. One Triton kernel quantizes the rows of x and reads them only
+           once. One pass is enough, because the scale of a row depends only on that row.
 Bound      Tensor cores for fused. The other variants add eager kernels, which DRAM limits. dynamic
            moves 13 bytes per quantized element, because the absolute values and the scaled values
-           are written and read again. rowwise and prepared move 17 bytes, because a tensor of fp32
-           scales makes the scaled values fp32. A single fp32 scale leaves them bf16. fused moves 3
-           bytes.
+           are written and read again. rowwise and prepared move 17 bytes, because multiplying by a
+           tensor of fp32 scales returns fp32 values. A single fp32 scale leaves the values bf16.
+           fused moves 3 bytes.
 Seen       The variants that quantize in eager mode are slower than predicted. The difference
-           between rowwise and prepared is the time to quantize W. It is about twice the time for
-           the bytes that this moves. We cannot explain this.
+           between rowwise and prepared is the time to quantize W. Quantizing W takes about twice as
+           long as its memory traffic should take. We cannot explain this.
 Use when   The weights can be quantized in advance, and one kernel can quantize the activations.
            Eager quantization in each call can take more time than the FP8 product saves. A scale
            for each row improves accuracy if the rows differ in magnitude.
@@ -34,7 +34,7 @@ from .rounding import to_even
 
 LARGEST = 448.0  # the largest e4m3 number
 ROWS = "_scaled_mm with a scale a row before torch 2.13" if torch.__version__ < (2, 13) else ""
-"""Names what a CPU cannot do in this version of torch. Empty if it can."""
+"""Names what a CPU cannot do in this version of torch. Empty if the CPU can do everything."""
 
 
 def state(device, m, n, k):
@@ -119,7 +119,7 @@ def fp8_product(m, n, k):
 
 
 def quantizing(elements, scaled):
-    """Return the cost of quantizing eagerly, with `scaled` bytes per scaled value."""
+    """Return the cost of quantizing in eager mode, with `scaled` bytes per scaled value."""
     magnitude = Cost(read=2 * elements, write=2 * elements, launches=1)
     largest = Cost(read=2 * elements, launches=1)
     scale = Cost(launches=4)  # cast to fp32, clamp, divide, reciprocal

@@ -3,18 +3,19 @@
 Problem    y = x W^T, x (m, k) and W (n, k) in bf16, y in bf16. k is not a multiple of 16, which FP8
            matrix products need. The weights are the page's state.
 Baseline   as_is: `torch.nn.functional.linear` in bf16, which takes any k.
-Optimized  padded: the baseline with zeros appended to the rows of x and W in each call, in bf16.
-           fp8: padded in e4m3. In each call, x and W are quantized with one scale each, then
-           padded. `torch._scaled_mm` multiplies them.
-           prepared: fp8, but W is quantized and padded once, before the timed part.
-Bound      Tensor cores, then DRAM for the eager kernels that quantize. They move 16 bytes per
-           element: 13 to quantize (see fp8_linear_test.py), and 3 to fill the padded tensor and
+Optimized  padded: changes as_is. In each call, zeros are appended to the rows of x and W, in bf16.
+           fp8: changes padded. In each call, x and W are quantized to e4m3 with one scale each,
+           then padded. `torch._scaled_mm` multiplies them.
+           prepared: changes fp8. W is quantized and padded once, before the timed part.
+Bound      Tensor cores, then DRAM for the eager kernels that quantize. These kernels move 16 bytes
+           per element: 13 to quantize (see fp8_linear_test.py), and 3 to fill the padded tensor and
            copy into it.
-Seen       as_is is far slower than predicted. Its rows begin at multiples of 8 bytes, and TMA needs
-           16. We did not record which kernel cuBLAS chooses. fp8 and prepared are slower than
-           predicted, because quantizing takes about twice as long as its bytes predict. The time
-           for W, which is fp8 minus prepared, shows this factor. The same factor is in
-           fp8_linear_test.py. We cannot explain it.
+Seen       as_is is far slower than predicted. The rows begin at multiples of 8 bytes, but TMA needs
+           multiples of 16 bytes. We did not record which kernel cuBLAS chooses. fp8 and prepared
+           are slower than predicted, because quantizing takes about twice as long as its memory
+           traffic should take. The difference between fp8 and prepared, which is the time to
+           quantize W, shows this factor. fp8_linear_test.py has the same factor. We cannot explain
+           the factor.
 Use when   k is not a multiple of 8. Padding alone, in bf16, gives most of the speedup. Use FP8 only
            if the weights can be quantized in advance.
 """
@@ -87,7 +88,7 @@ def padding(rows, k, element):
 
 
 def quantizing(rows, k):
-    """Return the cost of `quantized`: four kernels for the scale, and those that move data."""
+    """Return the cost of `quantized`: four kernels for the scale, and others that move data."""
     elements = rows * k
     scale = Cost(read=2 * elements, write=2 * elements, launches=1)
     scale += Cost(read=2 * elements, launches=1) + Cost(launches=4)

@@ -1,22 +1,22 @@
-"""Odd dimensions of a matrix product: pad them, so that fast kernels can load the rows.
+"""Odd dimensions of a matrix product: pad them, so that fast GEMM kernels can load the rows.
 
-Problem    x @ w.T in bf16, as `linear` computes it: x is (m, k), the weight (n, k). In one test
-           size, k is odd, as may happen when features are concatenated. In the other, n is odd: the
-           50257 tokens of GPT-2's vocabulary.
+Problem    x @ w.T in bf16, as `linear` computes it. x is (m, k), and the weight is (n, k). In one
+           test size, k is odd, as may happen when features are concatenated. In the other test
+           size, n is odd: the 50257 tokens of GPT-2's vocabulary.
 Baseline   odd: `linear` on the unpadded operands. A row with an odd number of bf16 values may begin
            at any multiple of 2 bytes. Fast kernels use TMA or 16-byte copies, which need rows that
            begin at multiples of 16 bytes.
-Optimized  to_8: the baseline with the weight padded with zeros to a multiple of 8, which is 16
-           bytes. The padding of the weight is not timed. If k is odd, x is padded in each call. If
-           n is odd, the result has padded rows, and the function returns a view of n columns.
-           to_64: to_8 with multiples of 64. 64 values are 128 bytes, one step of the fast kernels'
-           loop over k.
+Optimized  to_8: changes odd. The weight is padded with zeros to a multiple of 8 elements, which are
+           16 bytes. Padding the weight is not timed. If k is odd, x is padded in each call. If n is
+           odd, the result has padded rows, and the function returns a view of n columns.
+           to_64: changes to_8. The weight is padded to a multiple of 64 elements. 64 elements are
+           128 bytes, which is one step of the fast kernels' loop over k.
 Bound      Tensor cores. `pad` fills the padded tensor with zeros and then copies x into it. This
            takes little time compared with the matrix product.
 Seen       The baseline is far slower than predicted in both sizes. A profile shows why: cuBLAS
-           chooses kernels made for Turing (`cutlass_75_tensorop_bf16_s1688gemm`). These do not use
-           Hopper's tensor core instructions, and the prediction uses a bf16 rate that was measured
-           with them.
+           chooses kernels made for Turing (`cutlass_75_tensorop_bf16_s1688gemm`). These kernels do
+           not use Hopper's tensor core instructions. The prediction assumes a bf16 rate that was
+           measured with Hopper's instructions.
 Use when   A dimension of a bf16 product is odd, and the weight can be padded once. Multiples of 8
            are enough: padding to a multiple of 64 gains almost nothing more.
 """
@@ -70,7 +70,7 @@ def product(m, k, n):
 
 
 def padding(multiple):
-    """Return a function from the size to the cost of padding x (if k changes) and multiplying."""
+    """Return a function that computes the cost of padding x (if k changes) and multiplying."""
 
     def cost(m, k, n):
         wide, tall = (size + -size % multiple for size in (k, n))

@@ -4,26 +4,26 @@ Problem    x @ w in bf16. x is (m, k), but it is stored transposed, as (k, m), l
            channels-first layout. The weight can be stored in either order.
 Baseline   nt: copies x to row-major (m, k) and multiplies. The weight is stored as (n, k), as in
            `linear`.
-Optimized  nn: the baseline with the weight stored as (k, n). Reordering the weight is not timed.
-           tt: the baseline without the copy. x is a transposed view.
-           tn: tt with the weight stored as (k, n).
+Optimized  nn: changes nt. The weight is stored as (k, n). Reordering the weight is not timed.
+           tt: changes nt. There is no copy: x is a transposed view.
+           tn: changes tt. The weight is stored as (k, n).
            The first letter of a name is the layout of x: n is (m, k), t is (k, m). The second
            letter is the layout of the weight: n is (k, n), t is (n, k).
-Bound      Tensor cores. On Hopper they read bf16 from shared memory in either order, and TMA loads
-           either order, so all layouts take the same time. For fp8 and tf32, k must be the
-           contiguous dimension.
+Bound      Tensor cores. On Hopper, tensor cores read bf16 from shared memory in either order, and
+           TMA loads either order, so all layouts take the same time. For fp8 and tf32, k must be
+           the contiguous dimension.
 Seen       The copy takes about twice as long as predicted. Each of its loads uses 2 bytes of a
            32-byte sector, so the cost counts 32 bytes per element from the L2. Each load of a warp
-           also touches 32 cache lines, and the L1 looks up one line per cycle (row_mapping of
-           chapter 8). These lookups take as long as the sectors. If lookups and sectors do not
-           overlap, they explain the time, as in transpose of chapter 7. We did not measure whether
-           they overlap.
-Use when   An operand is transposed in memory: pass the view, and do not call `contiguous`. In fp8
+           also touches 32 cache lines, and the L1 looks up one line per cycle (`row_mapping` in
+           chapter 8). The lookups take as long as reading the sectors. If lookups and reads do not
+           overlap, they explain the extra time, as in `transpose` in chapter 7. We did not measure
+           whether they overlap.
+Use when   An operand is transposed in memory. Pass the view, and do not call `contiguous`. In fp8
            or tf32, k must be the contiguous dimension.
 
 When dimensions are odd, cuBLAS may split k and add the parts in bf16
-(`allow_bf16_reduced_precision_reduction`, torch's default). A result is then rounded twice. The
-page allows for this.
+(`allow_bf16_reduced_precision_reduction`, torch's default). In that case, a result is rounded
+twice, and the page's tolerance allows for this.
 """
 
 from types import SimpleNamespace
@@ -70,7 +70,7 @@ def product(m, k, n):
 
 
 def copied(m, k, n):
-    """Return the cost of nt and nn. Their copy reads a 32-byte sector for each element."""
+    """Return the cost of nt and nn. The copy of x reads a 32-byte sector for each element."""
     return Cost(read=2 * m * k, write=2 * m * k, l2=34 * m * k, launches=1) + product(m, k, n)
 
 

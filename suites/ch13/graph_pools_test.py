@@ -1,21 +1,22 @@
 """Private pools: let graphs that never run at the same time share their memory.
 
-Problem    A stack of 4 SwiGLU layers of width 2048 in bf16. It is captured as 8 CUDA graphs, one
-           per batch size from 1/8 of `tokens` to all of them, as inference servers do. A call
-           replays each graph on the first rows of x.
+Problem    A stack of 4 SwiGLU layers of width 2048 in bf16. The stack is captured as 8 CUDA graphs,
+           as inference servers do: one graph per batch size, from 1/8 of `tokens` to all `tokens`.
+           A call replays each graph on the first rows of x.
 Baseline   apart: each graph has a private pool, which is the default of `torch.cuda.graph`. A
            graph's temporaries keep their memory, although no two graphs run at once.
-Optimized  shared: all graphs are captured into one pool, the largest first. A graph's temporaries
-           reuse the memory of earlier graphs' temporaries. The outputs are still referenced, so no
-           graph overwrites them.
-Bound      Memory, not time: both sides replay the same kernels. At its peak, a layer holds 3
-           tensors of the hidden width, its input and its output. apart needs this memory for every
-           batch size. The sum of the batch sizes is 4.5 times the largest one. shared needs the
-           memory only for the largest. Both sides also need memory for the outputs of all batch
-           sizes.
+Optimized  shared: all graphs are captured into one pool, the largest first. The temporaries of a
+           graph reuse the memory of the temporaries of earlier graphs. The outputs are still
+           referenced, so no graph overwrites them.
+Bound      Memory, not time: both sides replay the same kernels. At its peak, a layer holds its
+           input, its output, and 3 tensors of the hidden width. apart needs this memory for every
+           batch size. The sum of the batch sizes is 4.5 times the largest batch size. shared needs
+           this memory only for the largest batch size. Both sides also need memory for the outputs
+           of all batch sizes.
 Use when   A program captures many graphs and replays them one after the other. Keep a reference to
-           each graph's output while you capture the others, as here. If you drop it, another graph
-           may overwrite the output. Graphs that may run at the same time must not share a pool.
+           each graph's output while you capture the others, as this page does. If you drop the
+           reference, another graph may overwrite the output. Graphs that may run at the same time
+           must not share a pool.
 """
 
 import torch

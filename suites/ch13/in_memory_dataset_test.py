@@ -2,25 +2,25 @@
 
 Problem    One epoch of SGD on images of 3 x 32 x 32 bytes, in batches of 128. Each image has its
            own file. The order of the images is an input. Each side returns the logits of every
-           image. The weights after the epoch are compared too.
+           image. The check also compares the weights after the epoch.
 Baseline   files: the training process opens and reads the files of a batch one by one. The files
-           were just written, so they are in the page cache. The baseline spends its time only on
+           were just written, so they are in the page cache. So the baseline only spends time on
            system calls and Python. Reading from a disk or a network would be slower.
-Optimized  in_memory: files, but all files are read once, before the timed part, into one tensor in
-           host memory. A batch is selected from it by index.
-           on_gpu: in_memory, but the tensor is on the GPU, and so is the epoch's order.
-Bound      The host. files opens one file per image. Then all sides launch the same kernels in each
+Optimized  in_memory: changes files. All files are read once, before the timed part, into one tensor
+           in host memory. A batch is selected from the tensor by index.
+           on_gpu: changes in_memory. The tensor and the epoch's order are on the GPU.
+Bound      The host. files opens one file per image. All sides launch the same kernels in each
            training step. Running these kernels takes less time than launching them.
-Seen       There is no measured rate for opening a file, so the prediction for files leaves that
-           time out. in_memory and on_gpu take several times as long as their launches and their
-           waits for the GPU. Part of this is Python time in autograd, modules and optimizer: on a
-           CPU, a training step on tiny tensors takes as long as 340 to 410 calls of `Tensor.view`.
-           At the rate `host_step`, these calls are about a third of the measured time. We cannot
-           explain the rest. All sides spend this time, so the speedup of in_memory is lower than
-           the time for the files suggests.
+Seen       Nobody has measured how long it takes to open a file, so the prediction for files leaves
+           that time out. in_memory and on_gpu take several times as long as their launches and
+           their waits for the GPU. Part of this is Python time in autograd, modules and optimizer:
+           on a CPU, a training step on tiny tensors takes as long as 340 to 410 calls of
+           `Tensor.view`. At the measured time per call, 340 to 410 calls are about a third of the
+           measured step. We cannot explain the rest. All sides spend this Python time, so the
+           speedup of in_memory is lower than the time for the files suggests.
 Use when   The whole dataset fits in host memory. Then no epoch needs system calls to read it. Put
-           the data on the GPU only if it has memory to spare: on_gpu only saves the small copies of
-           the batches.
+           the data on the GPU only if the GPU has memory to spare, because on_gpu only saves the
+           small copies of the batches.
 """
 
 import tempfile
@@ -61,7 +61,7 @@ def step(state, images, labels):
 
 
 def trained(state, images, order):
-    """Train on a batch of bytes that is on the model's device. Return the logits."""
+    """Train on a batch of bytes, which is on the model's device. Return the logits."""
     return step(state, (images.float() - 127.5) / 64, state.labels[order])
 
 

@@ -4,27 +4,28 @@ Problem    Decode `steps` tokens of `batch` sequences with one attention layer i
            projects the token to query, key and value, appends key and value to the cache, and
            attends to the whole cache. Its output is added to the next token, so the steps run one
            after another. The cache starts with `prompt` tokens. Queries are twice as large as
-           usual, so about 40 keys get most of the weight. The outputs of all steps are compared.
-Baseline   grown: `torch.cat` of the cache and the new entry, as in caches without a fixed size.
-Optimized  by_words: grown, but `cat` gets views of the bytes as int64. When PyTorch copies into
-           part of a tensor, each thread copies one element at a time. With bf16 elements a warp
+           usual, so that about 40 keys get most of the weight. The check compares the outputs of
+           all steps.
+Baseline   grown: `torch.cat` joins the cache and the new entry, as in caches without a fixed size.
+Optimized  by_words: changes grown. `cat` gets views of the bytes as int64. When PyTorch copies into
+           part of a tensor, each thread copies one element at a time. With bf16 elements, a warp
            moves only 64 bytes at a time.
-           preallocated: by_words, but memory for all tokens is allocated once, and each token is
-           written to its place. The prompt is copied as int64.
-           paged: preallocated, but all sequences share a pool of pages of 64 tokens. A table says
-           where the pages of each sequence are (PagedAttention, arXiv:2309.06180). PyTorch's
+           preallocated: changes by_words. Memory for all tokens is allocated once, and each token
+           is written to its place. The prompt is copied as int64.
+           paged: changes preallocated. All sequences share a pool of pages of 64 tokens. A table
+           says where the pages of each sequence are (PagedAttention, arXiv:2309.06180). PyTorch's
            attention cannot use such a table without another package. So this page has its own
-           kernel, with one program per sequence and head. Tensor core products need 16 rows, so all
-           16 rows hold the same query.
+           kernel, with one program per sequence and head. A tensor core product needs 16 rows, so
+           all 16 rows hold the same query.
 Bound      DRAM. Every step reads all keys and values, which do not fit in the L2. In grown and
            by_words, every step also copies them. preallocated and paged copy the prompt once per
            call.
-Seen       grown takes longer than its bytes predict. by_words moves the same bytes in the same
-           number of kernels and comes close to its prediction. So copying single bf16 elements
+Seen       grown takes longer than its memory traffic alone. by_words moves the same bytes in the
+           same number of kernels and comes close to its prediction. So copying single bf16 elements
            explains the extra time of grown.
 Use when   Preallocate when the maximum length is known and fits in memory. Use pages when sequences
-           end at different lengths, because memory is then allocated 64 tokens at a time. Here all
-           sequences have the same length, so paged needs about as much memory as preallocated.
+           end at different lengths, because pages allocate memory for 64 tokens at a time. Here,
+           all sequences have the same length, so paged needs about as much memory as preallocated.
            grown needs twice as much.
 """
 
@@ -117,7 +118,8 @@ def decode(tokens, to_heads, shape, attend):
         tokens: tensor of (steps, batch, heads * WIDTH).
         to_heads: weights of the projection to queries, keys and values.
         shape: shape of a query: (batch, heads, WIDTH).
-        attend: function of the query, and of key and value stacked as (2, batch, heads, WIDTH).
+        attend: function of two tensors: the query, and key and value stacked as (2, batch, heads,
+            WIDTH).
     """
     x, outputs = torch.zeros_like(tokens[0]), []
     for token in tokens:

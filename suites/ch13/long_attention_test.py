@@ -1,23 +1,24 @@
 """Causal attention over a long context: do not write the scores to memory.
 
 Problem    Forward pass of causal attention in bf16, with a head dimension of 128, for 16384 and
-           32768 tokens. The scores have a standard deviation of 3, as in trained models. So each
-           query gives a few keys most of its weight, and outputs are nearly as large as values.
-Baseline   eager: scores by `matmul`, then mask, softmax in fp32, rounding to bf16, `matmul`.
-Optimized  flash: eager in one kernel: the FlashAttention-2 that comes with PyTorch. Tiles of scores
-           stay in registers. Tiles above the diagonal are not computed.
-           cudnn: flash, but by cuDNN's kernel for Hopper, which uses wgmma and TMA.
-           flex: flash, but by compiled FlexAttention. The mask is a Python function. A block mask,
-           built before the timed part, lists the tiles to skip.
-Bound      eager: DRAM. Every step reads and writes all scores. The softmax also converts them to
-           fp32 in a separate step. The other variants: tensor cores, for the causal half of the
-           matrix products. Their exponentials take about a third of the time of the matrix
-           products.
-Seen       flash, cudnn and flex are slower than their matrix products predict. flash uses
-           `mma.sync`, which does not reach the rate of wgmma on Hopper (ch10/gemm_test.py). The sum
-           of exponentials and matrix products explains the time of cudnn, if they do not overlap.
-           We did not measure whether they overlap. We cannot explain the rest, nor the time of
-           eager, because we did not measure its steps one by one.
+           32768 tokens. The scores have a standard deviation of 3, which is typical of trained
+           models. So each query gives most of its weight to a few keys, and outputs are nearly as
+           large as values.
+Baseline   eager: computes the scores by `matmul`, applies the mask, computes the softmax in fp32,
+           rounds to bf16, and multiplies by the values.
+Optimized  flash: changes eager. One kernel does all steps: the FlashAttention-2 that comes with
+           PyTorch. Tiles of scores stay in registers. Tiles above the diagonal are not computed.
+           cudnn: changes flash. The kernel is cuDNN's for Hopper, which uses wgmma and TMA.
+           flex: changes flash. The kernel is compiled FlexAttention. The mask is a Python function.
+           A block mask, built before the timed part, lists the tiles to skip.
+Bound      eager: DRAM. Every step reads and writes all scores. The softmax also converts the scores
+           to fp32 in a separate step. The variants: tensor cores, for the causal half of the matrix
+           products. The exponentials take about a third of the time of these products.
+Seen       flash, cudnn and flex take longer than their matrix products alone. flash uses
+           `mma.sync`, which does not reach the rate of wgmma on Hopper (ch10/gemm_test.py). If
+           exponentials and matrix products do not overlap, their sum explains the time of cudnn. We
+           did not measure whether they overlap. We cannot fully explain the times of flash, flex
+           and eager. We did not measure the steps of eager one by one.
 Use when   Use a fused kernel for every long context, also in training: the memory of eager grows
            with the square of the length. On Hopper, choose cudnn. Use flex when no library kernel
            supports the mask. FlashAttention-3 is not included, because it had no wheel in November
@@ -36,7 +37,7 @@ from pytest_aisp import Cost, Variant, Work, compare
 from . import attention_cost
 
 WIDTH = 128  # elements per head
-ROWS = 4096  # queries that the reference processes at a time: up to 1 GB of float64 scores
+ROWS = 4096  # queries that the reference processes at a time, with up to 1 GB of float64 scores
 TILE = 128  # queries and keys per tile of scores
 
 

@@ -3,27 +3,27 @@
 Problem    Forward and backward pass of a block like DeepSeek-V2's (arXiv:2405.04434) in bf16. It
            has attention with keys and values from a latent of width / 4, one shared expert, and
            `experts` routed experts. Each token uses 4 routed experts, weighted by a softmax over
-           the router's 4 largest scores. Rotary positions are left out. The gradients of the input
-           and of all weights are compared. The router's weights make the score of an expert close
-           to one coordinate of the token. In each token, 4 of these coordinates are raised. So
-           rounding cannot change the choice, and all sides and the reference choose the same
-           experts.
+           the router's 4 largest scores. Rotary positions are left out. The check compares the
+           gradients of the input and of all weights. The router's weights make the score of an
+           expert close to one coordinate of the token. In each token, 4 of these coordinates are
+           raised. So rounding cannot change which experts are chosen, and all sides and the
+           reference choose the same experts.
 Baseline   looped: for each expert, find its tokens, gather them, compute, and add to the output.
-Optimized  sliced: looped, but the tokens are sorted by expert once. Each expert processes its
+Optimized  sliced: changes looped. The tokens are sorted by expert once. Each expert processes its
            slice, and one gather puts the results back in order. The host reads the lengths of all
            slices at once, so it waits for the GPU once and not once per expert.
-           grouped: sliced, but `grouped_mm` processes all experts and reads the ends of the slices
-           on the GPU. There are two matrix products in total, not two per expert.
+           grouped: changes sliced. `grouped_mm` processes all experts and reads the ends of the
+           slices on the GPU. There are two matrix products in total, not two per expert.
 Bound      Kernel launches by the host. sliced makes fewer launches per expert than looped. For
            grouped, the number of launches does not depend on the number of experts. The matrix
            products take a small part of the time.
 Seen       All sides take longer than predicted from their launches and waits. The factor is largest
-           for grouped. We cannot explain this. The rate `launch` was measured with an in-place
-           addition. We did not measure the host time that autograd and the allocator add to each
-           operation.
-Use when   A layer has many experts, each of which gets few tokens. With larger widths, the GPU has
-           more work per launch. Once the GPU takes longer than the host, the number of launches no
-           longer matters for sliced and grouped. looped still waits for the GPU once per expert.
+           for grouped. We cannot explain this. The predicted time of a launch was measured with an
+           in-place addition. We did not measure the host time that autograd and the allocator add
+           to each operation.
+Use when   A layer has many experts, and each expert gets few tokens. With larger widths, the GPU
+           has more work per launch. Once the GPU takes longer than the host, the number of launches
+           no longer matters for sliced and grouped. looped still waits for the GPU once per expert.
 """
 
 import torch
@@ -141,7 +141,7 @@ def looped(weights, x, gradient):
 
 
 def by_expert(tokens, chosen, shares, compute):
-    """Return each token's mixed expert results. `compute` takes the tokens sorted by expert."""
+    """Return the weighted expert results of each token. `compute` takes tokens sorted by expert."""
     order = chosen.flatten().argsort()
     results = compute(tokens[order // CHOSEN])
     back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
@@ -186,7 +186,7 @@ def grouped(weights, x, gradient):
 
 
 def amounts(batch, tokens, width, experts, hidden):
-    """Return two counts of weights: those that one token is multiplied with, and all of them.
+    """Return two counts of weights: the weights that one token is multiplied with, and all weights.
 
     The first count includes causal attention, as if other tokens were weights.
     """
@@ -203,12 +203,12 @@ def work(batch, tokens, width, experts, hidden):
         write=2 * (held + 2 * rows * width),
         flops={"bf16": 6 * rows * products},
         terms=max(rows, width),
-        roundings=24,  # a chain of 16 results forward, and of 8 back to the router
+        roundings=24,  # a chain of 16 results forward, and 8 back to the router
     )
 
 
 def block(launches, host_steps, of_expert=None, syncs=0):
-    """Return a function from the size to the cost of a step.
+    """Return a function that takes the size and returns the cost of a step.
 
     Args:
         launches, host_steps: counts that do not depend on the number of experts.

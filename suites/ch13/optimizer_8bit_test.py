@@ -1,18 +1,18 @@
 """AdamW with moments in 8 bits: a quarter of the optimizer's memory, and less memory traffic.
 
-Problem    One AdamW step of `n` fp32 parameters. Their initial values are about as large as one
-           update, so an error in the update is visible in the parameter.
-Baseline   library: `torch.optim.AdamW`, fused. It keeps two fp32 moments, 8 bytes per parameter. A
-           step reads parameter, gradient and moments, and writes parameter and moments: 28 bytes
-           per parameter.
-Optimized  fp32_moments: moves the same bytes in one Triton kernel of this page. It shows the effect
-           of the kernel without the effect of 8-bit moments.
-           eight_bits: fp32_moments, but the kernel decodes 8-bit moments, updates them and encodes
-           them again. Each group of 256 encoded values shares one fp32 scale (block-wise
-           quantization, Dettmers et al., arXiv:2110.02861). Per parameter, it keeps 2.03 bytes of
-           moments, and a step moves 16.06 bytes.
-Bound      DRAM. Decoding and encoding take 68 instructions per parameter, as nvdisasm counts them
-           for sm90. They take less time than the memory traffic, and overlap with it.
+Problem    One AdamW step of `n` fp32 parameters. The initial parameters are about as large as one
+           update, so that an error in the update is visible in the parameter.
+Baseline   library: fused `torch.optim.AdamW`. It keeps two fp32 moments, which are 8 bytes per
+           parameter. A step reads parameter, gradient and moments, and writes parameter and
+           moments: 28 bytes per parameter.
+Optimized  fp32_moments: changes library. A Triton kernel of this page moves the same bytes. This
+           shows the effect of the kernel without the effect of 8-bit moments.
+           eight_bits: changes fp32_moments. The kernel decodes 8-bit moments, updates them and
+           encodes them again. Each group of 256 encoded values shares one fp32 scale (block-wise
+           quantization, Dettmers et al., arXiv:2110.02861). Per parameter, the moments take 2.03
+           bytes, and a step moves 16.06 bytes.
+Bound      DRAM. Decoding and encoding take 68 instructions per parameter, counted with nvdisasm for
+           sm90. The instructions take less time than the memory traffic, and overlap with it.
 Use when   The moments do not fit next to the model, or the optimizer's step is a visible part of a
            training step. Do not use 8-bit moments if a run must match fp32 AdamW: the check on this
            page allows errors as large as those of int8.
@@ -29,13 +29,15 @@ import triton.language as tl
 from pytest_aisp import Cost, Variant, Work, compare
 
 # 1 - beta is exact in fp32 (see ch01/optimizer_test.py). The second beta is near 0.95, a common
-# value for language models. There is no weight decay: it would not move parameters this small.
+# value for language models. There is no weight decay, because it would hardly change such small
+# parameters.
 LR, BETAS, EPS = 2**-8, (1 - 2**-3, 1 - 2**-4), 1e-8
 GROUP, GROUPS = 256, 16  # parameters per scale, and scales per program
 # Codes are logarithmic: they cover 25 octaves (factors of 2) below the largest value of the group.
-# The error of linear codes is proportional to that largest value. It would be too large for small
-# gradients, whose update divides by a small root. The code of the second moment stores its square
-# root in 10 steps per octave. The code of the first moment has a sign bit and 5 steps per octave.
+# The error of linear codes is proportional to that largest value. That error would be too large for
+# small gradients, because their update divides by a small root. The code of the second moment
+# stores its square root in 10 steps per octave. The code of the first moment has a sign bit and 5
+# steps per octave.
 STEPS_AN_OCTAVE = 10
 
 
@@ -183,7 +185,7 @@ CHUNKS = 320 * 65536  # parameters per launch of the fused optimizer
 
 
 def updated(n, moments, launches, sfu):
-    """Return the cost of a step that moves `moments` bytes of moments per parameter each way."""
+    """Return the cost of a step that reads and writes `moments` bytes of moments per parameter."""
     update = Cost(read=(8 + moments) * n, write=(4 + moments) * n, sfu=sfu * n, launches=launches)
     return Cost(launches=1) + update
 
@@ -207,15 +209,15 @@ against_library = functools.partial(
 
 
 def library_cost(n):
-    # It also increments its own step counter, which takes one more launch.
+    # It also increments a step counter, which takes one more launch.
     return updated(n, moments=8, launches=1 + math.ceil(n / CHUNKS), sfu=2)
 
 
 # A code may be off by half a step, which is 15 % of the first moment and 7 % of the root of the
 # second. The first update starts from exact zeros, so it has no such error. The third update has
-# the errors that the first two left in the moments. The check allows 2^-6 per rounding to int8
-# (docs/explanation/checking.md). With two roundings per step, it allows 3.1 % of the change of a
-# parameter after 3 steps.
+# the errors that the first two updates left in the moments. The check allows 2^-6 per rounding to
+# int8 (docs/explanation/checking.md). With two roundings per step, it allows 3.1 % of the change of
+# a parameter after 3 steps.
 @against_library(
     optimized=[Variant(eight_bits, precision="int8", at_least={"sm90": 1.6})],
     costs={

@@ -1,29 +1,30 @@
 """Ring attention: send keys and values to the next rank while computing with them.
 
-Problem    Causal attention over a sequence whose rows are split over the ranks, in order. Each rank
-           has q, k and v of shape (rows, heads, dim) in bf16, the layout that projections return.
-           It returns the attention output for its own rows.
-Baseline   gathered: gather the keys and values of all ranks. Then each rank computes the attention
-           of its rows over all rows up to its last one.
-Optimized  ring: gathered, but in blocks. While a rank computes with one block of keys and values,
-           it sends this block to the next rank and receives another. The partial results are merged
-           by their log-sum-exp, as in an online softmax (Liu et al., arXiv:2310.01889). A rank
-           passes on blocks of later rows without computing with them.
-           zigzag: ring, but all ranks have the same work. The rows are cut into 2 * world chunks,
-           and rank r gets chunks r and 2 * world - 1 - r. The timed part includes moving the rows
-           into this order and the result back. A trainer whose data loader already uses this order
-           saves both.
-Bound      Tensor cores of the last rank, in gathered and ring. The mask removes only half of its
-           own block, and nothing of the blocks before. ring hides the transfer, but merging the
-           partial results takes time. On many ranks, zigzag gives the last rank about half as many
-           matrix products.
-Seen       All sides take longer than predicted, because the cost uses the rate of `a @ b` for the
-           matrix products. PyTorch's flash attention is far below that rate, as
-           long_attention_test.py shows for the same kernel alone.
-Use when   One GPU cannot hold the keys and values of the whole sequence, or the link is slow. For
-           any number of ranks, a rank of ring holds only its own block and two more. Use zigzag for
-           causal attention. When the keys and values fit and the link is NVLink, gathered is
-           simpler and about as fast as ring.
+Problem    Causal attention over a sequence. The rows of the sequence are split over the ranks, in
+           order. Each rank has q, k and v of shape (rows, heads, dim) in bf16, the layout that
+           projections return. It returns the attention output for its own rows.
+Baseline   gathered: each rank gathers the keys and values of all ranks. Then it computes the
+           attention of its own rows over all rows up to its last row.
+Optimized  ring: changes gathered. Attention is computed in blocks. While a rank computes with one
+           block of keys and values, it sends this block to the next rank and receives another
+           block. The partial results are merged by their log-sum-exp, as in an online softmax (Liu
+           et al., arXiv:2310.01889). A rank forwards blocks of later rows without computing with
+           them.
+           zigzag: changes ring. All ranks have the same work. The rows are cut into 2 * world
+           chunks, and rank r gets chunks r and 2 * world - 1 - r. The timed part includes moving
+           the rows into this order, and moving the result back. If the data loader already uses
+           this order, neither move is needed.
+Bound      Tensor cores of the last rank, in gathered and ring. For the last rank, the mask removes
+           half of its own block, and nothing of the earlier blocks. ring hides the transfer, but
+           merging the partial results takes time. On many ranks, zigzag gives the last rank about
+           half as many matrix products.
+Seen       All sides take longer than predicted, because the cost assumes that attention multiplies
+           as fast as `a @ b`. PyTorch's flash attention is far slower, as long_attention_test.py
+           shows for the same kernel alone.
+Use when   One GPU cannot hold the keys and values of the whole sequence, or the link is slow. With
+           ring, a rank holds only its own block and two more, no matter how many ranks there are.
+           Use zigzag for causal attention. When the keys and values fit and the link is NVLink,
+           gathered is simpler and about as fast as ring.
 """
 
 import torch
@@ -88,7 +89,7 @@ def join(out, lse, rows, part, part_lse):
 
 
 def passed_on(blocks):
-    """Start to send `blocks` to the next rank. Return the incoming blocks and pending works."""
+    """Start sending `blocks` to the next rank. Return incoming blocks and pending operations."""
     rank, world = dist.get_rank(), dist.get_world_size()
     coming = [torch.empty_like(block) for block in blocks]
     sends = [dist.P2POp(dist.isend, block, (rank + 1) % world) for block in blocks]
@@ -97,7 +98,7 @@ def passed_on(blocks):
 
 
 def around(q, k, v, meet):
-    """Return the attention of `q`. `meet` merges the block of each other rank into the result."""
+    """Return the attention of `q`. `meet` merges each other rank's block into the result."""
     rank, world = dist.get_rank(), dist.get_world_size()
     blocks = k, v
     for turn in range(world):
@@ -121,7 +122,7 @@ def ring(q, k, v):
 
 
 def dealt(x, back=False):
-    """Start moving rows to zigzag order, or `back`. Return the incoming rows and pending works.
+    """Start moving rows to zigzag order, or `back`. Return incoming rows and pending operations.
 
     In zigzag order, rank r has chunks r and 2 * world - 1 - r of the 2 * world chunks.
     """
@@ -171,7 +172,7 @@ def zigzag(q, k, v):
 
 
 def attended(rows, heads, dim, share, sent=0):
-    """Return the cost of attention over a `share` of a block, overlapped with `sent` bytes."""
+    """Return the cost of attention over a `share` of a block, while `sent` bytes are sent."""
     elements = rows * heads * dim
     return Cost(
         read=6 * elements,
@@ -201,7 +202,7 @@ def gathered_cost(rows, heads, dim, world):
 
 
 def around_cost(rows, heads, dim, world, share):
-    """Return the cost of `around`. Of each other rank's block, it computes a `share`."""
+    """Return the cost of `around`, which computes a `share` of each other rank's block."""
     elements = rows * heads * dim
     total = attended(rows, heads, dim, share=0.5, sent=4 * elements) + in_fp32(elements)
     for turn in range(1, world):
@@ -231,7 +232,7 @@ def zigzag_cost(rows, heads, dim, world):
     work=lambda rows, heads, dim, world: Work(
         flops={
             "bf16": 2 * rows**2 * heads * dim * world
-        },  # the mask removes half, and the rest is split evenly
+        },  # the mask removes half, and the ranks share the rest evenly
         wire=2 * 2 * (world - 1) * rows * heads * dim,
         terms=world * rows,
         roundings=4,

@@ -1,4 +1,4 @@
-"""Make casts in Triton's interpreter round to nearest even, as on a GPU."""
+"""Make casts round to nearest even in Triton's interpreter, as they do on a GPU."""
 
 import triton
 import triton.language as tl
@@ -8,9 +8,9 @@ import triton.language as tl
 def to_even(value, DROPPED: tl.constexpr):
     """Round fp32 to nearest even, dropping `DROPPED` of 23 mantissa bits. A cast is then exact.
 
-    A GPU's cast already rounds this way. Triton 3.9's interpreter does not: its cast to bf16
-    truncates. When its cast to FP8 rounds up to a power of two, it may lose the carry, and then the
-    result is half of the correct value.
+    A GPU's cast already rounds this way. Triton 3.9's interpreter does not: a cast to bf16
+    truncates. When a cast to FP8 rounds up to a power of two, the interpreter may lose the carry.
+    Then the result is half of the correct value.
     """
     bits = value.to(tl.int32, bitcast=True)
     bits += (1 << (DROPPED - 1)) - 1 + ((bits >> DROPPED) & 1)

@@ -2,23 +2,25 @@
 
 Problem    Forward pass of attention in bf16 with a head dimension of 128. A token attends to itself
            and the `window` - 1 tokens before it. Every side builds its mask before the timed part.
-Baseline   dense: all scores by `matmul`, then mask, softmax in fp32, rounding to bf16, `matmul`.
-Optimized  fused: `scaled_dot_product_attention` with the mask of dense as a bias. PyTorch chooses
-           the kernel.
-           banded: dense in blocks of `window` queries. Each block attends to two blocks of keys, so
-           there are 2 * `window` scores per token, not `tokens`.
+Baseline   dense: computes all scores by `matmul`, applies the mask, computes the softmax in fp32,
+           rounds to bf16, and multiplies by the values.
+Optimized  fused: changes dense. `scaled_dot_product_attention` gets the mask of dense as a bias.
+           PyTorch chooses the kernel.
+           banded: changes dense. The queries are processed in blocks of `window`. Each block
+           attends to two blocks of keys, so there are 2 * `window` scores per token instead of
+           `tokens`.
            flex: combines fused and banded. Compiled FlexAttention gets a block mask and skips all
            tiles of 128 x 128 outside the band.
 Bound      dense and banded: DRAM, because every step reads and writes all scores. fused: tensor
-           cores, because it also computes the masked scores. flex: DRAM and tensor cores about
-           equally. It moves q, k, v and the output once, and computes 3 tiles of keys per tile of
+           cores, because fused also computes the masked scores. flex: DRAM and tensor cores about
+           equally. flex moves q, k, v and the output once, and computes 3 tiles of keys per tile of
            queries.
 Seen       In an earlier form of this page, dense, fused and banded built their masks in every call.
-           These three took longer than predicted. Building the masks explains only part of that. We
-           did not measure the steps one by one.
+           These three took longer than predicted. Building the masks explains only part of the
+           extra time. We did not measure the steps one by one.
 Use when   A model attends within a window that is much shorter than the sequence. Without
            FlexAttention, blocks of `window` queries give most of the gain. When the window is about
-           as long as the sequence, no tile can be skipped, so use the fused kernel.
+           as long as the sequence, the window skips hardly any tiles, so use the fused kernel.
 """
 
 import functools

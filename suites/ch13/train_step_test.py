@@ -1,14 +1,14 @@
-"""A training step: compile it if memory traffic limits it, capture it if launches limit it.
+"""A training step: compile it if memory traffic is the limit, capture it if launches are.
 
 Problem    One AdamW step of a decoder of 2 or 4 blocks (RMS norm, rotary attention, SwiGLU) on
            `rows` sequences of `length` tokens. Weights, gradients and moments are bf16. Every side
            uses torch's fused AdamW kernel.
-Baseline   eager: one operation after the other. Attention and RMS norm are one kernel each.
+Baseline   eager: runs one operation after another. Attention and RMS norm are one kernel each.
            Rotation, SwiGLU and the residual sums are several kernels each.
-Optimized  compiled: eager with `torch.compile` of the whole model, loss included.
-           regional: eager with `torch.compile` of one block. The compiled code is used for all
-           blocks. Embedding and loss stay eager.
-           captured: eager, captured as one CUDA graph.
+Optimized  compiled: changes eager. `torch.compile` compiles the whole model, including the loss.
+           regional: changes eager. `torch.compile` compiles one block. The compiled code is used
+           for all blocks. Embedding and loss stay eager.
+           captured: changes eager. The whole step is captured as one CUDA graph.
 Bound      Large model: tensor cores for the matrix products, then DRAM for the passes over
            activations. Compiling saves about half of those passes. Embedding and loss are small, so
            regional saves nearly as much as compiled. Small model: kernel launches by the host.
@@ -16,17 +16,19 @@ Bound      Large model: tensor cores for the matrix products, then DRAM for the 
 Seen       Large model: all sides take longer than predicted. Attention is one reason:
            long_attention_test.py shows that PyTorch's flash attention is far below the rate of
            matrix products. We cannot explain the rest. Small model: eager takes longer than its
-           launches predict. The rate `launch` was measured with an in-place addition. We did not
-           measure the host time that autograd and the optimizer add to each operation, so we cannot
-           explain this. captured also takes longer than predicted. Nearly all of its predicted time
-           is the starts of about 300 kernels. Their rate, `graph_node`, was measured with an
-           addition to one number. The prediction also assumes that every kernel fills the GPU. But
-           matrix products of 256 rows have tiles for only a few of the SMs, and the kernels of
-           norms and attention have few blocks. We did not time the kernels one by one.
+           launches predict. The predicted time of a launch was measured with an in-place addition.
+           We did not measure the host time that autograd and the optimizer add to each operation,
+           so we cannot explain this. captured also takes longer than predicted. Nearly all of its
+           predicted time is the starts of about 300 kernels. The predicted time of a start was
+           measured with an addition to one number. The prediction also assumes that every kernel
+           fills the GPU. But matrix products of 256 rows have tiles for only a few of the SMs, and
+           the kernels of norms and attention have few blocks. We did not time the kernels one by
+           one.
 Use when   Compile when passes over activations take a visible part of the step. Capture when the
            GPU waits for the host and shapes repeat. The time of matrix products grows with the
-           square of the width, and that of the passes only with the width. So compiling gains less
-           in wide models. Capturing gains nothing if the kernels take longer than their launches.
+           square of the width, but the time of the passes only grows with the width. So compiling
+           gains less in wide models. Capturing gains nothing if the kernels take longer than their
+           launches.
 """
 
 import functools
@@ -183,7 +185,7 @@ def captured_cost(**size):
     inputs=inputs,
     reference=reference,
     sizes=[{"layers": 2, "width": 512, "rows": 32, "length": 1024}],
-    # Only one block, because a CPU takes 5 s to compile each block.
+    # Use only one block, because a CPU takes 5 s to compile each block.
     check_sizes=[{"layers": 1, "width": 64, "rows": 5, "length": 33}],
     work=work,
     bound="dram",

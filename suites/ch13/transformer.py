@@ -2,7 +2,8 @@
 
 It has RMS norm, rotary positions, causal attention and SwiGLU. Weights, gradients and moments are
 bf16, unless a page says otherwise. AdamW starts with nonzero moments, as in the middle of training.
-So an update is a smooth function of the gradient, and all moments exist and can be compared.
+So an update is a smooth function of the gradient, and all moments exist and can be compared with
+the reference.
 """
 
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ from types import SimpleNamespace
 import torch
 from torch.nn import functional as F
 
-HEAD, VOCABULARY = 64, 256  # few tokens, so a small batch has most of them
+HEAD, VOCABULARY = 64, 256  # a small vocabulary, so that a small batch contains most tokens
 # 1 - beta is exact in bf16, and large enough that bf16 moments move.
 LR, BETAS, EPS, DECAY = 2**-10, (1 - 2**-3, 1 - 2**-4), 1e-8, 0.0
 BEGUN = 64  # AdamW steps that count as already made
@@ -82,7 +83,7 @@ def weights_of(layers, width):
 
 
 def flops_of(layers, width, length, tokens):
-    """Return the FLOPs of forward and backward pass. The causal mask halves those of attention."""
+    """Return the FLOPs of forward and backward pass. The causal mask halves attention."""
     return 6 * tokens * (weights_of(layers, width) + layers * width * length)
 
 

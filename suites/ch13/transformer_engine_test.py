@@ -2,30 +2,31 @@
 
 Problem    Forward and backward pass of a linear layer. x (m, k), W (n, k) and the outputs y, dx and
            dW are bf16. W is the page's state. In the FP8 and FP4 variants, every call quantizes x,
-           W and dy.
+           W and dy (the gradient of y).
 Baseline   bf16: `torch.nn.functional.linear` and autograd.
-Optimized  All variants are layers of Transformer Engine. If it is not installed, they are skipped,
-           and the reason says how to install it.
-           te_bf16: the linear layer of Transformer Engine in bf16. It shows the overhead of the
-           layer without FP8.
-           delayed: te_bf16 in FP8, with one scale per tensor from its maxima in earlier calls.
-           current: delayed, but the scale is from the tensor's current maximum, which needs one
-           more pass.
-           blocks: current, but one scale per 128 elements of x and dy, and per 128 x 128 elements
-           of W (Hopper).
-           mxfp8: blocks, but one scale per 32 elements. The tensor cores apply the scales
-           (Blackwell).
-           nvfp4: mxfp8, but with 4-bit elements, one scale per 16 elements, and one per tensor
-           (Blackwell).
+Optimized  All variants are layers of Transformer Engine. If Transformer Engine is not installed,
+           the variants are skipped, and the message says how to install it.
+           te_bf16: changes bf16. The linear layer of Transformer Engine, in bf16. It shows the
+           overhead of the layer without FP8.
+           delayed: changes te_bf16. Operands are FP8. Each tensor has one scale, computed from its
+           maxima in earlier calls.
+           current: changes delayed. The scale is computed from the tensor's current maximum, which
+           needs one more pass.
+           blocks: changes current. There is one scale per 128 elements of x and dy, and per 128 x
+           128 elements of W (Hopper).
+           mxfp8: changes blocks. There is one scale per 32 elements, and the tensor cores apply the
+           scales (Blackwell).
+           nvfp4: changes mxfp8. Elements have 4 bits. There is one scale per 16 elements, and one
+           per tensor (Blackwell).
 Bound      Tensor cores: three matrix products. Hopper multiplies FP8 only if the summed dimension
            is contiguous in both operands. So each tensor is quantized into two copies, one of them
-           transposed. This costs DRAM traffic. On Hopper, exact accumulation adds partial sums on
-           the CUDA cores every 128 terms. delayed and current use it in the backward pass, and
-           blocks in all three products.
-Use when   Layers are large enough for products to take most of the time. Start with current: it
-           needs no history, and it takes little more time than delayed. Use blocks when one outlier
-           would ruin the scale of a whole tensor. In small layers, quantization and Python time per
-           call cost more than FP8 saves.
+           transposed. The copies add DRAM traffic. On Hopper, exact accumulation adds partial sums
+           on the CUDA cores every 128 terms. delayed and current accumulate in this way in the
+           backward pass, and blocks in all three products.
+Use when   Layers are large enough for products to take most of the time. Start with current, which
+           needs no history and takes little more time than delayed. Use blocks when one outlier
+           would ruin the scale of a whole tensor. In small layers, quantization and Python overhead
+           take more time than FP8 saves.
 """
 
 import ctypes
@@ -85,7 +86,7 @@ def bf16(w, x, dy):
 
 
 def stepped(w, x, dy, recipe=None):
-    """Return a function: one step of a layer with weights `w`, by `recipe` or in bf16."""
+    """Return a function that runs a step of a layer with weights `w`, by `recipe` or in bf16."""
     import transformer_engine.pytorch as te
     from transformer_engine.common import recipe as recipes
 
@@ -93,8 +94,8 @@ def stepped(w, x, dy, recipe=None):
     layer = te.Linear(k, n, bias=False, params_dtype=w.dtype, device=w.device)
     with torch.no_grad():
         layer.weight.copy_(w)
-    # By default, two of the recipes use a type with one mantissa bit less for dy than for x and W.
-    # Here all of them use e4m3 for dy too.
+    # By default, two of the recipes use a type for dy that has one mantissa bit less than the type
+    # for x and W. Here, all recipes use e4m3 for dy too.
     scaling = getattr(recipes, recipe)(fp8_format=recipes.Format.E4M3) if recipe else None
 
     def step():

@@ -1,25 +1,27 @@
-"""Weight-only quantization: a decode step mostly reads weights, so make them smaller.
+"""Weight-only quantization: a decode step mostly reads weights, so make the weights smaller.
 
 Problem    y = x W^T, with few rows in x, as in a decode step. x (rows, k), W (n, k) and y are bf16.
            W is the page's state.
 Baseline   bf16: `torch.nn.functional.linear`, which calls cuBLAS.
 Optimized  All variants but library use one Triton kernel, which converts the weights to bf16 in
            registers. The weights are quantized once, before the timed part. x stays bf16.
-           streamed: the bf16 weights with this kernel. It shows the effect of the kernel without
-           the effect of smaller weights.
-           int8: streamed with one byte per weight, and one scale per row of W.
-           int4: int8 with half a byte per weight, and one fp32 scale per 128 weights of a row.
-           library: the weights of int4 with PyTorch's own kernel, `_weight_int4pack_mm`.
+           streamed: changes bf16. The Triton kernel reads bf16 weights. This shows the effect of
+           the kernel without the effect of smaller weights.
+           int8: changes streamed. Weights have one byte each, and each row of W has one scale.
+           int4: changes int8. Weights have half a byte each, and every 128 weights of a row have
+           one fp32 scale.
+           library: changes int4. PyTorch's own kernel, `_weight_int4pack_mm`, multiplies the same
+           weights.
 Bound      bf16 and streamed: DRAM, at 2 bytes per weight. The weights do not fit in any L2.
-           int8: DRAM and instructions about equally. int4: instructions. Both need 5 instructions
-           per weight to convert it and pass it to the tensor cores (counted with nvdisasm for
-           sm90). So int4 gains little over int8, although it reads about half of the bytes. The
-           kernel always multiplies 16 rows, so 1 row and 16 rows take the same time.
-Seen       On an H200, int8 takes about a quarter longer than its bytes predict. Loads and
+           int8: DRAM and instructions about equally. int4: instructions. int8 and int4 need 5
+           instructions per weight to convert it and pass it to the tensor cores (counted with
+           nvdisasm for sm90). So int4 gains little over int8, although it reads about half of the
+           bytes. The kernel always multiplies 16 rows, so 1 row and 16 rows take the same time.
+Seen       On an H200, int8 takes about a quarter longer than its memory traffic alone. Loads and
            conversions take about the same time, and they probably overlap only in part.
 Use when   A few rows are multiplied with large weights, as in a decode step. With many rows, the
-           matrix products take most of the time, and converting the weights is extra work. Then use
-           8-bit matrix products (fp8_linear_test.py).
+           matrix products take most of the time, and converting the weights is extra work. In that
+           case, use 8-bit matrix products (fp8_linear_test.py).
 """
 
 import functools
@@ -43,9 +45,10 @@ CONFIGS = [
 ]
 tuned = triton.autotune(CONFIGS, key=["rows", "n", "k", "BITS"])
 
-# PTX that converts four bytes, each holding two 4-bit weights, to eight bf16 weights. It puts 0x43
-# before a byte u below 16, which gives the bf16 number 128 + u. Then it subtracts 136, because a
-# weight is stored as u = weight + 8. Outputs: two pairs of lower halves, two pairs of upper halves.
+# PTX that converts four bytes, each holding two 4-bit weights, to eight bf16 weights. For a byte u
+# below 16, it puts 0x43 in front of u, which gives the bf16 number 128 + u. Then it subtracts 136,
+# because a weight is stored as u = weight + 8. Outputs: two pairs of lower halves, two pairs of
+# upper halves.
 HALVES = tl.constexpr("""{
 .reg .b32 upper, excess;
 mov.b32 excess, 0x43084308;
@@ -257,7 +260,7 @@ against_bf16 = functools.partial(
         Variant(int8, precision="int8", at_least={"sm90": 1.5}),
         Variant(int4, precision="w4a16", at_least={"sm90": 1.6}),
     ],
-    # The 4-bit tolerance is wide, so a stale result is only detected among many elements.
+    # The 4-bit tolerance is wide, so a stale result is only detected if there are many elements.
     check_sizes=[{"rows": 5, "n": 289, "k": 768}, {"rows": 3, "n": 520, "k": 512}],
     costs={
         bf16: full_weights,
