@@ -1,30 +1,31 @@
-"""L2 set-aside: reserve a part of the L2 for a table, so that a stream cannot evict it.
+"""L2 set-aside: reserve part of the L2 for a table, so that streamed data cannot evict it.
 
 Problem    out[i] = x[i] . table[index[i]] on `rows` rows of 128 floats. 1 GiB of x passes through
-           the L2. The rows of the table are read many times each, in random order.
-Baseline   normal: all lines in the L2 have the same priority, so x evicts rows of the table before
-           they are read again.
-Optimized  set_aside: changes normal. The process sets as much of the L2 aside for persisting
-           accesses as the GPU allows (`CU_LIMIT_PERSISTING_L2_CACHE_SIZE`). An access policy window
-           on the stream makes all accesses to the table persisting. The limit and the window are
-           set once, before the first timed call. The kernel is the same. The limit holds for the
-           whole process, so each sample runs in a fresh process. All calls of a process use the
-           same table, as in an application. So set_aside may find the table in the L2 from the
-           previous call. Its cost still counts one read of the table per call.
+           the L2. Each row of the table is read many times, in random order.
+Baseline   normal: all lines in the L2 have the same priority, so x evicts rows of the table that
+           will be read again.
+Optimized  set_aside: changes normal. The process sets aside the largest part of the L2 for
+           persisting accesses that the GPU allows (`CU_LIMIT_PERSISTING_L2_CACHE_SIZE`). An access
+           policy window on the stream makes all accesses to the table persisting. The limit and the
+           window are set once, before the first timed call. The kernel does not change. The limit
+           applies to the whole process, so each sample runs in a new process. All calls of a
+           process use the same table, as in an application. So the table may still be in the L2
+           from the previous call. The cost of set_aside still counts one read of the table from
+           DRAM per call.
 Bound      DRAM. If the table stays in the L2, only x, the index and the results are transferred. In
-           normal, a row stays in the L2 until newer rows have filled the L2. If a row of the table
-           is read again only after that, the read goes to DRAM. With a larger table, more reads do.
-           The costs treat the L2 as one cache. In fact it has two halves. A line that is read by
-           SMs next to each half may be in both halves, and then less of the table fits.
-Seen       On an H100, normal takes almost 1.5 times its predicted time, and set_aside 1.5 times or
-           more. The speedup of set_aside is the same with both tables. The costs predict a larger
-           speedup with the larger table. If lines are in both halves of the L2, less of the table
-           fits than the costs assume. We did not count the sectors that come from DRAM.
+           normal, a row stays in the L2 until newer rows have filled the L2. A row of the table
+           that is read again later than that comes from DRAM. With a larger table, more reads come
+           from DRAM. The costs treat the L2 as one cache. In fact it has two halves. If SMs next to
+           both halves read a line, the line may be in both halves, and then less of the table fits.
+Seen       On an H100, normal takes almost 1.5 times its predicted time, and set_aside takes 1.5
+           times its predicted time or more. The speedup of set_aside is the same with both tables,
+           but the costs predict a larger speedup with the larger table. Lines that are in both
+           halves of the L2 may be the reason. We did not count the sectors that come from DRAM.
 Use when   A table of at most half the L2 is read many times while much more data pass, and you
-           control the whole process. All other kernels have that much less of the L2. When the
-           table is no longer used, call `cuCtxResetPersistingL2Cache`. A slice of a GPU (MIG) has
-           no set-aside. `../ch07/l2_persistence_test.py` uses hints for single loads, which need no
-           set-aside.
+           control the whole process. All other kernels lose the part of the L2 that is set aside.
+           When the table is no longer used, call `cuCtxResetPersistingL2Cache`. A slice of a GPU
+           (MIG) has no set-aside. `../ch07/l2_persistence_test.py` uses hints on single loads,
+           which work without a set-aside.
 """
 
 import functools
@@ -63,7 +64,7 @@ def own_stream():
 
 
 def on_own_stream(x, table, index, before):
-    """Call `before` with a new stream, then return the scores, computed on that stream.
+    """Call `before` with a new stream, and return the scores, which are computed on this stream.
 
     Each side has a stream of its own, because the access policy window is an attribute of a stream.
     Without a GPU, compute the scores without a stream, and do not call `before`.
@@ -80,14 +81,14 @@ def on_own_stream(x, table, index, before):
 
 
 def driver_call(name, *arguments):
-    """Call the driver function `name`. Return its result, or None if it has none."""
+    """Call the driver function `name`, and return its result, or None if it has no result."""
     status, *result = getattr(import_module("cuda.bindings.driver"), name)(*arguments)
     if status.value:
         raise RuntimeError(f"{name}: {status.name}")
     return result[0] if result else None
 
 
-@functools.lru_cache(maxsize=1)  # a new window only for a new table or stream
+@functools.lru_cache(maxsize=1)  # set the window again only for a new table or stream
 def persist(gpu, address, size, stream):
     """Set a part of the L2 aside, and make accesses of `stream` to the table persisting."""
     driver = import_module("cuda.bindings.driver")
@@ -124,10 +125,10 @@ def set_aside(x, table, index):
 def missing(entries):
     """Return the share of reads of the table that miss the L2, from 0 to 1.
 
-    After a row of the table is read, more than `later` other reads pass before it is read again,
-    with probability exp(-later / entries). During `later` reads, `later` rows of x and entries * (1
-    - exp(-later / entries)) different rows of the table come into the L2. A read misses if these
-    rows fill the L2 first.
+    With probability exp(-later / entries), more than `later` other reads come before a row of the
+    table is read again. During `later` reads, `later` rows of x and entries * (1 - exp(-later /
+    entries)) different rows of the table come into the L2. A read misses if these rows fill the L2
+    first.
     """
     later = 0.0
     for _ in range(200):
@@ -136,8 +137,8 @@ def missing(entries):
 
 
 def read_once(rows, entries, again=0.0):
-    """Return the cost if each row of the table is read once from DRAM, and `again` rows once
-    more."""
+    """Return the cost if `again` reads of the table come from DRAM, but at least one read per row
+    of the table."""
     return Cost(
         read=4 * WIDTH * (rows + max(entries, again)) + 4 * rows,
         write=4 * rows,

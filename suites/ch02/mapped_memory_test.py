@@ -1,27 +1,28 @@
-"""Mapped memory: to read a few rows of a host table, let the kernel read them over PCIe.
+"""Mapped memory: if few rows of a host table are needed, let the kernel read them over PCIe.
 
-Problem    Bring `reads` rows of 256 bytes from a table on the host to the GPU, in the order of an
-           index. The table has `rows` rows, and the index may name a row more than once. Table and
-           index are in pinned host memory. The page measures a curve over `reads`.
+Problem    Copy `reads` rows of 256 bytes from a table on the host to the GPU. An index says which
+           rows, and in which order. The table has `rows` rows, and the index may name a row more
+           than once. Both table and index are in pinned host memory. The page measures a curve over
+           `reads`.
 Baseline   copied: copy the whole table to the GPU, and select the rows there.
 Optimized  mapped: changes copied. The table is not copied. The kernel that selects the rows gets
            the address of the table in host memory. Pinned memory is mapped into the GPU's address
            space, so each load of a row crosses PCIe.
-           gathered: changes copied. The CPU selects the rows with all threads of torch into a
-           pinned buffer, and only this buffer is copied.
-Bound      PCIe. copied moves the whole table for any index. mapped moves 256 bytes for each read,
-           and a row that is read twice may cross PCIe twice. So mapped should win if there are
+           gathered: changes copied. All threads of torch gather the rows on the CPU into a pinned
+           buffer, and only this buffer is copied.
+Bound      PCIe. copied always moves the whole table. mapped moves 256 bytes for each read, and a
+           row that is read twice may cross PCIe twice. So mapped should be faster if there are
            fewer reads than rows, and copied if there are more. gathered moves as many bytes as
-           mapped, but the CPU selects the rows first. The costs assume that mapped reads at the
-           rate of copies. A kernel's reads may be slower, because each read is a separate PCIe
-           request. The costs of gathered leave out the CPU's work, because no rate for it is
+           mapped, but the CPU selects the rows first. The costs assume that a kernel reads host
+           memory at the rate of copies. These reads may be slower, because each is a separate PCIe
+           request. The cost of gathered leaves out the CPU's work, because its rate was not
            measured.
-Use when   The table does not fit the GPU, or the host changes it between reads, and only a small
-           part of it is read. Rows should be 128 bytes or longer and aligned: each load moves at
-           least 32 bytes, even if fewer are used. Copy the table if most of it is read, or if
-           several kernels read it. If it fits the GPU and does not change, keep it there. On
-           machines that connect CPU and GPU by NVLink-C2C, such as GH200 and GB200, reads from the
-           host are much faster, so measure there again.
+Use when   Only a small part of a table is read, and the table does not fit on the GPU or the host
+           changes it between reads. Rows should be aligned and at least 128 bytes long: each load
+           moves at least 32 bytes, even if fewer are used. Copy the table if most of it is read, or
+           if several kernels read it. If the table fits on the GPU and does not change, keep it on
+           the GPU. Machines such as GH200 and GB200 connect CPU and GPU by NVLink-C2C, so reads
+           from the host are much faster. Measure again on such a machine.
 """
 
 import math
@@ -46,10 +47,11 @@ def reference(table, index, device):
 
 
 class OnTheGpu:
-    """A pinned fp32 tensor's address, through the interface by which torch accepts GPU memory."""
+    """The address of a pinned fp32 tensor, in the interface through which torch accepts GPU
+    memory."""
 
     def __init__(self, pinned):
-        self.pinned = pinned  # so that the memory is not freed
+        self.pinned = pinned  # keep a reference, so that the memory is not freed
         self.__cuda_array_interface__ = {
             "shape": tuple(pinned.shape),
             "typestr": "<f4",

@@ -1,21 +1,22 @@
-"""NUMA: put host memory for the GPU on the node that the GPU is connected to.
+"""NUMA: put host memory for copies on the node to which the GPU is connected.
 
-Problem    Move n fp32 values from the GPU to pinned host memory and back, as when activations or
-           optimizer states are offloaded. The CPU does not touch the values. The page needs a
-           machine with two NUMA nodes. On other machines it is skipped with a reason.
-Baseline   far: the host memory is on another NUMA node than the GPU, usually on the other socket.
-           This can happen to any process that is not bound to a node: the node depends on the core
-           whose thread pins the memory.
+Problem    Copy n fp32 values from the GPU to pinned host memory and back, as in offloading
+           activations or optimizer states. The CPU does not touch the values. The page needs a
+           machine with two NUMA nodes. On other machines, it is skipped, and the report gives the
+           reason.
+Baseline   far: the host memory is on a different NUMA node from the GPU, usually on the other
+           socket. This can happen to any process that is not bound to a node, because the node of
+           the memory depends on the core that runs the pinning thread.
 Optimized  near: changes far. The host memory is on the GPU's node.
-           unbound: changes far. Pinned memory as torch allocates it, on whichever node that gives.
-Bound      PCIe on near. In far, each byte also crosses the link between the sockets. If that link
-           is faster than PCIe and idle, near gains nothing. So near only claims to be no slower
-           than far. The costs count only PCIe, so they predict no gain.
+           unbound: changes far. torch allocates the pinned memory, on whichever node Linux chooses.
+Bound      For near, PCIe. In far, each byte also crosses the link between the sockets. If this link
+           is faster than PCIe and idle, near gains nothing. So near claims only that it is not
+           slower than far. The costs count only PCIe, so they predict no gain.
 Use when   A machine has several NUMA nodes and moves much data between host and GPUs. Start the
            process of each GPU with `numactl --cpunodebind=N --membind=N`. `nvidia-smi topo -m`
-           shows the N of each GPU. Expect a larger gain when several GPUs copy at once, because
-           copies to the far node share the link between the sockets. On this page only one GPU
-           copies.
+           shows the node number N of each GPU. Expect a larger gain when several GPUs copy at once,
+           because copies to the far node share the link between the sockets. On this page only one
+           GPU copies.
 """
 
 import contextlib
@@ -51,7 +52,7 @@ def numbers(text):
 
 
 def host_nodes():
-    """Return the numbers of the nodes with cores and memory that this process may use."""
+    """Return the numbers of the NUMA nodes whose cores and memory this process may use."""
     try:
         nodes = [numbers((SYSTEM / name).read_text()) for name in ("has_cpu", "has_memory")]
         status = Path("/proc/self/status").read_text()
@@ -62,7 +63,7 @@ def host_nodes():
 
 
 def gpu_node():
-    """Return the number of the current GPU's node, or -1 if Linux does not report one."""
+    """Return the number of the current GPU's NUMA node, or -1 if Linux does not report it."""
     gpu = torch.cuda.get_device_properties()
     name = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
     return int(Path(f"/sys/bus/pci/devices/{name}/numa_node").read_text())
@@ -90,9 +91,9 @@ def bind(memory, node):
 
 
 def why_not():
-    """Return the reason why this machine cannot run the page, or an empty string if it can."""
+    """Return why this machine cannot run the page, or an empty string if it can."""
     if not os.path.exists("/dev/nvidiactl"):
-        return ""  # without a GPU, nothing is bound, so the page can be checked
+        return ""  # without a GPU, no memory is bound, so the page can be checked
     nodes = host_nodes()
     if len(nodes) < 2:
         return f"needs two NUMA nodes; this process may use {len(nodes)}"

@@ -1,30 +1,30 @@
-"""Tensor cores: a product runs on much faster hardware if its operands have fewer bits.
+"""Tensor cores: a matrix product with fewer bits per operand runs on much faster units.
 
 Problem    C = A @ B. A, B and C are fp32 in memory on every side. In test_tensor_cores, all
            matrices are square. In test_one_row, A has one row and B is large.
 Baseline   fp32: TF32 is switched off, so the product runs on the CUDA cores. Operands keep their 24
            significant bits.
-Optimized  tf32: fp32 with TF32 switched on. Tensor cores read the same tensors, but use only 11
+Optimized  tf32: fp32 with TF32 switched on. The tensor cores read the same tensors, but use only 11
            significant bits of each operand.
            bf16: changes fp32. Operands are cast to bf16 (8 significant bits), and the result is
            cast back. The time includes the three casts.
-           fp16: bf16 with fp16 in place of bf16. fp16 has 11 significant bits, as TF32 has, but
-           values above 65504 overflow. The error depends on the number of significant bits. We
-           simulated it with random operands. The rms error, divided by the rms of the result, was
-           0.0029 for bf16, 0.0004 for fp16 and 0.0003 for tf32. Some TF32 kernels truncate the
-           extra bits of fp32 instead of rounding, which raises the error to 0.0008. The error did
-           not depend on k.
+           fp16: changes bf16. The operands are cast to fp16 instead. fp16 has 11 significant bits,
+           like TF32, but values above 65504 overflow. We simulated the error with random operands.
+           The rms error, divided by the rms of the result, was 0.0029 for bf16, 0.0004 for fp16 and
+           0.0003 for tf32. Some TF32 kernels truncate the extra bits of fp32 instead of rounding,
+           which raises the error to 0.0008. The error did not depend on k.
 Bound      test_tensor_cores: arithmetic, on CUDA cores for fp32 and on tensor cores for the
-           variants. bf16 and fp16 also spend time on the casts, whose share falls as n grows.
+           variants. bf16 and fp16 also spend time on the casts. The share of this time falls as n
+           grows.
            test_one_row: DRAM. Each element of B is read for a single multiply-add, and the read
            takes longer than the multiply-add on CUDA cores.
-Use when   An fp32 product is large in all three dimensions, and its inputs are not known to 24 bits
-           anyway. Start with TF32, because it changes no tensor. Cast to bf16 or fp16 when the
-           casts take little time compared with the product, or store the tensors in that type. Do
-           not expect a gain from TF32 with one row. With a few rows, the gain depends on the
-           library: its kernel for CUDA cores may always compute a tile of 32 rows, even if most of
-           them are unused. `../ch01/autocast_test.py` times a whole network, in which the values
-           between the products stay bf16.
+Use when   An fp32 product is large in all three dimensions, and its inputs are not accurate to 24
+           bits anyway. Start with TF32, because no tensor has to change. Cast to bf16 or fp16 if
+           the casts take little time compared with the product, or store the tensors in the smaller
+           type. With one row, TF32 gains nothing. With a few rows, the gain depends on the library:
+           its kernel for CUDA cores may always compute a tile of 32 rows, even if most of the rows
+           are unused. `../ch01/autocast_test.py` times a whole network, whose values stay bf16
+           between the products.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ def reference(a, b):
 
 @contextlib.contextmanager
 def products_in(precision):
-    matmul = torch.backends.cuda.matmul  # the flag is process-wide, so restore it
+    matmul = torch.backends.cuda.matmul  # the flag applies to the whole process, so restore it
     before, matmul.fp32_precision = matmul.fp32_precision, precision
     try:
         yield
@@ -76,7 +76,7 @@ def needed(m, n, k, arithmetic):
         write=4 * m * n,
         flops={arithmetic: 2 * m * n * k},
         terms=k,
-        roundings=2,  # bf16 and fp16 round the result once more
+        roundings=2,  # bf16 and fp16 also round the result
     )
 
 

@@ -1,6 +1,6 @@
 // out[i] = the squared distance of vector i to the nearest of `codes` codewords. Vectors and
 // codewords have 4 floats. The caller chooses blockDim.x. A block has 4 * blockDim.x vectors, and
-// the number of vectors is a multiple of that.
+// the number of vectors is a multiple of 4 * blockDim.x.
 //
 // whole_codebook: a block compares its vectors with every codeword.
 // part_of_codebook: the blocks with the same blockIdx.x compare the same vectors, each with its own
@@ -38,7 +38,8 @@ __device__ void nearest(const float4* vectors, const float4* codebook, unsigned 
   }
 }
 
-// Return the index of the thread's first vector. Its other vectors follow, blockDim.x apart.
+// Return the index of the thread's first vector. The thread's other vectors follow with a stride of
+// blockDim.x.
 __device__ unsigned first() { return blockIdx.x * EACH * blockDim.x + threadIdx.x; }
 
 extern "C" __global__ void __launch_bounds__(256)

@@ -2,41 +2,44 @@
 
 Problem    For each of 1024 * blocks vectors of 4 floats, find the squared distance to the nearest
            of `codes` codewords. `blocks` is the number of blocks that the baseline launches. The
-           page measures a curve over it, at points chosen for the 132 SMs of an H200.
-Baseline   whole: blocks of 256 threads, 4 vectors per thread. So a block has 1024 vectors, and a
-           thread uses each codeword that it loads from shared memory four times.
-Optimized  halves: changes whole. The same kernel with blocks of 128 threads, so twice as many
-           blocks.
-           quarters: changes halves. Blocks of 64 threads, so four times as many blocks as whole.
-           split: changes whole. Four blocks share the 1024 vectors of a block. Each compares all
-           1024 vectors with a quarter of the codewords. An atomic minimum combines the four
-           results. A separate kernel first sets all results to infinity. No library offers this
-           search as one call. In torch it takes a product and a minimum, which write and read all
-           distances.
+           page measures a curve over this number, at points chosen for the 132 SMs of an H200.
+Baseline   whole: blocks of 256 threads, with 4 vectors per thread. So a block has 1024 vectors, and
+           a thread uses each codeword four times after loading it from shared memory.
+Optimized  halves: changes whole. The same kernel, but with blocks of 128 threads, so there are
+           twice as many blocks.
+           quarters: changes halves. Blocks of 64 threads, so there are four times as many blocks as
+           in whole.
+           split: changes whole. Four blocks share 1024 vectors, and each of the four compares these
+           vectors with a quarter of the codewords. An atomic minimum combines the four results. A
+           separate kernel first sets all results to infinity. There is no library variant, because
+           no library offers this search as one call. In torch, it takes a product and a minimum,
+           which write and read all distances.
 Bound      Instruction issue. An SM has four schedulers, and each warp belongs to one of them. A
-           block of whole gives each scheduler two warps, which keep it busy nearly all the time. So
-           two blocks on one SM take twice as long as one. The scheduler with the most warps
-           determines the time. With 132 blocks, each SM has one block. With 133, one SM has two
-           blocks, and the other 131 SMs wait for it. So the time of whole rises in steps, one after
-           every 132 blocks. halves has one warp per scheduler and block, so its steps are half as
-           high. quarters has two warps per block. They use only two of the four schedulers, so its
-           steps are as high as those of halves. split keeps eight warps per block, but each warp
-           has a quarter of the work, so its steps are a quarter as high as those of whole.
+           block of whole gives each scheduler two warps, which keep the scheduler busy nearly all
+           the time. So two blocks on one SM take twice as long as one block. The scheduler with the
+           most warps determines the time. With 132 blocks, each SM has one block. With 133, one SM
+           has two blocks, and the other 131 SMs wait for it. So the time of whole rises in steps,
+           one after every 132 blocks. halves has one warp per scheduler and block, so its steps are
+           half as high. quarters has two warps per block. These warps use only two of the four
+           schedulers, so the steps of quarters are as high as the steps of halves. split keeps
+           eight warps per block, but each warp has a quarter of the work, so its steps are a
+           quarter as high as the steps of whole.
 Seen       Only 66 and 132 blocks are recorded, on an H100, so the step after 132 blocks is not
            recorded. With 66 blocks, halves and quarters gain less than predicted, because a
-           scheduler then has a single warp. The scheduler issues nothing while that warp waits for
-           a result, a codeword or a barrier. In whole, a second warp fills part of that time. A
-           block of quarters loads the same codewords with half the threads of halves, which is
-           probably why quarters is slower. With 132 blocks, where no SM is idle, halves and
-           quarters gain nothing. split still gains a little: an SM has four blocks instead of one,
-           so a scheduler has more warps to choose from.
-Use when   A grid has few blocks per SM, and their number is no multiple of the SMs, as in a matrix
-           product with large tiles. Compute blocks / SMs. If the quotient is just above 1 or 2,
-           split the inner loop, or choose a smaller tile with at least four warps per block. If the
-           quotient is just below 1 or 2, or above about 10, keep the large tile, because it reuses
-           more data. A persistent kernel that processes whole tiles one after another has the same
-           steps. In a kernel that waits for memory, the blocks of an SM do not slow each other
-           down, so a step comes only when all SMs are full.
+           scheduler then has a single warp. The scheduler issues nothing while this warp waits for
+           a result, a codeword or a barrier. In whole, a second warp fills part of this time.
+           quarters is slower than halves, probably because its blocks load the same codewords with
+           half as many threads. With 132 blocks, where no SM is idle, halves and quarters gain
+           nothing. split still gains a little: an SM has four blocks instead of one, so a scheduler
+           has more warps to choose from.
+Use when   A grid has few blocks per SM, and the number of blocks is not a multiple of the number of
+           SMs. An example is a matrix product with large tiles. Compute blocks / SMs. If the
+           quotient is just above 1 or 2, split the inner loop, or choose a smaller tile with at
+           least four warps per block. If the quotient is just below 1 or 2, or above about 10, keep
+           the large tile, because a large tile reuses more data. A persistent kernel that processes
+           whole tiles one after another has the same steps. In a kernel that waits for memory, the
+           blocks of an SM do not slow each other down, so a step comes only when no SM has room for
+           another block.
 """
 
 import torch
@@ -54,7 +57,8 @@ SLOTS = 9.25 + 5 / 16
 
 
 def inputs(device, blocks, codes):
-    """Return vectors and codewords of small integers, so that all distances are exact."""
+    """Return vectors and codewords that consist of small integers, so that all distances are
+    exact."""
     vectors, codebook = (
         torch.randint(-500, 500, (n, 4), device=device).float()
         for n in (THREADS * EACH * blocks, codes)

@@ -1,24 +1,24 @@
 """Affinity: bind the threads of an OpenMP team to neighboring cores.
 
-Problem    A chain of short fp32 operations on the CPU, each split among the threads of an OpenMP
-           team. The team has half of the cores that the process may use, as if it were one of two
-           workers on a host. An operation uses at most 32 threads, because torch gives each thread
-           at least 32,768 values.
+Problem    A chain of short fp32 operations on the CPU. The threads of an OpenMP team share each
+           operation. The team has a thread for every second core that the process may use, as if
+           the process were one of two workers on a host. An operation uses at most 32 threads,
+           because torch gives each thread at least 32,768 values.
 Baseline   free: the default. The kernel may move a thread to any core between two operations.
 Optimized  close: free with `OMP_PROC_BIND=close` and `OMP_PLACES=cores`. Each thread stays on one
-           core, and the cores are neighbors: on a host with two sockets, all are on the same
+           core, and the cores are neighbors. On a host with two sockets, all cores are on the same
            socket.
            spread: close with `OMP_PROC_BIND=spread`. The team is spread over both sockets, so each
-           of its barriers involves both.
-Bound      Latency. The data stay in the caches of the cores, and each operation ends with a
+           barrier has to synchronize both sockets.
+Bound      Latency. The data stays in the caches of the cores, and each operation ends with a
            barrier for the team. After the kernel has moved a thread, the thread's data are in
            another core's cache. On an idle machine the kernel rarely moves threads, so close is
            neutral.
-Use when   Each process gets its own cores, on a host with several sockets or with other busy
+Use when   Each process has its own cores, on a host with several sockets or with other busy
            processes. Make sure that two processes do not bind their threads to the same cores: each
-           process starts with the first core that it may use. Sharing cores is far slower than no
-           binding. Teams that stream from memory and never wait for each other may be faster with
-           spread, because it uses the memory channels of both sockets.
+           process binds its first thread to the first core that it may use. Sharing cores is far
+           slower than no binding. A team that streams data from memory and has few barriers may be
+           faster with spread, because it uses the memory channels of both sockets.
 """
 
 import os
@@ -34,7 +34,7 @@ ANYWHERE = {**TEAM, **dict.fromkeys(("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AF
 
 
 def bound_to(policy):
-    """Return the environment in which each thread of the team has a core of its own."""
+    """Return environment variables that give each thread of the team a core of its own."""
     return {**ANYWHERE, "OMP_PROC_BIND": policy, "OMP_PLACES": "cores"}
 
 

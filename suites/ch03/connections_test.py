@@ -1,26 +1,27 @@
 """Hardware queues: give each of several overlapping streams its own queue.
 
 Problem    16 independent chains of four layer norms, each chain in its own stream. A matrix has few
-           rows, and a kernel has one block per row, so it leaves most SMs idle. The host launches
-           all kernels of a chain before the next chain, as in a loop over streams.
-Baseline   one_queue: `CUDA_DEVICE_MAX_CONNECTIONS=1`. All streams share one queue to the GPU. In
-           this queue, the second kernel of a chain waits for the first, and all kernels behind it
-           wait too. Megatron requires this setting on Hopper and older GPUs, because kernels then
-           start in launch order: a collective gets its SMs before the matrix product that is
-           launched after it.
+           rows, and a kernel has one block per row, so a single kernel leaves most SMs idle. The
+           host launches all kernels of a chain before the kernels of the next chain, as in a loop
+           over streams.
+Baseline   one_queue: `CUDA_DEVICE_MAX_CONNECTIONS=1`. All streams share one queue to the GPU. While
+           the second kernel of a chain waits in the queue for the first, all kernels behind it wait
+           too. Megatron requires this setting on Hopper and older GPUs, because kernels then start
+           in launch order. So a collective gets its SMs before a matrix product that is launched
+           later.
 Optimized  eight_queues: one_queue without the variable. The default is 8 queues, so two chains
            share a queue.
            a_queue_each: eight_queues with the variable set to 32, its largest value.
 Bound      Latency: a block reads its row, waits for the mean, and reads it again. one_queue runs
-           the chains nearly one after the other, because a chain can only start during the last
-           kernel of the one before. If each chain has its own queue, all chains run at once. The
-           costs count bytes and operations at the rates of a whole GPU. They leave out latency and
-           queues. So they predict no gain, and all sides take longer than predicted, one_queue most
-           of all.
-Use when   Several streams of small kernels run at once. Keep 1 only where a framework requires it.
-           With one stream, or with kernels that fill the GPU, the number of queues changes nothing.
-           A CUDA graph does not need the setting, because it contains the dependencies between its
-           kernels.
+           the chains almost one after another, because a chain can start only when the previous
+           chain has reached its last kernel. If each chain has its own queue, all chains run at
+           once. The costs count bytes and operations at the rates of a whole GPU, and leave out
+           latency and queues. So the costs predict no gain, and all sides take longer than
+           predicted, especially one_queue.
+Use when   Several streams of small kernels run at once. Set the variable to 1 only if a framework
+           requires it. With one stream, or with kernels that fill the GPU, the number of queues
+           changes nothing. A CUDA graph does not need the setting, because the graph contains the
+           dependencies between its kernels.
 """
 
 import torch

@@ -1,23 +1,24 @@
-"""Garbage collection: exclude objects that exist as long as the process.
+"""Garbage collection: exclude the objects that live until the process ends.
 
-Problem    Group n documents by length, so that a batch needs little padding: a Python loop that
-           makes an object per document. The modules of torch alone leave several 100,000 objects in
-           the process, and none of them is garbage.
-Baseline   collected: Python's default. Making many objects starts collections. Most collections
+Problem    Group n documents by length, so that a batch needs little padding. This is a Python loop
+           that creates an object per document. The modules of torch alone leave several 100,000
+           objects in the process, and none of these objects is garbage.
+Baseline   collected: Python's default. Creating many objects triggers collections. Most collections
            visit only the youngest objects, but a full collection visits every object of the
            process.
 Optimized  frozen: collected with `gc.freeze()` before the loop. Collections then skip all objects
            that exist at that time. `gc.unfreeze()` at the end lets the collector visit them again.
            disabled: collected with `gc.disable()` during the loop, so there is no collection at
-           all. (In frozen, collections still visit the objects that the loop makes.)
+           all. (In frozen, collections still visit the objects that the loop creates.)
 Bound      The host: the Python loop. The cost of a collection grows with the number of objects that
            it visits. A full collection starts when the number of new objects reaches a quarter of
-           the number of old ones. So with more old objects, full collections are rarer but longer.
-Use when   A loop makes many Python objects in a process that already has millions, or other ranks
-           have to wait when a collection delays one rank. Call `gc.freeze()` once, after everything
-           is loaded. With collections disabled, reference cycles are never freed, so call
-           `gc.collect()` at a time that suits all ranks. A loop that only launches kernels makes
-           few objects and gains nothing.
+           the number of old ones. So with more old objects, full collections are less frequent but
+           longer.
+Use when   A loop creates many Python objects in a process that already has millions, or all ranks
+           of a job wait while a collection delays one rank. Call `gc.freeze()` once, after
+           everything is loaded. With collections disabled, reference cycles are never freed, so
+           call `gc.collect()` at a time that suits all ranks. A loop that only launches kernels
+           creates few objects and gains nothing.
 """
 
 import gc
@@ -46,7 +47,8 @@ def reference(lengths):
 
 
 def grouped(lengths):
-    """Return the indices of all documents by bucket. Within a bucket, they keep their order."""
+    """Return the indices of all documents, bucket by bucket. Within a bucket, the documents keep
+    their order."""
     buckets = defaultdict(list)
     for place, length in enumerate(lengths.tolist()):
         document = Document(place, length)

@@ -1,21 +1,22 @@
 """Module loading: load each kernel only when it is first launched.
 
-Problem    The first use of the GPU by a process: copy x and two weights to the GPU, and run one
-           layer of a network. The time includes creating the CUDA context, as at the start of a
-           server.
+Problem    A process uses the GPU for the first time: it copies x and two weights to the GPU, and
+           runs one layer of a network. The time includes creating the CUDA context, as when a
+           server starts.
 Baseline   eager: `CUDA_MODULE_LOADING=EAGER`. The driver loads all kernels of a library when the
-           process first uses that library. Container images set this so that no later request waits
-           for a kernel to load.
+           process first uses that library. Some container images set this variable, so that no
+           request waits for a kernel to load.
 Optimized  lazy: eager without the variable. By default, the driver loads each kernel at its first
            launch.
 Bound      The host: the driver creates a context and loads kernels. eager loads thousands of
-           kernels of torch and cuBLAS, of which the layer launches a few. The costs count only the
-           layer, because no rate for loading kernels is measured. So both sides take far longer
-           than predicted.
-Use when   Always, unless the first launch of each kernel must be fast. A server can keep lazy
-           loading and warm up with typical requests instead. Each kernel takes GPU memory only when
-           it is loaded, so measure free memory after the warm-up. A first launch may wait until
-           running kernels end. So if two kernels must overlap, launch each of them once before.
+           kernels of torch and cuBLAS, but the layer launches only a few of them. The costs count
+           only the layer, because no rate for loading kernels was measured. So both sides take far
+           longer than predicted.
+Use when   Use lazy loading always, unless the first launch of each kernel must be fast. Even then,
+           a server can keep lazy loading and warm up with typical requests. A kernel takes GPU
+           memory only after it is loaded, so measure free memory after the warm-up. The first
+           launch of a kernel may wait until running kernels end. So if two kernels must overlap,
+           launch each of them once beforehand.
 """
 
 import torch

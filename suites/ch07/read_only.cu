@@ -47,7 +47,7 @@ __device__ void at_an_end(unsigned first, const float* x, float* out, unsigned n
 template <auto load>
 __device__ void sums(const float* x, float* out, unsigned n) {
   const unsigned begin = blockIdx.x * (BLOCK * EACH);
-  if (begin >= REACH && begin + BLOCK * EACH + REACH <= n) {  // the same for all threads of the block
+  if (begin >= REACH && begin + BLOCK * EACH + REACH <= n) {  // same for the whole block
     inside<load>(x + begin - REACH + threadIdx.x, out + begin + threadIdx.x);
   } else {
     at_an_end<load>(begin + threadIdx.x, x, out, n);
