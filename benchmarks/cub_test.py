@@ -5,8 +5,8 @@
 Needs a GPU and nvcc with CUB's headers (the CUDA toolkit): CUB's device-wide algorithms are host
 code, which NVRTC does not compile. Everywhere else it is skipped.
 
-Problem    2^28 int32: counts of 256 values, even and with every second value the same; prefix sums;
-           sums of rows of 256 and of 1024.
+Problem    2^28 int32. The histogram counts 256 values, evenly distributed or with every second
+           value the same. The scan computes prefix sums. The sums are over rows of 256 and of 1024.
 Baseline   privatized: of suites/ch07/histogram_test.py.
            look_back: of suites/ch07/scan_test.py.
            warp_per_row: of suites/ch06/shuffle_reduction_test.py.

@@ -4,10 +4,10 @@ instructions.
     python benchmarks/ladder.py suites/ch10/gemm_test.py test_gemm [--write README.md]
 
 Times are stored results (`baselines/`). Results whose sides have changed since are left out.
-Machine code is assembled here, without a GPU: the table lists the instructions that a rung adds to
-and removes from the rung before. The table leaves out instructions that do not move data, multiply,
-or wait. With `--write` the table replaces the text between `<!-- ladder -->` and `<!-- end of
-ladder -->`.
+The script assembles the machine code without a GPU. The table lists the instructions that a rung
+has and the previous rung does not have, and the reverse. The table leaves out instructions that do
+not move data, multiply, or wait. With `--write` the table replaces the text between `<!-- ladder
+-->` and `<!-- end of ladder -->`.
 """
 
 from __future__ import annotations

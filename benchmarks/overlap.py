@@ -5,9 +5,9 @@
 Copy engines move the data (suites/ch04/copy_engines.py). CUDA graphs of three calls are timed in
 four ways: products alone, sums alone, products then sums, and products and sums at the same time.
 The time of the slowest rank counts. The hidden share is (products + sums - both) / min(products,
-sums). The slowdown of products that run at the same time as sums is measured without a graph: calls
+sums). The slowdown of products that run at the same time as sums is measured without a graph. Calls
 are queued behind a blocking kernel, and timed from the start of the first product to the end of the
-last one. Rank 0 prints a Markdown table.
+last product. Rank 0 prints a Markdown table.
 """
 
 from __future__ import annotations

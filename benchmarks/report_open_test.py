@@ -2,9 +2,9 @@
 
     pytest benchmarks/report_open_test.py
 
-In a headless Chromium with an empty profile, the time is from the start of the navigation to the
-first frame after the load event. The result is the median of five. The report is designed for 300
-cases.
+The browser is a headless Chromium with an empty profile. The time is from the start of the
+navigation to the first frame after the load event. The result is the median of five. The report is
+designed for 300 cases.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 
 Requests arrive at random, at a mean rate per second, whether or not earlier ones have ended. Each
 request asks for a stream of tokens. The client measures the time to the first token (TTFT) and the
-times between tokens (ITL), and prints their p50 and p99 with 95 % intervals from a bootstrap over
-requests. Goodput is the number of requests per second that meet both objectives. A failed request
+times between tokens (ITL), and prints p50 and p99 of both. A bootstrap over requests gives 95 %
+intervals. Goodput is the number of requests per second that meet both objectives. A failed request
 counts as one that does not meet them. The client needs only Python's standard library.
 """
 
@@ -32,7 +32,7 @@ class Answer:
 
     @property
     def first(self) -> float:
-        """Return the seconds from when the request was due to its first piece."""
+        """Return the seconds between the time the request was due and its first piece."""
         return self.pieces[0] - self.due
 
     @property

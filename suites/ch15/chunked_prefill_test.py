@@ -7,8 +7,8 @@ Problem    `running` requests are decoding when a prompt of `chunks` x `chunk` t
 Baseline   whole: the whole prompt is one call of the decoder. Then the running requests make
            `chunks` steps. Their first token waits for the whole prompt.
 Optimized  chunked: changes whole. The prompt is computed in chunks, and the running requests make a
-           step after each chunk. So each of their tokens waits for only one chunk. The steps delay
-           the first token of the new request.
+           step after each chunk. So a token of a running request waits for only one chunk. The
+           steps delay the first token of the new request.
            mixed: changes chunked. One call of the decoder computes a chunk and a step together
            (Sarathi-Serve, OSDI 2024). Each linear layer multiplies all their tokens as rows of one
            matrix, so the weights are read once for both. Only attention handles them separately.
@@ -23,8 +23,8 @@ Seen       All sides take longer than predicted. chunked and mixed exceed their 
            most. A product of 256 rows and 4096 columns has 64 tiles of 128 x 128, and the GPU has
            132 SMs. So the products of a chunk probably reach neither the rate of the tensor cores
            nor the rate of DRAM. The costs also assume that small kernels take no longer than their
-           starts, and that attention with a mask reads the cache at the DRAM rate. We did not time
-           any of these separately.
+           starts. And they assume that attention with a mask reads the cache at the DRAM rate. We
+           did not time any of these separately.
 Use when   Long prompts arrive while other requests decode, and users are promised a maximum time
            between tokens. The longest wait is one call with a chunk, so smaller chunks shorten the
            wait. Keep the chunk long enough to fill the tensor cores, a few hundred tokens on a

@@ -23,11 +23,11 @@ Bound      The host's launches and its waits for the GPU limit masked and sorted
            fused do little arithmetic with each weight that they read, so DRAM limits them when they
            run in a CUDA graph. The first test uses no graph, and there the host takes longer to
            launch grouped than the GPU takes to run it.
-Seen       First test, on an H100: the table of results has two rows with times of masked, and one
-           is twice the other, so times on the host are rough. grouped takes longer than predicted
-           from its launches. The predicted time of a launch was measured with an addition, and the
-           host probably takes longer to launch a sort or a grouped product. In the second test, in
-           a graph, grouped and fused take about one and a half times the predicted time. For the
+Seen       First test, on an H100: the results contain two times of masked. One is twice as long as
+           the other, so the host's times are rough. grouped takes longer than predicted from its
+           launches. The predicted time of a launch was measured with an addition, and the host
+           probably takes longer to launch a sort or a grouped product. In the second test, in a
+           graph, grouped and fused take about one and a half times the predicted time. For the
            kernels that sort and gather, the costs count only the start. They also assume that the
            products read weights at the DRAM rate. We did not measure which assumption is wrong.
 Use when   A mixture of experts serves requests. grouped needs no kernel of your own. Serving

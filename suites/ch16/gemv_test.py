@@ -20,8 +20,8 @@ Bound      DRAM for bf16 and int8. int4 reads half the bytes of int8 and spends 
 Seen       On an H100, int4 takes longer than its loads alone or its instructions alone would take,
            but less than the sum of both. A warp loads its weights and then converts them, so loads
            and conversions overlap only across warps. The kernel uses 80 registers, so an SM holds
-           three blocks. 896 blocks are not a whole number of waves on 132 SMs, and in the last wave
-           many SMs have less to overlap. We did not measure each of these effects.
+           three blocks. On 132 SMs, the 896 blocks do not fill the last wave, in which many SMs
+           have less to overlap. We did not measure each of these effects.
 Use when   One sequence is decoded at a time. Each additional row of x adds multiplications on the
            CUDA cores, so with more than a few rows, tensor cores are faster. 4-bit weights cost
            accuracy. This page has random weights, so it cannot show the loss (see

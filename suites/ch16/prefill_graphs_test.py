@@ -19,11 +19,11 @@ Bound      The host limits eager_prefill, because it launches more than a hundre
            less than twice the tokens of a prompt, but at least `smallest`. Even the smallest graph
            must read all weights and start all kernels. piecewise launches a graph and four kernels
            per layer.
-Seen       On an H100, all sides take longer than predicted. The rate of a launch was measured with
-           an addition, not with products, and the costs count each small kernel of a graph as its
-           start. The time of eager_prefill differs by a third between the recorded results.
-           piecewise is not recorded yet.
-Use when   Prompts are short, or come in chunks of limited size, and the model is so small that its
+Seen       On an H100, all sides take longer than predicted. The predicted time of a launch was
+           measured with an addition, not with products. For each small kernel of a graph, the costs
+           count only the start. The time of eager_prefill differs by a third between the recorded
+           results. piecewise is not recorded yet.
+Use when   Prompts are short, or come in chunks of limited size. The model is so small that its
            launches take longer than its work. With long prompts, launches overlap with the work on
            the GPU, so padding only adds work. Each bucket needs its own capture and its own memory,
            so use few buckets. Capture in pieces if attention cannot be captured, for example

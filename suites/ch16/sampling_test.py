@@ -20,8 +20,8 @@ Seen       On an H100, all sides take about twice as long as predicted. sort_all
            cost counts these operations as passes at the copy rate. A radix sort also ranks its keys
            in shared memory, so each pass is probably slower than a copy. We did not time these
            parts separately. top_k_first and fused: the kernels of `topk` load one number at a time
-           and count it with an atomic in shared memory, and each kernel waits for the previous one.
-           So they probably do not reach the DRAM rate.
+           and count it with an atomic in shared memory. Each kernel waits for the previous one. So
+           they probably do not reach the DRAM rate.
 Use when   A request uses top-k, alone or with top-p. Top-p alone may keep very many tokens, so it
            needs a sort, or a kernel that searches for a threshold, as in FlashInfer. If the
            requests of a batch have different k, use the largest k and mask the rest.

@@ -4,7 +4,7 @@ Problem    Label `rows` inputs, in bf16. An easy input is near one of `classes` 
            label is the prototype's number. A hard input is near the sum of two prototypes, and its
            label is the sum of their numbers modulo `classes`. We chose to make one input in 5 hard.
            The large network has `layers` random layers. The head of this network is fitted to a
-           training set by least squares. It is part of the page's state. Every label must be right.
+           training set by least squares, as part of the page's state. Every label must be right.
 Baseline   large: the large network labels all inputs.
 Optimized  cascade: changes large. A linear model, fitted to easy inputs, labels all inputs. If its
            best score is less than 0.5 above the second best, the large network labels the input

@@ -18,7 +18,7 @@ Optimized  continuous: changes static. A request starts as soon as it has arrive
            After each chunk, all decoding rows make a step. The total time is longer. But no token
            waits for more than one chunk, so the longest time between tokens (ITL) does not depend
            on the length of prompts. Serving engines put a chunk and a step into one call, which
-           saves one pass over the weights: `mixed` of `chunked_prefill_test.py` in chapter 15.
+           saves one pass over the weights (`mixed` of `chunked_prefill_test.py` in chapter 15).
 Bound      The arrivals, while a side keeps up with them. All sides then take about the same time.
            Above a side's capacity, requests wait in line, and a call takes `requests` divided by
            the capacity. A step is a CUDA graph in all sides, limited by DRAM and by the starts of

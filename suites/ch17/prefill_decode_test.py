@@ -9,9 +9,9 @@ Optimized  prefill: all tokens in one call, like a prompt. The call is a CUDA gr
            weights and cache are the same on both sides.
 Bound      A step of decode does only 2 operations with each weight that it reads, so DRAM limits
            it. prefill reads the weights once. The number of operations grows with `tokens`. From
-           the ridge point of the roofline on, tensor cores limit prefill. The ridge point, in
-           tokens, is half the number of operations that the tensor cores do while DRAM delivers one
-           weight, because each token takes 2 operations per weight. The starts of the many small
+           the ridge point of the roofline on, tensor cores limit prefill. Each token takes 2
+           operations per weight. So the ridge point, in tokens, is half the number of operations
+           that the tensor cores do while DRAM delivers one weight. The starts of the many small
            kernels add time. With two layers, they take longer than reading the weights.
 Seen       Only the result with 4 tokens is recorded, on an H100. Both sides take more than one and
            a half times as long as predicted. For each small kernel, the costs count only the start.

@@ -1,4 +1,5 @@
 // Attention of heads of 128 with mma.sync (mma_attention.cuh).
+//
 // tma: one thread loads the tiles with the tensor memory accelerator.
 
 #include "mma_attention.cuh"

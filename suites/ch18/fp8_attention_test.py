@@ -6,9 +6,9 @@ Problem    Forward attention without a mask, heads of 128. Queries, keys, values
            up to a factor of 4. Triton's interpreter multiplies bf16 wrongly, so a CPU checks fp16.
 Baseline   bf16: one Triton kernel with an online softmax, like `tuned` of
            `triton_attention_test.py`. All sides choose from the same tiles, with 2 or 3 stages.
-Optimized  The variants run the same kernel on e4m3 operands. The call quantizes them first, with
-           one scale per head: one kernel finds the largest element of each tile, and a second
-           kernel takes the maximum per head and rounds.
+Optimized  The variants run the same kernel on e4m3 operands. The call first quantizes these
+           operands, with one scale per head. One kernel finds the largest element of each tile. A
+           second kernel takes the maximum per head and rounds.
            fp8_scores: Q and K are in e4m3, so QK^T runs in FP8. P and V stay in bf16.
            fp8_both: changes fp8_scores. P and V are in e4m3 too, so both products run in FP8.
            Hopper's tensor cores read FP8 only along the summed dimension, which is the tokens of V.

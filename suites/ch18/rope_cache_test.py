@@ -1,8 +1,8 @@
 """Rotary positions: rotate queries and keys and fill the cache in one kernel.
 
 Problem    The step between the projection and the attention of a layer: 32 query heads, 8 groups of
-           keys and values, 128 numbers each, bf16. The step rotates queries and keys by the
-           positions of their tokens (RoPE, arXiv:2104.09864, in fp32) and writes keys and values to
+           keys and values, 128 numbers each, bf16. The step rotates queries and keys in fp32 by the
+           positions of their tokens (RoPE, arXiv:2104.09864). It then writes keys and values to
            their slots of the cache. It returns the rotated queries. The cache and the table of
            cosines and sines are the page's state. 64 tokens are a decode step, 16384 are a prefill.
 Baseline   eager: look up cosines and sines, rotate queries and keys as whole tensors, and write

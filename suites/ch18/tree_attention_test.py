@@ -16,9 +16,9 @@ Optimized  masked: changes per_branch. Write all nodes at once, and make one cal
            tokens. A second kernel joins the chunks' results. For each node, the kernel reads a
            32-bit word instead of a mask value per score.
 Bound      fused: DRAM, because the context is read once. per_branch reads the context once for each
-           branch, but the tensor cores take even longer: FlashAttention-2 computes a tile of 128
-           queries for each head, and only 4 of these queries exist. With 2 sequences, masked has 16
-           programs, so most SMs are idle.
+           branch, but the tensor cores take longer than these reads: FlashAttention-2 computes a
+           tile of 128 queries for each head, and only 4 of these queries exist. With 2 sequences,
+           masked has 16 programs, so most SMs are idle.
 Seen       masked takes two to three times as long as predicted, on an H100 and on an H200. We did
            not record which kernel PyTorch chose. If it does not split the context, an SM has at
            most one program, which probably keeps too few bytes in flight. With 2 sequences on an

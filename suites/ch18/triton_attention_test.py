@@ -24,13 +24,13 @@ Seen       All cases were recorded on an H100. Without a mask, cudnn takes a fif
            descriptors differs from tuned only in how tiles are loaded, and is closer to its
            prediction. eager takes up to a quarter longer than predicted. We did not time the
            kernels of eager alone.
-           With the causal mask, every side is further from its prediction: tiled by up to two
-           fifths, eager, descriptors, cudnn and flash by more, and tuned by up to twice. A causal
-           program has anything from one tile of keys to all tiles, and the costs do not count SMs
-           that wait for the longest program. We did not measure how much of the time that explains.
-           At 1024 tokens with the mask, tuned is slower than tiled, and descriptors is hardly
-           faster than tiled. A program of tuned or descriptors has twice as many queries as a
-           program of tiled, so there are half as many programs.
+           With the causal mask, every side misses its prediction by more: tiled takes up to two
+           fifths longer than predicted, and tuned takes up to twice as long. The other sides are in
+           between. A causal program has anything from one tile of keys to all tiles, and the costs
+           do not count SMs that wait for the longest program. We did not measure how much of the
+           additional time these waits explain. At 1024 tokens with the mask, tuned is slower than
+           tiled, and descriptors is hardly faster than tiled. A program of tuned or descriptors has
+           twice as many queries as a program of tiled, so there are half as many programs.
            cudnn is the fastest side everywhere. flash is slower than every kernel in Triton.
 Use when   You need attention that no library has: Triton takes the least code. Use descriptors, and
            tune the tile sizes. For plain or causal attention call the library. The same ladder in

@@ -24,17 +24,17 @@ Seen       On an H100, streamed takes as long as bf16 and as long as predicted. 
            longer than predicted, and fp4 takes one and a half times as long as predicted. fp6 takes
            almost twice as long as predicted and is slower than bf16. 1 row and 16 rows take the
            same time, as expected. Loads and conversions probably overlap only in part. We did not
-           profile the loop. On an H200, fp4 takes as long as on an H100, because its instructions
-           are the limit, but bf16 gains from the faster DRAM. So there fp4 is slightly slower than
+           profile the loop. On an H200, bf16 gains from the faster DRAM, but fp4 takes as long as
+           on an H100, because instructions limit it. So on an H200, fp4 is slightly slower than
            bf16.
 Use when   A product has few rows and large weights, as in a decode step. Use fp6 if memory is
-           scarce and four bits lose too much accuracy: e2m3 has as many mantissa bits as e4m3, and
-           the scale of 32 weights makes up for its smaller range. int4 with a scale per 128 weights
-           takes fewer instructions than fp4 (`../ch13/weight_only_test.py`), but the numbers of
-           int4 are evenly spaced. Weights must be below 2^63. The check accepts the error that
-           rounding would cause: of each operand by 2^-4 of its value (fp8, fp6), or of each weight
-           by 2^-2 of its value (fp4). The small formats claim no speedup: fp4 gains on an H100 and
-           loses on an H200.
+           scarce and four bits lose too much accuracy. e2m3 has as many mantissa bits as e4m3, and
+           the scale of each 32 weights makes up for its smaller range. int4 with a scale per 128
+           weights takes fewer instructions than fp4 (`../ch13/weight_only_test.py`), but the
+           numbers of int4 are evenly spaced. Weights must be below 2^63. The check accepts the
+           error that rounding would cause: of each operand by 2^-4 of its value (fp8, fp6), or of
+           each weight by 2^-2 of its value (fp4). The small formats claim no speedup: fp4 gains on
+           an H100 and loses on an H200.
 """
 
 import torch

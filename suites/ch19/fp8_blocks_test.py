@@ -50,8 +50,8 @@ Seen       On an H100, the variants in Triton take longer than predicted. The pr
            cuBLASLt launches another kernel. The costs assume that library_summed adds once per 128
            channels. But library_summed loses less to library than these additions would cost, so it
            may add less often.
-Use when   Use by_rows for speed, if the values along a row are similar in size: it does not wait
-           for CUDA cores, and cuBLASLt offers it (`../ch13/fp8_linear_test.py`). summed and
+Use when   Use by_rows for speed, if the values along a row are similar in size. by_rows does not
+           wait for CUDA cores, and cuBLASLt offers it (`../ch13/fp8_linear_test.py`). summed and
            by_blocks are for accuracy. In Triton they save no time over bf16. In CUDA C++ on an
            H200, summed saves time, and by_blocks saves hardly any. Use summed for a long k:
            Hopper's tensor cores keep about 14 bits of a sum of FP8 products, which may matter in

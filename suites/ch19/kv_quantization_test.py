@@ -26,11 +26,11 @@ Seen       On an H100, int8_cache takes somewhat longer than predicted, and fp8_
            not from the kernels.
 Use when   You have long contexts or many sequences, so that the cache takes more memory and time
            than the weights. Eight bits also double the number of tokens that fit into memory. The
-           check accepts the error that rounding q, k, p and v to the declared format would cause:
-           2^-4 of each value for fp8, and 2^-6 for int8, whose step is set by the largest of 128
-           numbers. So int8 is more accurate than fp8 for values without outliers. In real models,
-           some channels of the keys have outliers. A scale per channel of the keys helps against
-           them, which this page does not show.
+           check accepts the error that rounding q, k, p and v to the declared format would cause.
+           That is 2^-4 of each value for fp8. For int8 it is 2^-6, because the largest of 128
+           numbers sets the step. So int8 is more accurate than fp8 for values without outliers. In
+           real models, some channels of the keys have outliers. A scale per channel of the keys
+           helps against them, which this page does not show.
 """
 
 import torch

@@ -29,8 +29,8 @@ Seen       On an H100, smoothed and rotated take less time than predicted. The r
            a result can exceed 100 % of this limit. rotated is as fast as smoothed. apart is slower,
            because of its second product, and gains only a little over bf16.
 Use when   Your GPU or its memory requires int8, and activations have outliers. Plain int8 with a
-           scale per row is not on this page, because the check refuses it on these inputs: the
-           outliers set the scale, and most other values round to a few steps or to 0. The check
+           scale per row is not on this page, because the check refuses it on these inputs. The
+           outliers set the scale, so most other values round to a few steps or to 0. The check
            accepts the error that rounding each operand by 2^-6 of its value would cause. This
            includes the error of the outliers themselves. FP8 needs none of these remedies for
            outliers of this size, because its steps are relative to each value

@@ -13,7 +13,7 @@ Optimized  All variants are the same two Triton kernels. One splits an operand a
            bf16x6: changes bf16x3. Three parts of bf16, 24 bits as in fp32. Six of the nine
            products; the other three are below the last bit of fp32. A tensor core truncates the
            bits that its sum cannot hold. So tensor cores sum only the products of one step of the
-           loop, and CUDA cores add the sums of the steps, with rounding.
+           loop. CUDA cores add the sums of the steps, with rounding.
 Bound      Tensor cores, with three or six times as many operations as one product. The number of
            products and the rate of the type determine the time. TF32 runs at half the rate of bf16,
            so tf32x3 should take about as long as bf16x6. Splitting is limited by DRAM and takes

@@ -1,10 +1,9 @@
 """An input pipeline from end to end: move bytes, not floats, and move them while the GPU computes.
 
-Problem    `batches` batches of 256 images arrive in host memory, in uint8. For each batch:
-           normalize its pixels to fp32 with the mean and standard deviation of each channel, then
-           compute the class scores with a small MLP in fp32. The result is the scores of all
-           batches. Each rung is a test of its own, and the last test compares the first rung with
-           the last.
+Problem    `batches` batches of 256 images arrive in host memory, in uint8. Each batch is normalized
+           to fp32 with the mean and standard deviation of each channel. A small MLP in fp32 then
+           computes the class scores. The result is the scores of all batches. Each rung is a test
+           of its own, and the last test compares the first rung with the last.
 Baseline   on_host: normalize on the CPU, then copy fp32 to the GPU from pageable memory.
            on_gpu: the baseline of pinned.
            pinned: the baseline of overlapped.

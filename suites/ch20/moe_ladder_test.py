@@ -21,8 +21,8 @@ Optimized  sorted_slices: changes masked. The pairs (token, expert) are sorted b
            cannot be captured, so this rung needs grouped.
 Bound      The host limits masked and sorted_slices: it launches kernels for each expert and waits
            for the GPU. The number of launches of grouped does not depend on the number of experts.
-           captured is limited by DRAM, because each expert's weights are read for a few tokens, and
-           by the starts of about thirty nodes of the graph.
+           captured is limited by DRAM, because each expert's weights are read for only a few
+           tokens. The starts of about thirty graph nodes also limit it.
 Seen       On an H100 machine, masked takes about twice as long as predicted. sorted_slices and
            grouped take three to four times as long as predicted. The costs count launches, but not
            the Python between them. captured takes three quarters longer than its bytes and graph
