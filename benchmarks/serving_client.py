@@ -58,7 +58,7 @@ def arrivals(requests: int, rate: float, seed: int) -> list[float]:
 
 
 def pieces_of(lines: Iterator[bytes]) -> Iterator[str]:
-    """Yield the text of each piece of a stream of server-sent events, until it is done."""
+    """Yield the text of each piece of a stream of server-sent events, until the stream ends."""
     for line in lines:
         if not line.startswith(b"data:"):
             continue

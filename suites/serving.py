@@ -21,10 +21,10 @@ RAISED = 24.0
 STEP_KERNELS, LAYER_KERNELS = 11, 28
 """How many kernels a call of the decoder launches on a GPU: once per call, and per layer.
 
-A layer has 2 norms, 4 products, 14 kernels for the rotary positions, 2 that fill the cache,
-attention, a copy of its output, 2 sums and 2 of SwiGLU. The call has 3 embeddings, a norm, a
-product, and at most 6 for positions and a mask. If cuBLAS splits a product along k, it launches one
-more kernel.
+A layer has 2 norms, 4 products, 14 kernels for the rotary positions, 2 kernels that fill the cache,
+attention, a copy of its output, 2 sums, and 2 kernels of SwiGLU. The call has 3 embeddings, a norm,
+a product, and at most 6 for positions and a mask. If cuBLAS splits a product along k, it launches
+one more kernel.
 """
 
 

@@ -17,11 +17,11 @@ Optimized  every_eighth: changes every_step. The host checks after every 8 steps
 Bound      DRAM and the starts of kernels in the graph limit the steps. every_step adds a wait to
            each step. every_eighth saves 7 of 8 waits and runs 3.5 extra steps on average.
            one_behind saves all waits and runs one extra step.
-Seen       On an H100, all sides take about twice as long as predicted. The costs count each small
-           kernel as its start, and it probably takes longer. So a wait is a smaller share of a step
-           than predicted. The gain of both variants is smaller than the confidence interval, even
-           with a model of one layer. So each variant claims only that it is not slower than
-           every_step.
+Seen       On an H100, all sides take about twice as long as predicted. For each small kernel, the
+           costs count only the start, but a kernel probably takes longer. So a wait is a smaller
+           share of a step than predicted. The gain of both variants is smaller than the confidence
+           interval, even with a model of one layer. So each variant claims only that it is not
+           slower than every_step.
 Use when   A loop decodes until an end token, and its steps are CUDA graphs. Expect little: the
            model of this page is tiny, and even its steps take many times as long as a wait. With a
            large model, the wait is an even smaller share of a step. If the host launches each

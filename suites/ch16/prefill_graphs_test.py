@@ -330,7 +330,7 @@ def test_prefill_graphs(pair):
 
 
 class TestBuckets:
-    """Which graph a prompt uses, and that padding does not change its logits."""
+    """Each prompt uses the right graph, and padding does not change the prompt's logits."""
 
     def test_a_prompt_takes_the_smallest_bucket_that_it_fits_in(self):
         sizes = buckets_of(500, 32)

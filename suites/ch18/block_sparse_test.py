@@ -11,8 +11,8 @@ Optimized  tiled: changes biased. A Triton kernel reads one byte per tile instea
            per score. It computes all tiles, and masks the scores of tiles that are not kept.
            listed: like tiled, but it loops over a list of the kept tiles.
            flex: changes biased. Compiled FlexAttention with a block mask. Its tiles have 128
-           queries and 128 keys by default. So flex visits more tiles than listed, and masks parts
-           of them.
+           queries and 128 keys by default. So flex visits more tiles than the variant listed does,
+           and masks parts of these tiles.
 Bound      listed: the L2, because each program of 64 queries reads its kept tiles of keys and
            values. The tensor cores take nearly as long. tiled: the L2 too, but for all tiles.
            biased: tensor cores, for all tiles. biased also reads two bytes of its mask for every
@@ -52,7 +52,7 @@ def attend_kernel(
     q, k, v, out, entries, blocks, count, factor,
     LISTED: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, PRODUCT: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention for a block of queries. Entries are key blocks, or flags for all."""
+    """Compute attention for a block of queries. `entries` lists key blocks, or flags all blocks."""
     block, head = tl.program_id(0), tl.program_id(1)
     lane, within = tl.arange(0, WIDTH), tl.arange(0, TILE)
     first = head.to(tl.int64) * blocks * TILE

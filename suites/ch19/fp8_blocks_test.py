@@ -44,7 +44,7 @@ Seen       On an H100, the variants in Triton take longer than predicted. The pr
            them. In Triton too, by_blocks is slower than summed.
            In the second test, on an H200, product_by_rows is a little slower than library, although
            both should take the same time. cuBLASLt launches `nvjet_sm90_qqtst_128x128_128x6_2x1`,
-           whose name says tiles of 128 x 128 and six stages. We did not measure what makes the
+           whose name suggests tiles of 128 x 128 and six stages. We did not measure what makes the
            difference. product_summed is slower still, mostly as predicted, because its additions
            take time. product_summed takes about a sixth longer than library_summed, for which
            cuBLASLt launches another kernel. The costs assume that library_summed adds once per 128

@@ -5,8 +5,8 @@ Problem    Attention of one new token per sequence, with 64 heads of 128 numbers
            the page's state.
 Baseline   library: `torch.nn.functional.scaled_dot_product_attention`.
 Optimized  streamed: two Triton kernels. The first attends to 1024 tokens per program and the second
-           joins the results. streamed shows what the kernels change by themselves, with the same
-           bytes.
+           joins the results. streamed shows the effect of the kernels alone, because it reads as
+           many bytes as library.
            int8_cache: changes streamed. Keys and values have one byte per number, and one fp32
            scale per token and group.
            fp8_cache: like int8_cache, with e4m3 instead of integers. int8_cache and fp8_cache

@@ -4,8 +4,8 @@ Problem    y = x W^T with x (m, k), W (n, k) and y in fp32. Both operands arrive
 Baseline   fp32: `torch.nn.functional.linear` with TF32 off, which is PyTorch's default. It runs on
            CUDA cores.
 Optimized  All variants are the same two Triton kernels. One splits an operand and the other
-           multiplies. The first part is the number, rounded. Each further part is the remainder of
-           the previous rounding, rounded in turn.
+           multiplies. The first part is the rounded number. Each further part is the rounded
+           remainder of the previous rounding.
            tf32: one part of 11 bits. tf32 shows the time and the error of a single product.
            tf32x3: changes tf32. Two parts, 22 bits. Three products: high with high, high with low,
            and low with high.

@@ -3,7 +3,7 @@
 Problem    test_stochastic_rounding is one step of gradient descent for n weights in bf16. A step
            also increments a step counter. test_stochastic_rounding_is_unbiased takes 32 steps at
            once. Each step is between an eighth and a half of the weights' last bit. The test
-           returns the average distance that each group of 16384 weights moved.
+           returns the average distance by which each group of 16384 weights has moved.
 Baseline   fp32_copy: one Triton kernel updates an fp32 copy of the weights and rounds it to bf16.
            in_fp32: all 32 steps in fp32.
 Optimized  stochastic: changes fp32_copy. There is no copy. The new weight rounds up or down at

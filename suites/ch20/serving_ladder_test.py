@@ -3,8 +3,8 @@
 Problem    Serve `requests` requests that all wait at the beginning, with a decoder in bf16
            (`suites/decoder.py`). Its batch has `slots` rows. All prompts begin with the same
            `prefix` tokens, as with a system prompt, and end with `suffix` tokens of their own.
-           `prefix` is given to the server. A real server finds a common prefix by comparing hashes
-           of blocks of tokens. The lengths of the answers are quantiles of an exponential
+           The server knows `prefix` in advance. A real server finds a common prefix by comparing
+           hashes of blocks of tokens. The lengths of the answers are quantiles of an exponential
            distribution with the mean `mean`. The server is told the lengths in advance. Every new
            token is copied to the host before the next step, as in a server that streams. Decoding
            is greedy. The check compares all tokens and scores. The loop of all sides is `serve` in

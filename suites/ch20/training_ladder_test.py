@@ -18,13 +18,13 @@ Bound      eager: DRAM, for passes over activations and for the optimizer's pass
            the passes over weights. captured: tensor cores and DRAM, with no wait for the host.
 Seen       On H100 and H200 machines, eager takes about four times as long as predicted, and
            compiled two to three times. The host limits both: the costs count launches, but not the
-           Python of modules, autograd and the optimizer. The host also limits fused, which takes
-           more than twice as long as predicted, and more than four times as long at the smaller
-           size. So fused gains little over compiled, and the confidence interval of its speedup
-           includes 1. captured removes that limit. captured is nearly twice as fast as fused at the
-           larger size, and more than three times as fast at the smaller size. captured still takes
-           a third longer than predicted at the larger size, and one and a half times as long as
-           predicted at the smaller size. We did not time its kernels alone.
+           time that Python takes in modules, autograd and the optimizer. The host also limits
+           fused, which takes more than twice as long as predicted, and more than four times as long
+           at the smaller size. So fused gains little over compiled, and the confidence interval of
+           its speedup includes 1. captured removes that limit. captured is nearly twice as fast as
+           fused at the larger size, and more than three times as fast at the smaller size. captured
+           still takes a third longer than predicted at the larger size, and one and a half times as
+           long as predicted at the smaller size. We did not time its kernels alone.
 Use when   You tune a training loop: take the rungs in this order, because each one shows the next
            limit. captured gains only if the GPU waits for the host, so its test has a second,
            smaller size. The update takes a smaller share of the step if a batch has more tokens.
