@@ -94,7 +94,7 @@ class Sequence:
     """A sequence that is being decoded, at fixed addresses so that its steps can be captured.
 
     Attributes:
-        count: how many tokens there are, on the GPU. The last one is not in the cache yet.
+        count: the number of tokens, as a tensor on the GPU. The last one is not in the cache yet.
         token: the last token.
     """
 

@@ -264,7 +264,7 @@ class Counted:
         self.answers.step()
 
     def decoded(self, every):
-        """Decode, and check for the end after each `every` steps, or one step late if None."""
+        """Decode. Check for the end each time `every` steps have run, or one step late if None."""
         answers, read = self.answers, self.answers.read
         if every is None:
             return asking_late(answers, read, self.step, Flags(answers.prompts.device))

@@ -6,8 +6,8 @@ Baseline   library: `torch.nn.functional.linear`, which calls cuBLAS.
 Optimized  bf16: a CUDA C++ kernel. A warp computes four rows, and sums in fp32. This variant shows
            what the kernel alone gains, before the weights get smaller.
            int8: changes bf16. One byte per weight, and one scale per row of W. The weights are
-           quantized once, before the timed part. A byte becomes a float by bit operations and a
-           subtraction.
+           quantized once, before the timed part. Bit operations and a subtraction convert a byte to
+           a float.
            int4: changes int8. Half a byte per weight, and one fp32 scale per 128 weights of a row.
            The weights in a word are in an order in which one mask extracts two weights. The
            conversion adds an offset to each weight. The kernel subtracts the offsets from the sum,

@@ -14,8 +14,8 @@ Optimized  cascade: changes large. A linear model, fitted to easy inputs, labels
            continue from the first layer's output. early_exit multiplies more than cascade, because
            the first layer computes every input.
 Bound      Tensor cores. The large network multiplies each input by all its matrices. large does
-           this for all inputs, and cascade only for the hard inputs. The second largest part is the
-           wait for the number of hard inputs.
+           this for all inputs, and cascade only for the hard inputs. The wait for the number of
+           hard inputs is the second largest part of the time.
 Seen       On an H100, large takes as long as predicted, and early_exit takes a third longer than
            predicted. We did not time the parts of early_exit alone. cascade is not recorded yet.
            An earlier version of the plugin refused it, because it takes longer on slightly altered

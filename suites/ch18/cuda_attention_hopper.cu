@@ -9,7 +9,7 @@
 //   of the current keys.
 // specialized: scores_ahead, but a producer warpgroup fills the ring, without block-wide barriers.
 // pingpong: specialized, but the warpgroups take turns on the tensor cores. One computes weights
-//   while the products of the other run.
+// while the other one's products run.
 // overlapped: pingpong, but a warpgroup computes weights while its own outputs are still summed.
 
 #include <cuda_bf16.h>

@@ -15,7 +15,7 @@ Optimized  tma: changes mma_sync. The tensor memory accelerator copies the same 
            specialized: changes scores_ahead. A separate producer warpgroup loads the tiles, and no
            barrier stops the whole block.
            pingpong: changes specialized. The two warpgroups take turns on the tensor cores. One
-           computes weights while the products of the other run.
+           warpgroup computes weights while the other warpgroup's products run.
            overlapped: changes pingpong. A warpgroup computes weights as soon as its scores are
            ready, while its own output products still run. FlashAttention-3 does the same with
            larger blocks.

@@ -22,10 +22,10 @@ Seen       On an H100, library takes one and a half times as long as predicted w
            With few sequences, grouped takes longer than predicted from each SM's share of the L2
            rate. An SM has only one program of 4 warps. One program probably cannot keep enough
            bytes in flight to use that share.
-Use when   Always group the heads. Split the context if the GPU has more SMs than there are groups
-           of all sequences. Choose the number of splits by the batch size, because the result of
-           every chunk is written and read again. The same kernel on a cache of 8 bits is in
-           `../ch19/kv_quantization_test.py`.
+Use when   Always group the heads. Split the context if the number of sequences times groups is
+           smaller than the number of SMs. Choose the number of splits by the batch size, because
+           the result of every chunk is written and read again. The same kernel on a cache of 8 bits
+           is in `../ch19/kv_quantization_test.py`.
 """
 
 import pytest

@@ -25,8 +25,8 @@ Bound      The host limits masked and sorted_slices: it launches kernels for eac
            tokens. The starts of about thirty graph nodes also limit it.
 Seen       On an H100 machine, masked takes about twice as long as predicted. sorted_slices and
            grouped take three to four times as long as predicted. The costs count launches, but not
-           the time of the Python code between them. captured takes three quarters longer than its
-           bytes and graph nodes predict. We did not time its kernels one by one.
+           the time of the Python code between them. captured takes three quarters longer than
+           predicted from its bytes and graph nodes. We did not time its kernels one by one.
            `moe_dispatch_test.py` in chapter 15 measures the same layers.
 Use when   A model with experts serves few tokens at a time, as in decode. Take the rungs in this
            order: sorting makes a grouped product possible, and the grouped product makes a graph
