@@ -63,7 +63,8 @@ __device__ Exponentials together(Exponentials a, Exponentials b) {
   return {most, a.total * exp2f(a.most - most) + b.total * exp2f(b.most - most)};
 }
 
-// The values of a row that its loss and its gradient need. The logarithms are to base 2.
+// The values of a row from which its loss and its gradient are computed. The logarithms are to base
+// 2.
 struct Row {
   float log_sum, share, bias;
 

@@ -26,9 +26,9 @@ Optimized  compiled: changes eager. `torch.compile` compiles the formulas of the
            pushed: changes ring. The blocks send their maxima and sums to each other with st.async,
            and wait only for these values. In ring, the blocks use ordinary stores, and then all
            blocks wait at the cluster's barrier.
-           chunked: changes whole. The rows are processed in eight chunks, one after another. Each
-           chunk computes its logits, its loss and its gradients. The gradient of the weight is
-           summed in bf16.
+           chunked: changes whole. The rows are processed in eight chunks, one after another. For
+           each chunk, the logits, the loss and the gradients are computed. The gradient of the
+           weight is summed in bf16.
            fused_chunks: changes chunked. The kernel of one_kernel computes each chunk's loss, and
            overwrites the chunk's logits with their gradient.
            linear_library: `torch.nn.functional.linear_cross_entropy` with its default chunks. It
@@ -67,11 +67,11 @@ Seen       On an H100, eager takes a quarter longer than predicted with 1024 cla
            H100, clustered takes about an eighth longer than its memory traffic alone with 16384
            classes, and a sixth longer with 262144. With 262144 classes, ring takes a quarter longer
            than its memory traffic alone, and pushed hardly longer. So most of the gain of pushed
-           over clustered comes from st.async. On an H200, the order is the same and the differences
-           are larger: clustered takes a third longer than its memory traffic, ring two thirds, and
-           pushed a tenth. An H200 has faster DRAM and the same SMs, so the waits of the blocks are
-           a larger part of the time. With 16384 classes on an H200, eager takes a third longer than
-           predicted. linear_library is not recorded yet.
+           over clustered comes from st.async. On an H200, the ranking is the same and the
+           differences are larger: clustered takes a third longer than its memory traffic, ring two
+           thirds longer, and pushed a tenth longer. An H200 has faster DRAM and the same SMs, so
+           the waits of the blocks are a larger part of the time. With 16384 classes on an H200,
+           eager takes a third longer than predicted. linear_library is not recorded yet.
 Use when   The vocabulary is large. The forward pass already has all the inputs of the gradient, so
            compute the gradient there, together with the loss. Choose chunks that are large enough
            for their products to fill the GPU. Here a chunk has 1024 rows, and the gradient of its
@@ -166,7 +166,7 @@ def gradient_kernel(logits, labels, sums, grad, n, rows, STEP: tl.constexpr):
 
 @triton.jit
 def both_kernel(logits, labels, losses, grad, n, rows, STEP: tl.constexpr):
-    """Store a row's loss and gradient. `grad` may be `logits`: no other program uses the row."""
+    """Store a row's loss and gradient. `grad` may be `logits`, as no other program uses the row."""
     row = tl.program_id(0).to(tl.int64) * n
     label = tl.load(labels + tl.program_id(0))
     found = log_sum(logits, row, n, STEP)
@@ -247,7 +247,7 @@ def two_kernels(logits, labels):
 
 
 def both(logits, labels, losses, grad, rows):
-    """Store losses and the gradient of their mean over `rows` rows. `logits` may have fewer."""
+    """Store the losses of `logits`, and the gradient of the mean over `rows` losses."""
     given, n = logits.shape
     both_kernel[(given,)](logits, labels, losses, grad, n, rows, **in_steps(n))
 

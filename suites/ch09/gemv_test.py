@@ -9,7 +9,8 @@ Baseline   scalar: a CUDA C++ kernel with one warp per row of w. A lane loads on
 Optimized  vectorized: changes scalar. A lane loads 16 bytes at a time, which are eight elements.
            gemv_library: `torch.mv`.
            together: changes one_by_one. One kernel loads each weight once and multiplies it with
-           all tokens, on the CUDA cores. With one token, this kernel is vectorized.
+           all tokens, on the CUDA cores. With one token, this kernel would be the same as
+           vectorized.
            gemm_library: changes one_by_one. `torch.nn.functional.linear` with all tokens.
 Bound      DRAM, because w has to be read once. In test_gemv, scalar has too few bytes in flight.
            The compiler unrolls its loop, but keeps a branch between the loads. So a thread waits
@@ -23,13 +24,14 @@ Bound      DRAM, because w has to be read once. In test_gemv, scalar has too few
            warps of a block share these reads, the reads take less time than the instructions.
            gemm_library uses tensor cores, which are idle most of the time at all these sizes.
 Seen       From 4 tokens on, together takes longer than its cost, and gemm_library is faster. The
-           times of together are close to those of a kernel in which each warp reads all tokens from
+           times of together are about what a kernel would take if each warp read all tokens from
            the L2 again. So the warps of a block probably share few of their reads. We have not
-           confirmed this with hardware counters. gemm_library takes the same time for 2 tokens as
-           for 16.
+           confirmed this with hardware counters. gemm_library takes the same time for 2 tokens and
+           for 16 tokens.
 Use when   You write a kernel for weights that no library supports, such as quantized weights. Let
            each lane load 16 bytes of weights at a time, and keep one sum for each token. For bf16
-           weights, call the library, which is faster with 4 tokens or more. Process tokens in
+           weights, call the library, which is faster than together with 4 tokens or more. Process
+           tokens in
            batches: while loading w is the limit, an additional token takes almost no time.
            `../ch12/decode_loop_test.py` captures a decode loop in a CUDA graph.
 """

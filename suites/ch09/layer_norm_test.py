@@ -14,7 +14,7 @@ Optimized  compiled: changes chain. `torch.compile` compiles the same formula.
            load 16 bytes at a time, and their registers allow 6 programs per SM.
            library: `torch.native_layer_norm`, which `torch.nn.functional.layer_norm` calls.
 Bound      DRAM for all fused sides: 2 bytes read and 2 written per element. The rows of all running
-           programs are 6 MiB together, so the second pass of one_sweep reads from the L2 and should
+           programs add up to 6 MiB, so the second pass of one_sweep reads from the L2 and should
            take little time. in_registers has the loads of a whole row in flight at once. one_sweep
            has only the loads of half a row in flight.
 Seen       chain and library take 1.5 times as long as their memory traffic alone. compiled takes

@@ -15,18 +15,18 @@ Optimized  compiled: changes chain. `torch.compile` compiles the same formula.
            registers.
            library: torch's own backward kernels, which autograd calls.
            rms_compiled: changes rms_chain. `torch.compile` compiles the same formula.
-           rms_one_pass: changes rms_chain. It is the kernel of one_pass without the mean and the
-           bias.
+           rms_one_pass: changes rms_chain. The kernel is the same as in one_pass, but without the
+           mean and the bias.
            rms_library: torch's own kernels for the RMS norm.
 Bound      DRAM. one_pass reads two matrices and writes one. Its partial sums add little memory
            traffic. two_passes reads four matrices. chain and rms_chain also read and write fp32
            copies. An SM holds only two programs of one_pass, and three programs of the first kernel
-           of two_passes. A program loads nothing while it sums over a row, so both sides may not
-           reach the full rate of DRAM.
+           of two_passes. A program loads nothing while it sums over a row, so both sides may fall
+           short of the full DRAM bandwidth.
 Seen       On an H100, both compiled sides take less time than two reads of the matrices from DRAM.
            So Inductor's kernels also read the matrices once, and both compiled sides get the cost
            of one_pass. library gets the cost of two_passes, but takes longer. We did not examine
-           its kernels.
+           the library's kernels.
 Use when   You write a norm, and no library has its backward pass. Sum the gradients of the weights
            in the kernel that already has the row in registers. If you do not need your own kernel,
            compile the formula. Compiled code is nearly as fast as the hand-written kernel, and

@@ -5,8 +5,8 @@ Problem    GELU in its tanh approximation on n fp32 elements:
 Baseline   eager: the formula in torch, as in GPT-2's code. Each of its eight kernels reads its
            operands from DRAM and writes its result to DRAM.
 Optimized  compiled: changes eager. `torch.compile` compiles the same formula.
-           in_triton: eager as a Triton kernel written by hand.
-           in_cuda: eager as a CUDA C++ kernel with 16-byte accesses.
+           in_triton: changes eager. One hand-written Triton kernel computes the formula.
+           in_cuda: changes eager. One CUDA C++ kernel with 16-byte accesses computes the formula.
            library: `torch.nn.functional.gelu`.
            The hand-written kernels use tanh(u) = 1 - 2 / (1 + exp(2 u)), so that GELU becomes x /
            (1 + exp(-2 u)). All four variants make the same number of passes over the data.

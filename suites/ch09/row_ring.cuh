@@ -116,7 +116,7 @@ class Ring {
     return over_lanes(inbox[lane % blocks], blocks);
   }
 
-  // Returns the index in the slice of this thread's vector k. `holds` tells whether it exists.
+  // Returns the position of this thread's vector k in the slice. `holds` tells whether it exists.
   __device__ unsigned index(unsigned k) const { return threadIdx.x + k * THREADS; }
   __device__ bool holds(unsigned k) const { return index(k) < part.count; }
 

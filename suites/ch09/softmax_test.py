@@ -22,9 +22,9 @@ Bound      DRAM. fused and clustered read and write each element once. unfused r
            times and writes it three times. online reads a row twice. If the rows of all running
            programs fit in the L2 together, the second read comes from the L2. They fit if a row has
            no more than 16384 elements. compiled has the same traffic, because Inductor also uses
-           the online method. library reads a row three times if it does not fit in shared memory.
-           With rows of 32768, only one block of fused fits on an SM, so the SM loads nothing while
-           the block reduces or stores.
+           the online method. library reads a row three times if the row does not fit in shared
+           memory. With rows of 32768, only one block of fused fits on an SM, so the SM loads
+           nothing while the block reduces or stores.
 Seen       On an H200, unfused takes up to two fifths longer than its memory traffic alone. library
            takes three fifths longer with rows of 4096 and 32768, and as long as predicted with rows
            of 256. We did not time the kernels of unfused one by one. With rows of 4096, compiled

@@ -1,9 +1,9 @@
 """SwiGLU: an epilogue that combines two matrix products.
 
 Problem    silu(x gate^T) * (x up^T) in fp16, with sums in fp32. test_swiglu has the shape of the
-           MLP of an 8-billion-parameter model. test_swiglu_narrow has a smaller k, so its sums are
-           short. x is (m, k). The weights gate and up are (n, k) each, and are the halves of one
-           (2n, k) tensor.
+           MLP of an 8-billion-parameter model. test_swiglu_narrow has a smaller k, so each result
+           needs fewer multiply-adds. x is (m, k). The weights gate and up are (n, k) each, and are
+           the halves of one (2n, k) tensor.
 Baseline   separate: the library's two matrix products, then `silu`, then an elementwise product.
 Optimized  activated: changes separate. One Triton kernel replaces the two pointwise kernels.
            one_product: changes activated. The library multiplies by the whole (2n, k) tensor in one
@@ -16,7 +16,7 @@ Optimized  activated: changes separate. One Triton kernel replaces the two point
            choose different ones.
 Bound      The tensor cores in test_swiglu, where the pointwise kernels take a tenth of the time. So
            activated can gain only a few percent. The page claims no speedup for one_product,
-           because the library's rate for the wider matrix may matter just as much.
+           because the library may also be faster or slower with the wider matrix.
            DRAM in test_swiglu_narrow, with k = 256. separate writes both products. The two
            pointwise kernels of separate read both products, pass a tensor from the first kernel to
            the second, and write the result. fused writes only the result. A block first multiplies
@@ -27,11 +27,11 @@ Seen       On an H100, own_products and fused take longer than predicted, becaus
            with these tiles does not reach the library's rate. The library's products take as long
            as predicted. In test_swiglu, fused takes as long as own_products, and both are slower
            than separate. In test_swiglu_narrow, fused is the fastest side, although own_products is
-           slower than separate. At each shape, activated and one_product gain the same.
-Use when   The sums are short, or DRAM is slow. With long sums, use the library's products and one
-           pointwise kernel, because the library's faster products save more time than the epilogue
-           does. The library has an epilogue for GELU with a bias, which is in
-           `../ch10/epilogue_test.py`.
+           slower than separate. At each shape, activated and one_product have about the same
+           speedup.
+Use when   k is small, or DRAM is slow. If k is large, use the library's products and one pointwise
+           kernel, because the library's faster products save more time than the epilogue does. The
+           library has an epilogue for GELU with a bias, which is in `../ch10/epilogue_test.py`.
 """
 
 import torch

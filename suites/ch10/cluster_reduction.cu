@@ -2,7 +2,7 @@
 // row's sum.
 //
 // add_squares: each block adds its part of a row's sum of squares to the row's sum with one atomic.
-// divide_by_sum: reads x again, divides it, and takes the sum that the atomics have computed.
+// divide_by_sum: reads x again and divides it, with the sum that the atomics have computed.
 // store_squares: each block stores its part of the sum.
 // divide_by_parts: reads x again, adds the 8 partial sums of its row, and divides.
 // distributed: does both steps in one kernel. A row's 8 blocks are a cluster, and the partial sums

@@ -43,8 +43,8 @@ Seen       cp_async takes one and a half times as long as predicted, and tma ove
            take as long as the library, within two percent, on an H100 and on an H200. The order of
            the middle rungs depends on the GPU. On an H100, specialized is slower than wgmma, and
            back_to_back is faster than both. On an H200, specialized is faster than wgmma, and
-           back_to_back is slower than both. four_tiles gains on an H200, but not on an H100.
-           persistent gains nothing on an H200. multicast gains nothing on either GPU. We did not
+           back_to_back is slower than both. four_tiles helps on an H200, but not on an H100.
+           persistent does not help on an H200. multicast does not help on either GPU. We did not
            measure why.
 Use when   Call the library. Write this kernel only for a product that the library does not have,
            and start with wide tiles, a warp that only loads, and TMA. Add multicast only if it is
@@ -189,8 +189,8 @@ def library(a, b):
 def multiplied(m, n, k):
     """Return the cost of a product that leaves its results in registers.
 
-    DRAM counts each operand once. In fact b is read from DRAM again for each wave of blocks, but
-    DRAM is far from the limit.
+    DRAM counts each operand once. In fact, b is read from DRAM again for each wave of blocks, but
+    DRAM is far from being the limit.
     """
     return Cost(read=2 * (m * k + k * n), ops={"bf16": 2 * m * n * k}, launches=1)
 

@@ -10,9 +10,9 @@ Optimized  two: changes one. The next tiles are loaded by `cp.async` during a pr
            four: changes three. The loads of three steps are in flight. Shared memory then holds
            only one block per SM instead of two.
            library: `torch.matmul`.
-Bound      The L2, from which each tile of 128 x 128 results reads its operands. The cost of one
-           adds the time of the tensor cores to the time of the L2, because its loads do not overlap
-           its products. Two blocks share an SM, but the stored time shows little overlap between
+Bound      The L2, from which each tile of 128 x 128 results reads its operands. For one, the cost
+           adds the time of the tensor cores to the time of the L2, because loads and products do
+           not overlap. Two blocks share an SM, but the stored time shows little overlap between
            them.
 Seen       two takes longer than predicted. Before each product, two waits for all of its copies
            (`cp.async.wait_group 0` in Triton 3.9's PTX). three takes the predicted time. The only

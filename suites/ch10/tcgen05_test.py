@@ -6,7 +6,7 @@ Baseline   one_block: a block computes 128 x 128 with tcgen05, with the sums in 
            write results.
 Optimized  block_pair: changes one_block. The two blocks of a cluster compute 256 x 256. Each block
            loads its own 128 rows of a and half of the 256 rows of b.
-           library: `torch.matmul`, which is cuBLASLt with its own choice of kernel.
+           library: `torch.matmul`, for which cuBLASLt chooses a kernel.
 Bound      Tensor cores, if shared memory can deliver the operands fast enough. A product of 128 x
            128 x 16 takes 64 cycles on a tensor core and reads 8 KiB. Shared memory can deliver
            exactly 8 KiB in 64 cycles. In a pair, a block reads less per product. The kernels are

@@ -25,7 +25,7 @@ Bound      Tensor cores, at the rate that the power limit allows. On all sides e
            runs at a higher clock rate. We did not record power, so we cannot confirm this. Compare
            only sides of the same page.
 Use when   You need a faster matrix product in Triton. First use descriptors, and then flatten the
-           loop. A persistent loop alone gains nothing. If the library has the operation, call the
+           loop. A persistent loop alone does not help. If the library has the operation, call the
            library, which is just as fast.
 """
 

@@ -7,14 +7,15 @@ Baseline   whole: copy all rows, then multiply them.
 Optimized  chunked: changes whole. The rows are cut into `chunks` chunks. A second stream copies the
            chunks one after another. The product of a chunk waits only for the copy of that chunk.
            Each chunk has its own memory on the GPU, so no copy has to wait for a product. The cases
-           are points of a curve, so they claim no speedup.
+           only show a curve, so the page claims no speedup for them.
 Bound      PCIe and fp32 arithmetic, which overlap. Only the copy of the first chunk and the product
-           of the last chunk overlap with nothing. With twice as many chunks, these two take half
-           the time. Two effects limit the gain. First, each copy and each kernel has a fixed
-           start-up time. Second, a product of few rows has fewer tiles than the GPU has SMs: with
-           128 chunks, half of the SMs are idle.
-Seen       chunked is fastest with 8 to 32 chunks. 128 chunks gain next to nothing. The cost
-           predicts this, because it assumes tiles of 128 x 128. The products do not reach the fp32
+           of the last chunk overlap with nothing. With twice as many chunks, each of these two
+           takes half the time. Two effects limit the gain. First, each copy and each kernel has a
+           fixed start-up time. Second, a product of few rows has fewer tiles than the GPU has SMs:
+           with 128 chunks, half of the SMs are idle.
+Seen       chunked is fastest with 8 to 32 chunks. With 128 chunks, there is almost no gain. The
+           cost predicts this, because it assumes tiles of 128 x 128. The products do not reach the
+           fp32
            peak: a product alone takes about a quarter longer than predicted. With 4 chunks, the
            products take even longer. cuBLAS chooses a kernel by the number of rows, so the curve is
            not smooth.

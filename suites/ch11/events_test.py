@@ -10,10 +10,10 @@ Optimized  host_waits: changes one_stream. A second stream copies the next chunk
            Before a product, the host waits for the copy of its chunk.
            event_waits: changes host_waits. The streams wait instead of the host: each stream waits
            for CUDA events that the other stream records.
-Bound      With many rows, arithmetic limits event_waits. With few rows, the host's calls limit it.
-           In host_waits, the host waits for each product. After this wait, the GPU computes nothing
-           until the host has launched the next copy and the next product. With few rows, this gap
-           is longer than the copy that the second stream hides.
+Bound      With many rows, arithmetic limits event_waits. With few rows, the host's calls limit
+           event_waits. In host_waits, the host waits for each product. After this wait, the GPU
+           computes nothing until the host has launched the next copy and the next product. With few
+           rows, this gap is longer than the copy that the second stream hides.
 Seen       With few rows, host_waits is slower than one_stream, and event_waits is limited by the
            host. The host takes about twice as long per chunk as predicted, because the predicted
            time of a launch was measured with a small addition, not with products and copies. When
@@ -120,7 +120,8 @@ def overlapped(rows, k, columns, waits):
     """Return the cost of a product that overlaps with the next copy.
 
     The host enters and leaves the stream for copies, indexes a chunk, and records two events. If
-    `waits`, it also waits for a copy and for a product, and the GPU is idle during its launches.
+    `waits`, the host also waits for a copy and for a product, and the GPU is idle during the
+    launches.
     """
     calls = Cost(launches=2, host_steps=6)
     both = replace(multiplied(rows, k, columns), h2d=4 * rows * k, launches=0, host_steps=0)

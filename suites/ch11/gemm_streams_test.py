@@ -7,12 +7,13 @@ Baseline   one_stream: one `torch.mm` per product. The host waits for none of th
 Optimized  two_streams: changes one_stream. The products alternate between two streams.
            four_streams: like two_streams, with four streams.
            batched: changes one_stream. One `torch.bmm` computes all products, which must have equal
-           shapes. The sides with streams are points of a curve, so they claim no speedup.
+           shapes. The variants with streams only show a curve, so the page claims no speedup for
+           them.
 Bound      Tensor cores. With tiles of 128 x 64 elements, a product of n=1024 has 128 tiles, nearly
-           as many as an H200 has SMs. So a second product at the same time gains nothing. With
-           n=512, three quarters of the SMs are idle, and with n=256, nearly all of them. If cuBLAS
-           cuts k into parts, a product fills more of the GPU, and streams gain less. The costs
-           assume 128 x 64 tiles and an uncut k. All sides run in a CUDA graph, so the host's
+           as many as an H200 has SMs. So running a second product at the same time does not help.
+           With n=512, three quarters of the SMs are idle, and with n=256, nearly all of them. If
+           cuBLAS cuts k into parts, a product fills more of the GPU, and streams gain less. The
+           costs assume 128 x 64 tiles and an uncut k. All sides run in a CUDA graph, so the host's
            launches are not timed.
 Seen       On an H100, two and four streams are slower than one with n=512 and n=1024, and faster
            with n=256. batched is the fastest at each n. With n=256 and n=512, one_stream takes less

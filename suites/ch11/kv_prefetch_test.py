@@ -7,13 +7,14 @@ Problem    One decoding step of `layers` layers in bf16, for `batch` sequences w
            values. The page times a curve over the number of tokens.
 Baseline   on_demand: a layer's cache is copied when the layer attends to it, on the same stream.
 Optimized  prefetched: changes on_demand. A second stream copies the next layer's cache into a
-           second buffer while this layer computes. The cases are points of a curve, so they claim
-           no speedup.
+           second buffer while this layer computes. The cases only show a curve, so the page claims
+           no speedup for them.
 Bound      PCIe or DRAM, whichever takes longer. A layer reads the same weights from DRAM for any
            number of tokens, but with more tokens, there is more cache to copy. If a copy takes less
            time than a layer, prefetched hides every copy except the first. If a copy takes much
-           longer than a layer, only a small part of it is hidden, and the gain is small again. The
-           gain is largest if copy and layer take the same time, and it is never more than twofold.
+           longer than a layer, only a small part of the copy is hidden, and the gain is small
+           again. The gain is largest if copy and layer take the same time, and it is never more
+           than twofold.
 Seen       Even without the copy, a layer takes about twice as long as predicted from its weights
            and the starts of its kernels. We did not measure which kernels take the extra time.
            Since layers take longer, it takes more tokens than predicted to reach the largest gain.

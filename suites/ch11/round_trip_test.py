@@ -11,8 +11,8 @@ Optimized  two_streams: changes one_stream. The chunks alternate between two str
            second chunk can be computed, and the results of a third one copied out.
 Bound      PCIe. PCIe carries data in both directions at once, and a GPU has a copy engine for each
            direction. one_stream uses only one direction at a time. The kernel reads and writes
-           DRAM, not PCIe, so it takes much less time than a copy. So three streams hide hardly more
-           than two.
+           DRAM, not PCIe, so it takes much less time than a copy. So a third stream hides only a
+           little more.
 Use when   Data are streamed through the GPU, and the results go back to the host. Two or three
            chunks in flight are enough. If the results stay on the GPU, only the copy in and the
            kernel can overlap (`chunk_count_test.py`). More streams only add buffers.

@@ -6,7 +6,7 @@
 // choose: sets the condition of a conditional node in a graph to *fast.
 
 #ifdef __CUDACC__
-// The driver provides this function. It needs no header and no library.
+// The driver provides this function, so no header and no library are needed.
 extern "C" __device__ void cudaGraphSetConditional(unsigned long long handle, unsigned value);
 #else
 inline void cudaGraphSetConditional(unsigned long long, unsigned) {}  // the emulator has no graphs

@@ -14,9 +14,10 @@ Bound      At the small n, the host: eager makes four launches, and each variant
 Seen       At the small n, a launch through `cuda_module` takes the host longer than predicted,
            because the predicted time was measured with a torch operator. On an H200, the launch
            takes more than twice as long as predicted. So eager and fused take longer than
-           predicted, and graphs gain more. A graph replay calls no torch operator, so
-           fused_captured takes less time than predicted. On an H100, captured also takes less time
-           than predicted. The host's times also vary from one comparison to the next.
+           predicted, and graphs have a larger speedup than predicted. A graph replay calls no torch
+           operator, so fused_captured takes less time than predicted. On an H100, captured also
+           takes less time than predicted. The host's times also vary from one comparison to the
+           next.
            At the large n, two kernels of eager each move as many bytes as `single` in
            `../ch06/ilp_test.py`. The other two each move as many bytes as `usual` in
            `../ch06/block_size_test.py`. The times that those pages measured, for four such kernels,
@@ -26,10 +27,10 @@ Seen       At the small n, a launch through `cuda_module` takes the host longer 
            exact division has a branch to a slow path, and the compiler moves no load across this
            branch. So a thread waits for DRAM twice in a row, with one load in flight each time. We
            did not try a kernel that loads x and the gate first.
-Use when   First find out what limits your code. If the GPU is idle between kernels, capture a
-           graph, which needs no new kernels. If memory is the limit, fuse. A graph of one kernel
-           helps only if the host takes less time to replay the graph than to launch the kernel. The
-           pages of chapter 9 fuse kernels, and compare them with torch.compile.
+Use when First find out what limits your code. If the GPU is idle between kernels, capture a graph,
+           which needs no new kernels. If memory is the limit, fuse. A graph of one kernel helps
+           only if the host takes less time to replay the graph than to launch the kernel. The pages
+           of chapter 9 fuse kernels, and compare them with torch.compile.
 """
 
 import torch

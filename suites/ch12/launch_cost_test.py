@@ -5,7 +5,7 @@ Problem    n oscillators are advanced in time. Each kernel updates all velocitie
 Baseline   eager: one torch call per kernel. Only the first two calls allocate a tensor.
 Optimized  captured: changes eager. The same kernels as one CUDA graph, which the host launches
            once. The capture is not timed. The run prints the number of calls after which the
-           capture has paid off. The cases are points of a curve over the number of kernels.
+           capture has paid off. The page times a curve over the number of kernels.
 Bound      The host limits eager, with one launch per kernel. The kernels do very little work, so
            the GPU waits for the host. The GPU limits captured: a kernel starts when the previous
            kernel has ended, and each start takes time. So the times of both sides grow in
@@ -19,7 +19,7 @@ Seen       With two kernels, captured takes less than half of the predicted time
 Use when   You want to know whether a graph makes your loop faster. Count the launches of the loop,
            and compare the host's time for them with the GPU's time for the kernels. If a kernel
            runs longer than a launch takes, the GPU is never idle, and a graph saves only the host's
-           time. With few kernels, the launch of the graph itself takes most of the remaining time.
+           time. With few kernels, most of the time of captured is the launch of the graph itself.
 """
 
 import torch

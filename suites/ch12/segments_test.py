@@ -16,7 +16,8 @@ Optimized  captured: changes launch_each. The same launches as a CUDA graph. The
            block_per_segment: changes launch_each. One kernel has a block for each segment. A block
            runs the same code as in launch_each.
            warp_per_segment: changes block_per_segment. One warp instead of one block sums a
-           segment. It needs neither shared memory nor a barrier, but has an eighth of the threads.
+           segment. A warp needs neither shared memory nor a barrier, but has an eighth of the
+           threads of a block.
            library: `torch.segment_reduce`, which takes the same table as int64.
 Bound      The host limits launch_each, which launches from Python. A loop in C++ should take the
            host less time, but its kernels would run one after another, as in captured. So compare

@@ -21,7 +21,7 @@ Bound      Integer arithmetic, if all SMs are busy until the end. The time of a 
            number of steps times the latency of a multiply-add, no matter how many SMs are idle. So
            the heavy item that starts last decides when the kernel ends. The costs count the steps
            of all items and spread them evenly over the GPU, so all sides have nearly the same
-           predicted time. Any additional time of a side is due to its imbalance.
+           predicted time. If a side takes longer, the reason is imbalance.
 Seen       static_share takes longer than predicted. With order=last, it takes several times as long
            as predicted, because the kernel has to wait for the few warps that have the heavy items.
            With order=last, interleaved takes as long as predicted, so its warps are balanced. queue
@@ -37,7 +37,7 @@ Use when   Some items take much longer than others, and you do not know which. S
            know which items are long, start them first. All warps of a queue update one address, so
            take enough work with each atomic. But take so little that each warp comes back several
            times. If a warp takes work only once, its share is fixed. If all items take the same
-           time, a queue gains nothing.
+           time, a queue does not help.
 """
 
 import torch

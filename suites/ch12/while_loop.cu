@@ -6,7 +6,7 @@
 // again: tells the while node of a graph whether to run its body once more, and clears *changed.
 
 #ifdef __CUDACC__
-// The driver provides this function. It needs no header and no library.
+// The driver provides this function, so no header and no library are needed.
 extern "C" __device__ void cudaGraphSetConditional(unsigned long long handle, unsigned value);
 #else
 inline void cudaGraphSetConditional(unsigned long long, unsigned) {}  // the emulator has no graphs

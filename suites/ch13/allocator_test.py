@@ -27,8 +27,9 @@ Seen       The measurement of capped is exactly what the simulation predicts. se
            cache before the call, the prediction would be exact for rounded and within 3 % for
            segments. We did not record how much was free, so we cannot explain the difference. The
            ranking of the settings is as predicted.
-Use when   Tensors of growing sizes fill the GPU although little is in use: set expandable segments.
-           Do not cap the split size: for such tensors it makes fragmentation worse.
+Use when   Tensors of growing sizes fill the GPU, although little memory is in use. Use expandable
+           segments. Do not cap the split size, because for such tensors a cap makes fragmentation
+           worse.
 """
 
 import torch

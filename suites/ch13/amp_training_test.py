@@ -15,12 +15,12 @@ Bound      Tensor cores in theory. Outside the matrix products, bf16 moves about
            embedding make q and k fp32. So the casts add about as much traffic as the smaller
            operands save.
 Seen       tf32, bf16 and fp16 are slower than predicted. In fp32 and tf32, attention runs in a
-           kernel made for Ampere, which multiplies in fp32 whether TF32 is on or off. Its rate was
-           not measured. In bf16, attention may reach only the share of the peak that flash reaches
-           in long_attention_test.py. This would explain about a fifth of the extra time. We cannot
-           explain the rest.
-Use when   You train on tensor cores: bf16 autocast needs no scaler. Use fp16 only on GPUs without
-           bf16.
+           kernel made for Ampere, which multiplies in fp32 whether TF32 is on or off. Nobody has
+           measured the rate of that kernel. In bf16, attention may reach only the share of the peak
+           that flash reaches in long_attention_test.py. This would explain about a fifth of the
+           extra time. We cannot explain the rest.
+Use when   You train on a GPU with tensor cores. bf16 autocast needs no scaler. Use fp16 only on
+           GPUs without bf16.
 
 The check compares loss, gradients, moments and weights with a float64 reference: after 1 step,
 after 3 steps, and after a timed window of up to 16 steps. The error must be no larger than rounding

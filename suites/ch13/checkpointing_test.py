@@ -4,8 +4,8 @@ Problem    Compute the gradients of the mean loss of 8 decoder blocks of width 1
            rotary attention, SwiGLU) for 8 x 1024 tokens, in bf16. There is no optimizer, because an
            optimizer stores no activations.
 Baseline   stored: autograd keeps what each operation needs for its backward pass.
-Optimized  checkpointed: changes stored. `torch.utils.checkpoint` is around each block. It keeps
-           only the block's input and recomputes the block in the backward pass (Chen et al.,
+Optimized  checkpointed: changes stored. `torch.utils.checkpoint` wraps each block. It keeps only
+           the block's input and recomputes the block in the backward pass (Chen et al.,
            arXiv:1604.06174).
            selective: changes checkpointed. The results of matrix products and attention are kept.
            Norms, rotation and SwiGLU are recomputed, which takes memory traffic but no matrix

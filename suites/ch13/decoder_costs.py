@@ -2,8 +2,8 @@
 
 Traffic is counted in units. A unit is one tensor of (tokens, width) values. `hidden` is the hidden
 width divided by the width, about 8/3. An eager operation is one kernel, which reads its inputs and
-writes its outputs. About 8 units of temporaries are in use at a time. If the temporaries fit in the
-L2, only the activations that are kept for the backward pass count as DRAM traffic.
+writes its outputs. About 8 units of temporaries exist at a time. If the temporaries fit in the L2,
+only the activations that are kept for the backward pass count as DRAM traffic.
 """
 
 from pytest_aisp import Cost

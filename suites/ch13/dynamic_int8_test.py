@@ -17,8 +17,8 @@ Seen       No variant is faster than bf16. A profile shows that cuBLAS multiplie
            bf16 kernel for Hopper. compiled moves fewer bytes than eager. The time that compiled
            saves is about twice the time that these bytes should take, which we cannot explain.
            Nobody has measured the peak rate of int8, so no time is predicted for the int8 sides.
-Use when   You need to save memory, and int8 weights do that. Do not expect a speedup on Hopper for
-           these sizes, and never quantize activations in eager mode. FP8 can be faster: see
+Use when   You want int8 weights because they take less memory. Do not expect a speedup on Hopper
+           for these sizes, and never quantize activations in eager mode. FP8 can be faster: see
            fp8_linear_test.py.
 """
 

@@ -19,9 +19,8 @@ Seen       All sides are slower than predicted. overlapped should hide one excha
            about a fifth of the time of that exchange. The shared expert must take longer while
            NCCL's kernels occupy SMs. We did not record how long each kernel takes, so we cannot
            explain the rest.
-Use when   Experts are on several GPUs. Reuse the buffers between calls, which costs nothing. If
-           some computation does not depend on the exchange, overlap the two, but expect little
-           gain.
+Use when   Experts are on several GPUs. Reuse the buffers between calls: this costs nothing. If some
+           computation does not depend on the exchange, overlap the two, but expect little gain.
 """
 
 from dataclasses import replace

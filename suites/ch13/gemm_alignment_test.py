@@ -18,7 +18,7 @@ Seen       The baseline is far slower than predicted in both sizes. A profile sh
            not use Hopper's tensor core instructions. The prediction assumes a bf16 rate that was
            measured with Hopper's instructions.
 Use when   A dimension of a bf16 product is odd, and the weight can be padded once. Multiples of 8
-           are enough: padding to a multiple of 64 gains almost nothing more.
+           are enough: padding to a multiple of 64 is hardly any faster.
 """
 
 from types import SimpleNamespace

@@ -18,8 +18,8 @@ Optimized  by_words: changes grown. `cat` gets views of the bytes as int64. When
            kernel, with one program per sequence and head. A tensor core product needs 16 rows, so
            all 16 rows hold the same query.
 Bound      DRAM. Every step reads all keys and values, which do not fit in the L2. In grown and
-           by_words, every step also copies them. preallocated and paged copy the prompt once per
-           call.
+           by_words, every step also copies all keys and values. preallocated and paged copy the
+           prompt once per call.
 Seen       grown takes longer than its memory traffic alone. by_words moves the same bytes in the
            same number of kernels and comes close to its prediction. So copying single bf16 elements
            explains the extra time of grown.
@@ -61,7 +61,7 @@ def paged_attention_kernel(
     PAGE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Compute attention for one sequence and head. Values are `offset` elements after keys."""
+    """Compute attention for one sequence and head. Values begin `offset` elements after keys."""
     heads, head, sequence = tl.num_programs(0), tl.program_id(0), tl.program_id(1)
     rows, lanes, tokens = tl.arange(0, ROWS), tl.arange(0, WIDTH), tl.arange(0, PAGE)
     # All rows of the product hold the same query. Only the first row is stored.

@@ -8,7 +8,7 @@ Baseline   eager: computes the scores by `matmul`, applies the mask, computes th
            rounds to bf16, and multiplies by the values.
 Optimized  flash: changes eager. One kernel does all steps: the FlashAttention-2 that comes with
            PyTorch. Tiles of scores stay in registers. Tiles above the diagonal are not computed.
-           cudnn: changes flash. The kernel is cuDNN's for Hopper, which uses wgmma and TMA.
+           cudnn: changes flash. The kernel is cuDNN's kernel for Hopper, which uses wgmma and TMA.
            flex: changes flash. The kernel is compiled FlexAttention. The mask is a Python function.
            A block mask, built before the timed part, lists the tiles to skip.
 Bound      eager: DRAM. Every step reads and writes all scores. The softmax also converts the scores

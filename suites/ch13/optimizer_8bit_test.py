@@ -15,7 +15,7 @@ Bound      DRAM. Decoding and encoding take 68 instructions per parameter, count
            sm90. The instructions take less time than the memory traffic, and overlap with it.
 Use when   The moments do not fit next to the model, or the optimizer's step is a visible part of a
            training step. Do not use 8-bit moments if a run must match fp32 AdamW: the check on this
-           page allows errors as large as those of int8.
+           page allows errors as large as the rounding errors of int8.
 """
 
 import functools
@@ -107,7 +107,7 @@ def fp32_moments(state, gradient):
 
 @triton.jit
 def octaves_of(x, APPROXIMATE: tl.constexpr):
-    """Return log2(x). APPROXIMATE takes 1 instruction (error 2^-22), Triton's log2 takes 25."""
+    """Return log2(x). APPROXIMATE takes 1 instruction (error 2^-22). Triton's log2 takes 25."""
     if APPROXIMATE:
         return tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", "=r,r", [x], tl.float32, is_pure=True, pack=1

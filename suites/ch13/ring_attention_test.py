@@ -2,7 +2,7 @@
 
 Problem    Causal attention over a sequence. The rows of the sequence are split over the ranks, in
            order. Each rank has q, k and v of shape (rows, heads, dim) in bf16, the layout that
-           projections return. It returns the attention output for its own rows.
+           projections return. Each rank returns the attention output for its own rows.
 Baseline   gathered: each rank gathers the keys and values of all ranks. Then it computes the
            attention of its own rows over all rows up to its last row.
 Optimized  ring: changes gathered. Attention is computed in blocks. While a rank computes with one
@@ -10,10 +10,10 @@ Optimized  ring: changes gathered. Attention is computed in blocks. While a rank
            block. The partial results are merged by their log-sum-exp, as in an online softmax (Liu
            et al., arXiv:2310.01889). A rank forwards blocks of later rows without computing with
            them.
-           zigzag: changes ring. All ranks have the same work. The rows are cut into 2 * world
-           chunks, and rank r gets chunks r and 2 * world - 1 - r. The timed part includes moving
-           the rows into this order, and moving the result back. If the data loader already uses
-           this order, neither move is needed.
+           zigzag: changes ring. The rows are distributed so that all ranks have the same work. The
+           rows are cut into 2 * world chunks, and rank r gets chunks r and 2 * world - 1 - r. The
+           timed part includes moving the rows into this order, and moving the result back. If the
+           data loader already uses this order, neither move is needed.
 Bound      Tensor cores of the last rank, in gathered and ring. For the last rank, the mask removes
            half of its own block, and nothing of the earlier blocks. ring hides the transfer, but
            merging the partial results takes time. On many ranks, zigzag gives the last rank about

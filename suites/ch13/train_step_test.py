@@ -27,7 +27,7 @@ Seen       Large model: all sides take longer than predicted. Attention is one r
 Use when   Compile when passes over activations take a visible part of the step. Capture when the
            GPU waits for the host and shapes repeat. The time of matrix products grows with the
            square of the width, but the time of the passes only grows with the width. So compiling
-           gains less in wide models. Capturing gains nothing if the kernels take longer than their
+           helps less in wide models. Capturing does not help if the kernels take longer than their
            launches.
 """
 

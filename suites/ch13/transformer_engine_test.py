@@ -17,7 +17,7 @@ Optimized  All variants are layers of Transformer Engine. If Transformer Engine 
            mxfp8: changes blocks. There is one scale per 32 elements, and the tensor cores apply the
            scales (Blackwell).
            nvfp4: changes mxfp8. Elements have 4 bits. There is one scale per 16 elements, and one
-           per tensor (Blackwell).
+           scale per tensor (Blackwell).
 Bound      Tensor cores: three matrix products. Hopper multiplies FP8 only if the summed dimension
            is contiguous in both operands. So each tensor is quantized into two copies, one of them
            transposed. The copies add DRAM traffic. On Hopper, exact accumulation adds partial sums

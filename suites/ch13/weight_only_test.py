@@ -15,8 +15,8 @@ Optimized  All variants but library use one Triton kernel, which converts the we
 Bound      bf16 and streamed: DRAM, at 2 bytes per weight. The weights do not fit in any L2.
            int8: DRAM and instructions about equally. int4: instructions. int8 and int4 need 5
            instructions per weight to convert it and pass it to the tensor cores (counted with
-           nvdisasm for sm90). So int4 gains little over int8, although it reads about half of the
-           bytes. The kernel always multiplies 16 rows, so 1 row and 16 rows take the same time.
+           nvdisasm for sm90). So int4 is hardly faster than int8, although it reads about half of
+           the bytes. The kernel always multiplies 16 rows, so 1 row and 16 rows take the same time.
 Seen       On an H200, int8 takes about a quarter longer than its memory traffic alone. Loads and
            conversions take about the same time, and they probably overlap only in part.
 Use when   A few rows are multiplied with large weights, as in a decode step. With many rows, the

@@ -12,20 +12,20 @@ Optimized  autotuned: changes compiled. `mode="max-autotune-no-cudagraphs"` time
            cuBLAS followed by a pointwise kernel is faster, Inductor keeps those two. The mode also
            tunes pointwise kernels.
            eager: like compiled, but without `torch.compile`.
-           autotuned_alone: changes library. The mode of autotuned is used for a matrix product
+           autotuned_alone: changes library. The same mode as in autotuned compiles a matrix product
            alone.
 Bound      With a short k, DRAM: the epilogue saves writing and reading the product. With a long k
            and for the product alone, tensor cores. Which kernel Inductor chooses is not known
            before a run. If Inductor chooses cuBLAS, autotuned gains only what a tuned pointwise
            kernel saves. The costs of autotuned assume a Triton kernel with an epilogue. The costs
            of autotuned_alone hold for any kernel.
-Seen       Only test_max_autotune is recorded, on an H100. autotuned takes as long as compiled, and
-           much longer than predicted for a fused epilogue. So Inductor probably kept cuBLAS and the
-           pointwise kernel. We did not record its choice.
+Seen       Only test_max_autotune is recorded, on an H100. autotuned takes as long as compiled,
+           which is much longer than predicted for a fused epilogue. So Inductor probably kept
+           cuBLAS and the pointwise kernel. We did not record its choice.
 Use when   Matrix products are followed by pointwise operations, or cuBLAS is slow for their shapes.
-           If cuBLAS is fast, there is little to gain, so compare the times before you keep this
-           mode. Tuning takes a long time and is repeated for each shape, so keep the tuning cache,
-           or deploy compiled code. On a GPU with fewer than 68 SMs, Inductor does not try Triton
+           If cuBLAS is already fast, this mode helps little, so compare the times before you keep
+           it. Tuning takes a long time and is repeated for each shape, so keep the tuning cache, or
+           deploy compiled code. On a GPU with fewer than 68 SMs, Inductor does not try Triton
            matmul kernels.
 """
 

@@ -21,10 +21,9 @@ Seen       On an H100, captured takes three times as long as predicted from the 
            kernels. A matrix product of 8 rows has only a few tiles, and each tile loops over the
            whole inner dimension. So the product probably takes longer to run than to start.
            reduce_overhead replays the same kernels and takes several times as long as captured, so
-           its guards, its copies and its checks of addresses cost more than the kernels. The time
-           of eager varies by half from one result to the next, so these ratios are rough. The
-           speedup of compiled is within this variation, so the test only requires that compiled is
-           not slower.
+           the guards, copies and address checks take more time than the kernels. The time of eager
+           varies by half from one result to the next, so these ratios are rough. The speedup of
+           compiled is within this variation, so the test only requires that compiled is not slower.
 Use when   The GPU waits for the host. Start with `mode="reduce-overhead"`. If a shape or a
            parameter's address changes, this mode captures a new graph. Code that cannot be captured
            runs outside the graph. Capture by hand if the shapes are fixed and every microsecond
