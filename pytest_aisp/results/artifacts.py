@@ -87,7 +87,7 @@ class Artifacts:
             pass  # some network file systems have no locks
 
     def _is_foreign(self, path: Path) -> bool:
-        """Return True unless `path` is an empty journal (`results.jsonl`)."""
+        """Return False if `path` is an empty journal (`results.jsonl`), else True."""
         return path != self.path or path.stat().st_size > 0
 
     def release(self) -> None:
@@ -235,7 +235,7 @@ def stamped(base: Path) -> Path:
 
 
 def _point(latest: Path, name: str) -> None:
-    """Replace `latest` with a link to `name`, or if links are not supported, a file with `name`."""
+    """Make `latest` a link to `name`. Without support for links, make it a file with the name."""
     temporary = latest.with_name(f".{latest.name}-{os.getpid()}")
     temporary.unlink(missing_ok=True)
     try:

@@ -2,9 +2,9 @@
 
 Binary segmentation proposes candidates. Then the weakest candidate is removed, again and again,
 until all that remain are significant. The noise is estimated anew after each removal. It includes
-autocorrelation, so a slow wave counts as noise and not as a series of changes. No value counts for
-more than `CLIP` standard deviations, so a single spike is not a change.
-docs/explanation/history.md has the error rates.
+autocorrelation, so a slow wave counts as noise and not as a series of changes. Values are clipped
+at `CLIP` standard deviations, so a single spike is not a change. docs/explanation/history.md has
+the error rates.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from .stats import ASSUMED, INTERVAL
 FLOOR = 0.01
 """A change is reported only if the far end of its interval is at least this large (1 %)."""
 LEAST, LEAST_BETWEEN = 2, 3
-"""The least number of points between a change and an end of the series, and between two changes.
-The second number is larger, so that two spikes in a row do not look like two changes.
+"""The minimum numbers of points between a change and an end of the series, and between changes. The
+second number is larger, so that two spikes in a row do not look like two changes.
 """
 CLIP = 3.6
 """A value farther from the median than this many standard deviations is clipped to that distance.
@@ -38,9 +38,9 @@ KNOWN = 0.001
 MOVED = 12.0
 """A change moves away from a known position only if chi-square falls by more than this."""
 SHORTEST = 8
-"""The shortest part of a stretch, in values, that is searched separately."""
+"""The minimum number of values in a part of a stretch that is searched separately."""
 SHORT = 1e9
-"""Subtracted from the strength of a change with too few points on a side: it is removed first."""
+"""Subtracted from the strength of a change with too few points, so that it is removed first."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class _Noise(NamedTuple):
     phi: float
 
     def error(self, left: _Stretch, right: _Stretch) -> float:
-        """Return the standard error of the difference of two levels."""
+        """Return the standard error of the difference between two levels."""
         variances = (_inflation(each.length, self.phi) / each.weight for each in (left, right))
         return self.scale * math.sqrt(math.fsum(variances))
 
@@ -212,11 +212,11 @@ class _Series:
         return ChangePoint(at, left.level, right.level - left.level, error)
 
     def _around(self, splits: Sequence[int]) -> list[tuple[int, int]]:
-        """Return each split's neighbors: start of the stretch before it, end of the next one."""
+        """Return, for each split, the start of the stretch before it and the end of the next."""
         return list(zip([0, *splits[:-1]], [*splits[1:], len(self.values)], strict=True))
 
     def _least(self, end: int) -> int:
-        """Return the least number of points between a change and `end`."""
+        """Return the minimum number of points between a change and `end`."""
         return LEAST if end in (0, len(self.values)) else LEAST_BETWEEN
 
     def _clipped(self, start: int, stop: int) -> list[tuple[float, float]]:
@@ -294,7 +294,7 @@ def _best_split(clipped: Sequence[tuple[float, float]], first: int, last: int) -
     """Return the largest distance between two levels, in standard errors, and its index.
 
     Args:
-        first, last: the least number of values before the index, and from the index on.
+        first, last: the minimum numbers of values before the index, and from the index on.
     """
     total_weight, total = math.fsum(w for w, _ in clipped), math.fsum(v for _, v in clipped)
     weight = moment = best = 0.0

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from .row import CaseRecord, bare, size_text
 
 KNEE = 0.95
-"""The knee is the first point whose speedup is at least this share of the best speedup."""
+"""The knee of a curve is the first point whose speedup is at least this share of the best one."""
 
 
 class Point(NamedTuple):

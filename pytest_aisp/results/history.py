@@ -56,7 +56,7 @@ class CodeGate(Struct, frozen=True, kw_only=True):
 
     @property
     def effect(self) -> float:
-        """The change of ln(speedup) that the changes of both sides together cause."""
+        """The change in ln(speedup) that the changes to both sides cause together."""
         sides = {side: fmean(each[1:] or each) for side, each in self.values.items()}
         return sides.get("optimized", 0.0) - sides.get("baseline", 0.0)
 
@@ -146,7 +146,7 @@ class HistoryFile:
 
 @dataclass
 class Added:
-    """Lines that `add` wrote, lines already present, and messages on repairs and problems."""
+    """Lines that `add` wrote, lines that were there already, and messages on repairs and errors."""
 
     new: int = 0
     known: int = 0
@@ -158,8 +158,8 @@ def lines_of(run: RecordedRun) -> Iterator[HistoryLine]:
     """Yield a line for each timed case of a run.
 
     Raises:
-        RunError: if samples of a comparison with a commit cannot be read, or if a case has a value
-            that no run writes.
+        RunError: if samples of a comparison with a commit cannot be read, or if a case has an
+            impossible value.
     """
     manifest, git = run.manifest, run.manifest.git
     machine = manifest.machine
@@ -276,7 +276,7 @@ def read(folder: Path) -> list[HistoryFile]:
 
 
 def is_history(folder: Path) -> bool:
-    """Return whether `folder` has history files and no run."""
+    """Return whether `folder` has history files but no run."""
     return not (folder / MANIFEST).exists() and any(folder.glob(f"*/*{SUFFIX}"))
 
 

@@ -53,8 +53,8 @@ def merge(
         environments: the facts of each environment that `new` names.
         replace: if True, a new result replaces an existing entry. If False, an entry stays, and can
             only gain times, goals, or one more session (up to `MOST_SESSIONS`). A new session must
-            be at least `HOURS_APART` from each stored session, or on another board. Anything that
-            is added must have the same sources, machine code, clock and tuning choices as the
+            be at least `HOURS_APART` hours from each stored session, or on another board. Anything
+            that is added must have the same sources, machine code, clock and tuning choices as the
             entry, and `differences` must find no difference between the two environments.
         texts: today's digests of the sides' source texts, by key. An entry that has one of these
             gets the digest of the syntax tree instead.
@@ -137,7 +137,7 @@ def _is_apart(old: Result, new: Result, table: Environments) -> bool:
 
 
 def _are_apart(one: str, other: str, table: Environments) -> bool:
-    """Return whether two sessions are `HOURS_APART` or on different boards.
+    """Return whether two sessions are at least `HOURS_APART` hours apart, or on different boards.
 
     Only sessions since 2026-11-26 name their board. If a session's key has no time of day, the
     dates are compared.

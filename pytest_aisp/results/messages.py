@@ -102,7 +102,7 @@ class TimeTask(CaseTask, frozen=True, kw_only=True, tag="time"):
         past: for ``old``, the page at the commit.
         budget: keyword arguments for `schedule.Budget`.
         replicate: number of this process among those that measure the case.
-        keep: True to keep the expected results for the next task, if `replicate` is above 0.
+        keep: True to keep the expected results for the next task even if `replicate` is above 0.
         planted: artificial slowdown of the second side, as the share of extra, uncounted calls.
         audit: True to profile the kernels of both sides after the last timing window.
         timer: ``target`` (module:function) and ``options`` of a timer that replaces the plugin's.
@@ -123,7 +123,7 @@ class HoldTask(CaseTask, frozen=True, kw_only=True, tag="hold"):
     """Build two copies of the role `side`, and keep them ready to be timed window by window.
 
     Attributes:
-        other: True for the second of two environments. Only a simulated timer uses it.
+        other: True for the second of two environments. Only a simulated timer uses this field.
         lap: number of the lap, from 0. Lap 0 first builds the copies once to choose the clock.
         known: the clock, and each copy's number of calls in a window, if already chosen.
     """
@@ -166,7 +166,7 @@ class CountTask(CaseTask, frozen=True, kw_only=True, tag="count"):
 
 
 class ChangedTask(CaseTask, frozen=True, kw_only=True, tag="changed"):
-    """Name the sides whose sources differ from `past`, the page at a commit.
+    """Find the sides whose sources differ from those in `past`, the page at a commit.
 
     If `arch` is given, also compare the machine code for that arch. If there is no `past`, return
     digests of the machine code instead. If the role `sass` is given, only return the difference of
@@ -341,7 +341,7 @@ Answer: TypeAlias = ProgressUpdate | RankStarted | RankStep | Reply
 
 
 def failed(error: ErrorKind, message: str, doing: str, trace: str) -> Reply:
-    """Return the reply for a failure that happened after the progress message `doing`."""
+    """Return the reply for a failure whose last progress message was `doing`."""
     work, _, size = doing.partition(AT)
     return Reply(error=error, message=f"{message} during: {work}", at=size, trace=trace)
 

@@ -69,7 +69,8 @@ class Metric:
         return self._beyond(amounts["optimized"], limit, amounts.get("noise", 0.0))
 
     def worse(self, before: Amounts, amounts: Amounts, sessions: int = 1) -> bool:
-        """Return whether the optimized side is worse than `before` by more than margin and noise.
+        """Return whether the optimized side is worse than `before` by more than the margin and the
+        noise.
 
         Args:
             sessions: the number of sessions in which `before` was counted.
@@ -124,8 +125,8 @@ def shares(busy: Amounts, seconds: Sequence[float]) -> dict[str, float]:
     """Return, by side, the share of a call's time in which the GPU computes; at most 1.
 
     Args:
-        busy: by side, the GPU's busy seconds in a call under the profiler. They can exceed the
-            call's time, because the GPU's clock rate may be lower under the profiler.
+        busy: by side, the GPU's busy seconds in a call under the profiler. These seconds can exceed
+            the call's time, because the GPU's clock rate may be lower under the profiler.
         seconds: each side's seconds per call, without the profiler.
     """
     both = zip(ROLES, seconds, strict=True)

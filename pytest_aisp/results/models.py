@@ -131,7 +131,7 @@ class Result(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkno
 
     @property
     def value(self) -> float | None:
-        """The mean over sessions of each session's mean ln(speedup) over its processes."""
+        """The mean of the sessions' values. A session's value is the mean of its processes."""
         return fmean(fmean(session) for session in self.values) if self.values else None
 
     @property
@@ -250,7 +250,7 @@ def _rounded(value: float | None, form: str) -> float | None:
 
 
 def _sorted_table(name: str, table: Mapping[str, Json]) -> dict[str, Json]:
-    """Return a sorted copy of `table`, with the types that reading it back from the file gives.
+    """Return a sorted copy of `table`, with the types that it has when it is read from the file.
 
     Raises:
         ValueError: if a value is infinite, or has no JSON type.

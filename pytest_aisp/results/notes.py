@@ -59,7 +59,7 @@ def launch_bound(
     """Return the ratio of the times without and with a CUDA graph for each launch-bound side.
 
     Args:
-        clock: the clock whose times the verdict uses. On any clock but ``graph``, the result is
+        clock: the clock whose times the verdict uses. On all clocks except ``graph``, the result is
             empty.
         seconds: for each side, the seconds per call on that clock.
         as_called: for each side in the same order, the seconds per call on the host's clock.

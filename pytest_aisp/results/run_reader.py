@@ -158,7 +158,7 @@ def _lines(file: Path) -> tuple[list[dict[str, Json]], list[str]]:
 
 @contextmanager
 def _reading(file: Path) -> Iterator[None]:
-    """Turn an error while reading `file`, or about its contents, into a RunError."""
+    """Turn an error into a RunError if it occurs while `file` is read, or concerns its contents."""
     try:
         yield
     except OSError as error:

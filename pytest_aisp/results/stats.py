@@ -119,11 +119,11 @@ def pooled_spread(own: float, processes: int, others: Sequence[float]) -> float:
 def session_spread(cases: Sequence[Sequence[Sequence[float]]], assumed: float) -> float:
     """Return the standard deviation between sessions, from the cases with several sessions.
 
-    For each case, the variance between sessions is reduced by the part that the variance between
-    processes explains. The result is pooled over all cases. The variance between processes needs
-    sessions with at least two processes. Sessions with one process still count for the variance
-    between sessions. `assumed` counts as much as `ASSUMED` additional sessions. So the margin stays
-    wide if a few cases agree by chance.
+    For each case, the part that the variance between processes explains is subtracted from the
+    variance between sessions. The result is pooled over all cases. Only sessions with at least two
+    processes show the variance between processes. Sessions with one process still count for the
+    variance between sessions. `assumed` counts as much as `ASSUMED` additional sessions. So the
+    margin stays wide if a few cases agree by chance.
 
     Args:
         cases: for each case, a list of sessions. Each session is a list of its processes' values.

@@ -214,7 +214,7 @@ def _sealed(key: str, result: Result) -> dict[str, Json]:
 
 
 def _seal(key: str, row: Mapping[str, Json]) -> str:
-    """Return 12 hex digits of a line's hash. With it, a reader notices numbers edited by hand."""
+    """Return 12 hex digits of a line's hash. They show whether a number was edited by hand."""
     return hashlib.sha256(json.dumps([key, row], sort_keys=True).encode()).hexdigest()[:12]
 
 
@@ -259,7 +259,7 @@ def _result(key: str, row: dict[str, Json]) -> Result:
 RESTORE = "git checkout -- {path}"
 """The command that restores a file after something other than this plugin changed it."""
 COMMITTED = "; restore the committed file:"
-"""The end of an error message that offers the command `RESTORE`."""
+"""The last part of an error message, which offers the command `RESTORE`."""
 
 
 def store_error(path: Path, fault: str, way_out: str) -> StoreError:

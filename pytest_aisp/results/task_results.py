@@ -53,7 +53,7 @@ class TimeResult(Struct, kw_only=True):
     Attributes:
         value, error: ln(speedup), and its standard error.
         sources: hashes of both sides' sources.
-        work: the bytes and the operations that a call needs at least.
+        work: the minimum bytes and operations of a call.
         spent: seconds spent in each phase.
         one_off: for each side, the seconds to prepare it once.
         errors: for each side, the largest error of the outputs of timed calls.
@@ -124,7 +124,7 @@ class ChangedResult(Struct):
         why_timed: for each of these roles, the reason why the side must be timed; empty if it
             launches the same machine code as before.
         machine_code: for each role, the digest of the machine code that the side launches.
-        sass: the lines of the difference of a side's SASS.
+        sass: the lines of the diff of a side's SASS.
     """
 
     baseline: bool = False

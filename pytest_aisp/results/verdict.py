@@ -29,12 +29,12 @@ larger.
 DETECTABLE = 4.6
 """The loss that screen and votes together detect in 99 % of trials, in spreads."""
 DETECTABLE_CODE = 6.0
-"""The loss of a changed side that is detected in all but 1 of 500 trials, in spreads."""
+"""The loss of a changed side that is detected in 499 of 500 trials, in spreads."""
 PLANTED = 0.01
 """The smallest slowdown that a run's canary plants."""
 MOVED_SHARE, MOVED_LEAST = 0.05, 5
-"""The environment has changed if more than this share of the cases, and more than this number of
-them, are suspects in the same direction.
+"""The environment has changed if more cases than this share, and more than this number, are
+suspects in the same direction.
 """
 RECORD_FLOOR = 0.02
 RECORD_SPREADS = 10.0
@@ -47,7 +47,7 @@ UNKNOWN_SESSION = {"graph": 0.010, "queue": 0.020, "host": 0.10, "cpu": 0.05, "p
 """The spread between sessions on each clock, assumed until sessions are recorded (spread.md)."""
 
 DEFAULT_SPREAD = {"graph": 0.0025, "queue": 0.005, "host": 0.030, "cpu": 0.030, "process": 0.030}
-"""The spread of one process's value on each clock, assumed until this product has its own."""
+"""The spread of one process's value on each clock, assumed until the product has a spread."""
 NEUTRAL_FLOOR = {"graph": 0.02, "queue": 0.03, "host": 0.05, "cpu": 0.10, "process": 0.10}
 """The smallest margin on each clock for `neutral` claims and for stored results."""
 
@@ -74,7 +74,7 @@ class Reading(NamedTuple):
 
 
 def effective_spread(spread: float, reading: Reading) -> float:
-    """Return the spread to use for `reading`: the recorded spread, or its own larger error.
+    """Return the spread to use for `reading`: the recorded spread, or the reading's larger error.
 
     Some sessions vary more than the recorded sessions (spread.md). The error replaces the spread
     only if it is above `BELIEVED` times the spread. With four laps, two of each order, 6 % of
@@ -92,7 +92,7 @@ class Gate:
             ``same-faster``.
         limit: the ln(speedup) with which the case is compared.
         screen: a case is a suspect if its deficit is above this.
-        red, green: a vote is red if its deficit is above `red`, and green at or below `green`.
+        red, green: a vote is red if its deficit is above `red`, and green if it is at most `green`.
         spread: the spread of one process, if `red` is derived from it. If the processes of this
             case have larger errors, a red vote needs a larger deficit.
     """
@@ -106,7 +106,7 @@ class Gate:
     spread: float = math.inf
 
     def deficit(self, value: float) -> float:
-        """Return limit minus `value`, or for the gate that looks for gains, `value` minus limit."""
+        """Return limit minus `value`, or `value` minus limit for the gate that looks for gains."""
         return self.sign * (self.limit - value)
 
     def decide(self, first: Reading, votes: Sequence[Reading]) -> Outcome:

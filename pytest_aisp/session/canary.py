@@ -31,8 +31,8 @@ CLOCKS = ("graph", "queue", "host", "cpu")
 
 TimeItself = Callable[[float, bool], tuple[Reading, float]]
 """A function that times a side against itself. The arguments are the requested slowdown, and True
-to use a fresh process. The results are the reading and the actual slowdown, which can differ from
-the requested one because it consists of whole calls.
+to use a fresh process. The results are the reading and the actual slowdown. The actual slowdown can
+differ from the requested one, because it consists of whole calls.
 """
 
 

@@ -146,7 +146,7 @@ class CaseRun:
             repeat_aa(self, timing)
 
     def _measure_when_quiet(self) -> None:
-        """Measure. If other work on the machine disturbs it, wait and repeat for a limited time."""
+        """Measure. If other work disturbs this, wait and repeat it for a limited time."""
         client, canary = self.client, self.run.canary_case
         lists: tuple[list[Json], ...] = (self.findings, self.notes, self.remarks, self.trials)
         lists += client.timings, client.against, client.missing_votes, client.neighbors
@@ -233,7 +233,7 @@ class CaseRun:
         return verdict.case_cause(self.findings, self.verdict)
 
     def _stop_if_red(self, *, accept: bool = False) -> None:
-        """Raise `Failed` if the verdict so far is red, or if the ini file makes it fail the run.
+        """Raise `Failed` if the current verdict is red, or if the ini file makes it fail the run.
 
         Args:
             accept: True to print the command that stores today's result.

@@ -233,7 +233,7 @@ class CaseClient:
         return self.run.worker(self.placement.device, number, self.ranks, self._variables)
 
     def start_recording_processes(self) -> None:
-        """Start all recording processes at once, because each needs time to import torch."""
+        """Start all recording processes at once, because each one needs time to import torch."""
         if self.placement.device == "cuda" and self.run.timer is None:
             for number in range(1, self.run.settings.processes):
                 self.worker(number)

@@ -98,7 +98,7 @@ def case_of(item: pytest.Item) -> Case | None:
 
 
 def at_test(item: pytest.Item, message: str) -> str:
-    """Return `message` after the place in the page where the test of `item` is written."""
+    """Return `message`, preceded by the place in the page where the test of `item` is written."""
     path, line, _ = item.location
     return f"{path}:{(line or 0) + 1}: {message}"
 
@@ -296,7 +296,7 @@ def _module_files() -> list[str]:
 
 
 def _costs(case: Case, sides: Mapping[str, Side]) -> dict[str, Json]:
-    """Return the phases of each side that has a declared cost, by role."""
+    """Return the phases of each side that has a declared cost, keyed by role."""
     at = {role: cost_at(case.pair, side, case.size, case.gpus) for role, side in sides.items()}
     return {role: cost.amounts() for role, cost in at.items() if cost is not None}
 

@@ -91,7 +91,7 @@ def _is_ours(config: pytest.Config) -> bool:
 def _number(
     config: pytest.Config, key: str, *, least: float = 0.0, above: float | None = None
 ) -> float | None:
-    """Return the number of ini key `key`, or None if it is empty."""
+    """Return the number in the ini key `key`, or None if the key is empty."""
     text = str(config.getini(key)).strip()
     if not text:
         return None
@@ -233,7 +233,7 @@ CONFLICTS = [
     ("--aisp-seed", REPLAY, "it draws no values"),
     ("--aisp-seed", UPDATE, "a stored result is checked on secret values"),
 ]
-"""Options that cannot be combined with certain others, and the reason."""
+"""Options that cannot be combined with certain other options, and the reason."""
 ADVICE = {
     "--aisp-profile": "\nProfile in a separate run:\n    pytest --aisp-check --aisp-profile",
     UPDATE: "\nRecord alone:\n    pytest -n0 --aisp-update-expectations",

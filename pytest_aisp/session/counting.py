@@ -1,8 +1,8 @@
 """Count a metric of a case, such as memory, and judge the amounts.
 
 Allocators take different amounts of memory in different processes. So an amount that would be red
-is counted again in fresh processes, and the majority decides. A run that records counts in each of
-its processes.
+is counted again in fresh processes, and the majority decides. A run that records results counts in
+each of its processes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class MetricJudgement:
 
 
 def count_and_judge(case: CaseRun, name: Name, limit: float) -> MetricJudgement:
-    """Count a metric. Repeat it in other processes if the run records or the amount is red."""
+    """Count a metric. If the run records, or the amount is red, count in other processes too."""
     settings, counted = case.run.settings, [_count(case, name)]
     judged = _judge(case, name, limit, counted)
     if settings.in_process:

@@ -51,7 +51,7 @@ class Judgement:
 def judge_speedup(
     client: CaseClient, stored: StoredResult, timing: Timing, claim: Claim | None
 ) -> Judgement:
-    """Compare the speedup with the claim and the stored result, in fresh processes if in doubt."""
+    """Compare the speedup with the claim and the stored result. If in doubt, measure again."""
     settings, clock, spread = client.run.settings, timing.clock, timing.spread
     session, mine = stored.session_spread(clock), stored.result
     has_record = mine is not None and mine.value is not None and not settings.aa
@@ -193,7 +193,7 @@ def judge_against(
         first: the first measured ln(other time / time here).
         measure: a function that measures this value again in a fresh process.
         than: a text that describes the other version or environment.
-        cause: the cause to report if the side is slower here.
+        cause: the cause to report if the side is slower today.
 
     Returns:
         The findings; empty if the side is not slower.

@@ -53,7 +53,7 @@ class Timing:
         share: the share of the machine's limit that the optimized side reaches.
         limit, limit_origin: the limit's name, and the file in which the limit is stored.
         shortest: the shortest time per call that the limit allows, in seconds. It is set only if a
-            side is faster.
+            side is faster than this.
         predicted: the predicted seconds per call, keyed like `seconds`.
     """
 

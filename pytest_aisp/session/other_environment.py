@@ -49,7 +49,7 @@ class Found(Struct):
     """The output of `PROBE`.
 
     Attributes:
-        python, torch, cuda: the versions. The version of CUDA is the one that torch was built for.
+        python, torch, cuda: the versions. `cuda` is the version of CUDA that torch was built for.
         safe_path: whether the interpreter has the option ``-P``.
         folder, version: this plugin's folder, and the version of its installed package.
         lacks: the error raised by importing the plugin, or empty.
@@ -86,9 +86,9 @@ class OtherEnvironment:
         """Yield a process of the other environment and a process of today's environment.
 
         Args:
-            today: a fresh process of today's environment. It is paired with a fresh process of the
-                other environment. If None, the shared pair is used. A shared pair that fails is
-                ended, because its processes may still hold a side.
+            today: a fresh process of today's environment. This process is paired with a fresh
+                process of the other environment. If None, the shared pair is used. A shared pair
+                that fails is ended, because its processes may still hold a side.
         """
         if today is None:
             try:
@@ -133,8 +133,8 @@ class OtherEnvironment:
 def import_path() -> str:
     """Return the `PYTHONPATH` for the other interpreter.
 
-    It has the folders of `sys.path` outside this environment, such as those of the ini key. The
-    other interpreter must import its own libraries.
+    It has the folders of `sys.path` outside this environment, such as the folders of the ini key
+    `pythonpath`. The other interpreter must import its own libraries.
     """
     own = tuple(os.path.realpath(p) + os.sep for p in (sys.prefix, sys.base_prefix))
     libraries = {"site-packages", "dist-packages"}

@@ -23,7 +23,7 @@ from .run_context import EndOfBody, Failed, Interrupted, MachineDisturbed
 
 PAIR: pytest.StashKey[PairUnderTest] = pytest.StashKey()
 LINES = 100
-"""The maximum number of lines per process that pytest captures. ``-s`` shows all lines."""
+"""The maximum number of output lines per process that pytest captures. ``-s`` shows all lines."""
 MEMORY: Mapping[str, Name] = {
     "allocated": "memory",
     "reserved": "reserved",
@@ -58,7 +58,7 @@ class PairUnderTest:
     def assert_equivalent(
         self, *, exact: bool = False, rtol: float | None = None, atol: float | None = None
     ) -> None:
-        """Check that baseline and variant compute the same as the reference.
+        """Check that baseline and variant compute the same results as the reference.
 
         Args:
             exact: require equality bit for bit.
@@ -103,8 +103,8 @@ class PairUnderTest:
         """Compare the variant's energy per call with the baseline's and with the stored result.
 
         The GPU's energy counter needs four windows of at least 5 s per case. So energy is measured
-        only with ``--aisp-energy`` and when recording. With several ranks, the energies of all GPUs
-        are added.
+        only with ``--aisp-energy`` and when results are recorded. With several ranks, the energies
+        of all GPUs are added.
 
         Args:
             at_most: the most energy that a call of the variant may use, as a share of the

@@ -46,7 +46,7 @@ def record(case: CaseRun, timing: Timing) -> None:
 
 
 def add_sources_and_metrics(case: CaseRun) -> None:
-    """Add the digests of the code and the metrics measured so far to the result to store."""
+    """Add the digests of the code and the measured metrics to the result that will be stored."""
     recorded = case.recorded
     recorded.sources, recorded.text_sources = case.sources(), case.stored.text_sources
     recorded.files = case.stored.files(case.location.page)

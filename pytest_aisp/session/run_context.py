@@ -93,12 +93,12 @@ class RunContext:
         progress: a function that shows a text about the current work.
         announce: a function that shows why the run waits, even if `progress` shows nothing.
         times_cpu: True if a machine with a GPU also times sizes for CPUs.
-        versions: the library versions that a worker process reported, or None so far.
+        versions: the library versions that a worker process reported, or None before the report.
         canary_case: the case that this process's canary will use.
         shared: the worker processes that the cases share.
         cases_done: True after the last case, when the suite's time limit no longer applies.
-        vote_seconds: time spent on votes so far.
-        wait_seconds: time spent waiting for a disturbed machine so far.
+        vote_seconds: time already spent on votes.
+        wait_seconds: time already spent waiting for a disturbed machine.
     """
 
     settings: Settings
@@ -222,7 +222,8 @@ class RunContext:
         """Return the stored peaks of `product`, or None.
 
         Args:
-            measure: True to measure peaks that are not stored yet. Only a run that records does.
+            measure: True to measure peaks that are not stored yet. Only a run that records results
+                measures peaks.
         """
         if product not in self._peaks:
             path = peaks_module.path_of(self.settings.baselines, product)
@@ -278,7 +279,7 @@ class RunContext:
             forget: discards the data of a disturbed measurement.
 
         Raises:
-            MachineDisturbed: if the machine is still disturbed when no time to wait is left.
+            MachineDisturbed: if the machine is still disturbed when the time for waits is used up.
         """
         remaining, pause = self.settings.wait, FIRST_PAUSE
         while True:

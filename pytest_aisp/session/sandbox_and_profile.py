@@ -78,7 +78,7 @@ def run_sandboxed(client: CaseClient, timing: Timing | None) -> None:
 
 
 def contradicts(sandboxed: float, judged: float, clock: str) -> bool:
-    """Return whether the seconds per call in the sandbox contradict the judged ones."""
+    """Return whether the seconds per call in the sandbox contradict the judged seconds per call."""
     return not 1 / LIMIT[clock] <= sandboxed / judged <= LIMIT[clock]
 
 

@@ -32,7 +32,7 @@ class SharedWorkers:
         return current
 
     def put(self, place: Place, worker: Worker) -> Worker:
-        """Register a new worker at `place`, and return the worker."""
+        """Store a new worker under `place`, and return the worker."""
         self._workers[place], self._cases[place] = worker, []
         return worker
 

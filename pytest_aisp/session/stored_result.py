@@ -28,7 +28,7 @@ class Differences:
     Attributes:
         environment: a text for each fact of the environment that differs.
         other_baseline: whether the baseline's code differs.
-        tuned: a text for each kernel whose tuner made other choices.
+        tuned: a text for each kernel whose tuner now makes other choices.
     """
 
     environment: Sequence[str] = ()
@@ -108,8 +108,8 @@ class StoredResult:
     def spread(self, clock: str) -> float:
         """Return the spread of one process's value.
 
-        The spread is estimated from this result and the others of its chapter. With too few
-        results, it is the clock's default.
+        The spread is estimated from this result and the other results of its chapter. If there are
+        too few results, the spread is the clock's default.
         """
         others = models.pooled(list(self.run.stored(self.path).results.values()), clock)
         mine = self.result

@@ -57,7 +57,7 @@ Processes = tuple[Worker, Worker]
 def judge_environments(client: CaseClient, stored: StoredResult) -> list[Finding]:
     """Compare each side's times in the other environment and in today's environment.
 
-    A side that only one of the environments can run is not timed. A remark names this side.
+    A side that can run in only one of the environments is not timed. A remark names this side.
     """
     other, findings = client.run.other, list[Finding]()
     sides: dict[str, Callable[..., Reading]] = {}
@@ -146,7 +146,7 @@ class _CaseInBoth:
         }
 
     def _check(self, role: str, processes: Processes) -> None:
-        """Compare a side's outputs in the other environment with the reference in today's one."""
+        """Compare a side's outputs in the other environment with today's reference."""
         ask, task = self.client.ask, self.client.task
         there, here = processes
         with tempfile.TemporaryDirectory(prefix="aisp-environments-") as folder:
@@ -177,7 +177,7 @@ class _CaseInBoth:
         return reading(result)
 
     def _samples(self, role: str, number: int, processes: Processes) -> Samples:
-        """Time all laps. The two processes take turns in building the side first."""
+        """Time all laps. The two processes take turns building the side first."""
         client = self.client
         rng = random.Random(f"{client.location.nodeid}{role}{number}")
         options: dict[str, Json] = {"side": role, "replicate": number, "timer": client.run.timer}
@@ -204,7 +204,7 @@ class _CaseInBoth:
 
 
 class _RemoteWindow:
-    """Times a side in one process, alternating between its two copies there."""
+    """Times a side in one process, alternating between that process's two copies of the side."""
 
     def __init__(self, client: CaseClient, worker: Worker, held: HoldResult) -> None:
         self._client, self._worker, self._turn = client, worker, 0

@@ -35,7 +35,7 @@ class CollectedCases:
         self._keys.setdefault((chapter, page), set()).update(keys)
 
     def fail(self, page: str) -> None:
-        """Register that the page with this file name was not collected completely."""
+        """Record that the page with this file name was not collected completely."""
         self._failed.add(page)
 
     def of(self, chapter: str, page: str) -> set[str] | None:

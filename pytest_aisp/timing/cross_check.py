@@ -7,7 +7,7 @@ after, and the GPU's counter. A trick that fools one clock does not fool the oth
 - Replaced events disagree with the host's clock and the counter.
 - A replaced host clock disagrees with the events and the counter.
 
-The profiler is a fourth clock. It slows launches down, so it runs after the windows, and only in
+The profiler is a fourth clock. It slows launches down, so it runs after the windows, and in only
 three situations: with ``--aisp-audit``, when a result is recorded, or for pages that limit launches
 or goodput.
 """
@@ -177,7 +177,7 @@ def gpu_timestamps() -> Timestamps | None:
 
 
 BUSY_SHARE, BUSY_SECONDS = 0.20, 1e-6
-"""The profiler's time may exceed the windows' time by this share plus this many seconds.
+"""The profiler's time may exceed the windows' time by this share, plus this many seconds.
 
 The profiler's time includes the start and end of each kernel, and the GPU's clock frequency may
 differ between the two measurements.

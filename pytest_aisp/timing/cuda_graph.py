@@ -97,7 +97,7 @@ class GraphWindow:
 
 
 def window_times(function: Callable[[], object], *, window: float, windows: int) -> list[float]:
-    """Time `windows` windows of a warm callable and return the seconds per call of each window.
+    """Time a warm callable in `windows` windows, and return the seconds per call of each window.
 
     On a GPU, a window is the replay of a CUDA graph if `function` can be captured. Otherwise the
     windows are timed with the host's clock.
@@ -265,7 +265,7 @@ IDLE = frozenset(
 )
 """Node types that neither compute nor move data.
 
-A child graph is not a node of its own, because the nodes inside it are counted.
+A child graph does not count as a node, because the nodes inside it are counted.
 """
 
 

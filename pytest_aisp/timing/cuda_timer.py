@@ -275,7 +275,8 @@ class CudaPairTimer:
         return profiles
 
     def _runs_longer(self, window: CudaWindow, called: KernelProfile, expected: float) -> bool:
-        """Return whether kernels run longer than `expected` seconds, also in a replay of the graph.
+        """Return whether kernels run longer than `expected` seconds, both in calls and in a graph
+        replay.
 
         Kernels of several streams, or with programmatic dependent launch, overlap in a graph. When
         Python launches them, they often do not. The replay must run the same kernels.
@@ -303,7 +304,7 @@ class CudaPairTimer:
             return {f"no {key}": str(error).splitlines()[0]}
 
     def memory(self) -> dict[str, object]:
-        """Run the sides again and return the bytes that a call of each needs beyond its inputs."""
+        """Run the sides again. Return the bytes that a call of each needs beyond its inputs."""
         peaks = [peak_bytes(side) for side in self.sides]
         return {"peak_bytes": dict(zip(ROLES, peaks, strict=True))}
 

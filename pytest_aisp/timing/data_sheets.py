@@ -60,7 +60,7 @@ _FIGURES = {
     **dict.fromkeys(("peer", "peer_both", "busbw"), "nvlink"),
     **dict.fromkeys(("h2d", "d2h", "pcie_both"), "pcie"),
 }
-"""The column of the table for each rate that is scaled."""
+"""For each rate that is scaled, the column of the table that has it."""
 _ONE_WAY = ("peer", "busbw", "h2d", "d2h")
 """Rates in one direction of a link. The table has the sum of both directions."""
 _OTHER_KERNEL = 1.3

@@ -53,8 +53,8 @@ def allocated(pool: InputPool, side: Side) -> float:
     """Return the peak GPU memory of calls of `side` beyond inputs and state, in bytes.
 
     This includes outputs, temporaries, the memory that preparation keeps, and memory that the first
-    call leaves for the second, such as an optimizer's moments. With several ranks, this is the
-    peak of the rank that needs the most.
+    call leaves for the second, such as an optimizer's moments. With several ranks, this is the peak
+    of the rank that needs the most memory.
     """
     return current_group().max(_peaks(pool, side)[0])
 

@@ -24,8 +24,8 @@ from ..util.process_group import current_group
 KERNELS, KERNEL_NS = 20, 200_000
 """The number of kernels in a chain, and the length of each: 4 ms in total.
 
-A chain is longer than a time slice, so that it is interrupted if others wait. The kernels are
-short, so that the chain can also be interrupted between two of them.
+A chain is longer than a time slice, so that it is interrupted if other processes wait. The kernels
+are short, so that the chain can also be interrupted between two of them.
 """
 SLICE_NS = 50_000
 """A shorter pause between two readings is not a time slice."""
@@ -42,7 +42,7 @@ UNEVEN = 1.25
 NAMED, NO_VERDICT = 0.05, 0.20
 """The shares of the GPU at which other processes are named, and at which no verdict is given."""
 EXCUSED = 0.01
-"""If others use at least this share of the GPU, contradictory times are not the side's fault."""
+"""If other processes use at least this share, contradictory times are not the side's fault."""
 
 
 class Slices(NamedTuple):
@@ -149,12 +149,12 @@ class Neighbors:
         self.refuse(NO_VERDICT)
 
     def after_lap(self, *windows: Sequence[float], chains: int = FEW) -> None:
-        """Look after a lap, and longer if the `windows` of a side are uneven."""
+        """Look after a lap. Look for longer if the `windows` of a side are uneven."""
         uneven = any(max(times) > UNEVEN * median(times) for times in windows)
         self.look(MANY if current_group().max(uneven) else chains)
 
     def share(self) -> float:
-        """Return the share of the GPU that others use; on several GPUs, the largest one."""
+        """Return the share of the GPU that others use; on several GPUs, the largest share."""
         seen = self.seen.lost / self.seen.total if self.seen.total else 0.0
         return current_group().max(max([seen, *self.named.values()]))
 
@@ -174,7 +174,7 @@ class Neighbors:
         return f"{who} {share:.0%} of this GPU{length}"
 
     def details(self) -> dict[str, object]:
-        """Return the share and the text, if others use enough to be named; else nothing."""
+        """Return the share and the text if other processes use enough to be named, else nothing."""
         share = self.share()
         return {"neighbor": {"share": share, "text": self.text()}} if share >= NAMED else {}
 

@@ -24,7 +24,7 @@ PCIE = ("h2d", "d2h")
 UNITS = ("l2", "shared", "atomics", "sfu", "blocks")
 """Rates of single units of a GPU. They do not limit declared work, which other units may do."""
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "tf32": "float32", "fp32": "float32"}
-"""Types of the matrix products. The longest is last, because a hot GPU lowers its clocks."""
+"""Types of the matrix products. The slowest type is last, because a hot GPU lowers its clocks."""
 LINKS = ("peer", "busbw")
 """Rates at which a rank sends: in a copy to a peer, and in the largest all-reduce (busbw)."""
 SECONDS = ("launch", "host_step", "sync", "graph_node", "all_reduce")

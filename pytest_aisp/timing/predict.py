@@ -107,7 +107,7 @@ def _seconds(phase: Cost, peaks: Peaks) -> list[dict[str, float]]:
 
 
 def _divide(amounts: Mapping[str, float], peaks: Peaks) -> dict[str, float]:
-    """Return the seconds that each of `amounts` takes, without those that are zero."""
+    """Return the seconds for each of `amounts` that is not zero."""
     seconds = {}
     for rate, amount in amounts.items():
         if not amount:

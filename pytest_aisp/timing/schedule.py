@@ -76,7 +76,7 @@ class Budget:
     Attributes:
         blocks: maximum number of blocks.
         laps: number of times that both sides are built and captured, if that is cheap. Most of the
-            spread between processes is spread between captures (spread.md).
+            spread between processes comes from their captures (spread.md).
         seconds: time for all blocks together.
         window: minimum length of a window in seconds, or None for the clock's default.
         warmup: minimum number of calls to warm up a side.
@@ -337,7 +337,7 @@ def extra_calls(counted: int, planted: float) -> int:
 
 
 def calls_to_plant(calls: int, slots: int, planted: float) -> int:
-    """Return a number of calls near `calls` that whole extra calls can slow by nearly `planted`.
+    """Return a number near `calls`, chosen so that `planted` times this number is nearly whole.
 
     The number is a multiple of `slots`. For 1 %, one extra call in 100 is exact. 101 calls
     would need two extra calls, almost 2 %.

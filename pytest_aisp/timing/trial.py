@@ -71,7 +71,7 @@ class Trial:
         source: draws values in another process, or None.
         one_off: seconds that preparation took, by side.
         kernels: the profile of each side, if profiles were requested.
-        tuned: the configurations that were launched, by autotuned Triton kernel.
+        tuned: for each autotuned Triton kernel, the configurations that were launched.
         known: the clock and the counted calls of the first lap, which later laps reuse.
     """
 
@@ -167,7 +167,7 @@ class Trial:
         self._scale_if_needed()
 
     def _scale_if_needed(self) -> None:
-        """Scale the inputs if two draws have nearly the same outputs, as the check does."""
+        """As in the check, scale the inputs if two draws have nearly the same outputs."""
         if self.pool.scaled or not enabled("controls") or current_group().world > 1:
             return
         precisions = [precision for _, precision in self.sides]

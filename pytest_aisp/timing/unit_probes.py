@@ -25,7 +25,8 @@ class Probe(NamedTuple):
 
 
 def l2_reads(size: int) -> dict[int, Probe]:
-    """Return a probe for each working set, by its bytes. `size` is the size of the L2 in bytes."""
+    """Return a probe for each working set, keyed by the bytes of the set. `size` is the size of the
+    L2 in bytes."""
     return {nbytes: read_past_l1(nbytes) for nbytes in l2_working_sets(size)}
 
 
@@ -35,7 +36,7 @@ def l2_working_sets(size: int) -> list[int]:
 
 
 def read_past_l1(nbytes: int) -> Probe:
-    """Return a probe that reads a table of `nbytes`, a power of two, past the L1, in bytes."""
+    """Return a probe that reads a table of `nbytes`, a power of two, past the L1. Unit: bytes."""
     import torch
 
     from ..kernels.cuda_cpp import cuda_module
@@ -49,7 +50,7 @@ def read_past_l1(nbytes: int) -> Probe:
 
 
 def shared_read() -> Probe:
-    """Return a probe that reads shared memory, in bytes."""
+    """Return a probe that reads shared memory. Unit: bytes."""
     import torch
 
     from ..kernels.cuda_cpp import cuda_module
@@ -60,7 +61,7 @@ def shared_read() -> Probe:
 
 
 def atomics() -> Probe:
-    """Return a probe that adds to numbers in the L2 (1 MiB), in additions."""
+    """Return a probe that adds to numbers in the L2 (1 MiB). Unit: additions."""
     import torch
 
     from ..kernels.cuda_cpp import cuda_module
@@ -72,7 +73,7 @@ def atomics() -> Probe:
 
 
 def special_functions() -> Probe:
-    """Return a probe of exponentials, in operations."""
+    """Return a probe of exponentials. Unit: operations."""
     import torch
 
     from ..kernels.cuda_cpp import cuda_module
@@ -83,7 +84,8 @@ def special_functions() -> Probe:
 
 
 def multiply_adds() -> Probe:
-    """Return a probe of fp32 multiply-adds in registers, in FLOPs. A matrix product is slower."""
+    """Return a probe of fp32 multiply-adds in registers (faster than a matrix product). Unit:
+    FLOPs."""
     import torch
 
     from ..kernels.cuda_cpp import cuda_module
@@ -94,7 +96,7 @@ def multiply_adds() -> Probe:
 
 
 def empty_blocks() -> Probe:
-    """Return a probe that starts blocks of one warp, which do nothing, in blocks."""
+    """Return a probe that starts blocks of one warp, which do nothing. Unit: blocks."""
     from ..kernels.cuda_cpp import cuda_module
 
     kernel = cuda_module("unit_probes.cu").nothing[EMPTY_BLOCKS, WARP]

@@ -29,7 +29,7 @@ from ..util.process_group import current_group
 from .schedule import calls_to_plant, extra_calls
 
 LARGEST_SET = 4 << 20
-"""Bytes of the largest value set that is drawn anew. Windows of a larger one repeat their values.
+"""Bytes of the largest value set that is drawn anew. Larger value sets are repeated in windows.
 
 The limit is in bytes and not in seconds, so that every run measures the same thing. A call
 on values that were just written may take several times as long as one on values in the caches.
@@ -47,7 +47,7 @@ SHORT_WINDOW = 1e-3
 SEVERAL = 32
 """Value sets that are drawn together to find out how long one takes."""
 KEPT_CALLS, KEPT_BYTES, KEPT_OF_WINDOW = 512, 128 << 20, 32
-"""The maximum of kept calls of each side, of their bytes, and of kept calls of one window."""
+"""The maximum number of kept calls per side, of their bytes, and of kept calls per window."""
 
 
 class ValueSource(Protocol):

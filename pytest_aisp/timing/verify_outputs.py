@@ -92,8 +92,9 @@ class OutputVerifier:
     def verify_calls(self, timer: TimedSides, unseen: UnseenValues) -> None:
         """Compare the outputs of timed calls that were chosen at random.
 
-        A few are compared as in a check. For the others, the reference runs without error bounds.
-        If a large part of a call's output is wrong, that call is also compared as in a check.
+        A few are compared as in a check. For the other calls, the reference runs without error
+        bounds. If a large part of a call's output is wrong, that call is also compared as in a
+        check.
         """
         if not enabled("timed-outputs"):
             return

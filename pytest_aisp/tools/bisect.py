@@ -2,8 +2,8 @@
 
 The code gate compares each commit with the good one: it times both versions in one process. The
 search divides every range of commits whose ends differ by more than their noise. So if several
-commits cause a loss, it finds all of them. Finally, it compares each of these commits with the
-version just before it.
+commits cause a loss, the search finds all of them. Finally, it compares each of these commits with
+the version just before it.
 
 All measurements are kept in the git folder until the search ends. Their keys are hashes of the code
 that was compared. So an interrupted search can continue even after the history was rewritten.
@@ -63,7 +63,7 @@ class Bisection:
     """A search for the versions that made a case slower.
 
     Attributes:
-        versions: the good version, and all later ones up to the bad one.
+        versions: the good version, and all later versions up to the bad one.
         measure: compares one commit with an older one.
         kept: the measurements so far.
         save: stores `kept`.

@@ -27,7 +27,7 @@ from ..worker.client import ReplayError, ReplayWorker
 
 COLLECTOR = "pytest_aisp.session.collect"
 LAST_LINES = 20
-"""Number of last lines of pytest's output to show if pytest cannot collect."""
+"""If pytest cannot collect, this many of the last lines of its output are shown."""
 
 
 class Page(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""Find the cases that a change of the code can affect.
+"""Find the cases that a change to the code can affect.
 
 A page counts as changed if any file that it may use has changed. The page's syntax then shows which
 of its cases are affected: a changed function affects only the variants that use it. If the syntax
@@ -138,7 +138,7 @@ def touched(
     changed_files: Collection[str],
     files_of: Callable[[ast.stmt], Collection[str]],
 ) -> set[tuple[str, str]]:
-    """Return the cases that a change of their page can affect.
+    """Return the cases that a change to their page can affect.
 
     Args:
         cases: the cases of the page, each as the names of its test and its variant.
@@ -176,7 +176,7 @@ def _test_differs(case: tuple[str, str], new: PageSyntax, old: PageSyntax) -> bo
 
 
 def changed_result(pages: Catalog, ref: str, *, tell: Callable[[str], None]) -> CliResult:
-    """Return the pytest ids of the cases whose results may differ from those at the commit `ref`.
+    """Return the pytest ids of the cases that may give other results than at the commit `ref`.
 
     Only changed pages are imported. If a page cannot be imported, its path is returned instead of
     its cases. Paths are relative to the working directory.

@@ -1,7 +1,8 @@
 """Check that stored results are unedited, and that a run recorded them.
 
 The checksum of a line shows that nobody edited the line by hand. It does not show that anything was
-measured, because anyone can compute a checksum. The artifacts of the recording run do show it.
+measured, because anyone can compute a checksum. The artifacts of the recording run do show that
+something was measured.
 """
 
 from __future__ import annotations
@@ -143,7 +144,7 @@ def _unproved(now: Stored, before: Stored, recorded: Recorded) -> Iterator[tuple
 def _sources(before: Stored, key: str, run: Recording) -> list[Result]:
     """Return the results that may be stored after a run recorded the case `key`.
 
-    These are the run's result, the result stored before, and both of them merged.
+    These are the run's result, the result that was stored before, and the two merged.
     """
     old = before.results.get(key)
     if old is None:

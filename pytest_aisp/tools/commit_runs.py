@@ -221,7 +221,7 @@ class CommitRuns:
         """Return the `PYTHONPATH` with which the page imports from the worktree.
 
         The worktree's version of this package is left out. So the installed plugin measures all
-        commits, even those of the plugin's own repository.
+        commits, even commits of the plugin's own repository.
         """
         root, plugin = os.path.realpath(self.pages.root), os.path.dirname(PACKAGE)
         given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))

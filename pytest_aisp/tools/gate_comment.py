@@ -195,9 +195,10 @@ def _speedup(line: Line) -> str:
 
 
 def _repeat(line: Line) -> str:
-    """Return the command that reruns the case, or its page if the case's command is too long.
+    """Return the command that reruns the case, or if that cannot be shown, its page.
 
-    A command that contains invisible characters is not shown either.
+    A command cannot be shown if it is too long or contains invisible characters. If neither command
+    can be shown, the result is a dash.
     """
     for test in (line.case.nodeid, line.case.nodeid.partition("::")[0]):
         command = rerun_command(test, line.run.options)

@@ -1,8 +1,8 @@
 """The runs that `aisp ci gate` combines, and their combined verdict.
 
 Each run is a folder of artifacts. The verdicts of an invalid run are ignored. The combined verdict
-is red if a case is red, a run is unfinished, or an expected product is missing. The exit code is
-0, 1 or 17, as pytest uses them for the same verdict. If a run cannot be read, it is 2.
+is red if a case is red, a run is unfinished, or an expected product is missing. The exit code is 0,
+1 or 17, as pytest uses them for the same verdict. If a run cannot be read, the exit code is 2.
 """
 
 from __future__ import annotations

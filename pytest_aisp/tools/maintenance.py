@@ -26,7 +26,7 @@ TEMPORARY = re.compile(r"\.(\w|-|\.)+\.json\.(lock|tmp|\d+)")
 
 
 class Leftover(msgspec.Struct):
-    """A file or folder that a run left behind. `remove` records the outcome in it."""
+    """A file or folder that a run left behind. `remove` stores its outcome in this object."""
 
     path: str
     nbytes: int = msgspec.field(name="bytes")

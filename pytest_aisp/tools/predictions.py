@@ -111,7 +111,7 @@ def missing_line(rates: Sequence[str]) -> list[str]:
 
 
 def predictions(catalog: Catalog, product: str) -> Iterator[PredictedSide]:
-    """Yield each stored side that declares a cost. A baseline is yielded once per size."""
+    """Yield each stored side that declares a cost. Each baseline is yielded once per size."""
     cases = {(case.chapter, case.key): case for case in catalog.cases}
     peaks = stored_peaks(catalog.baselines, product)
     baselines = set()

@@ -227,7 +227,7 @@ def _nvml_of(index: int) -> tuple[ModuleType | None, object | None]:
 
 
 class OtherProcesses:
-    """The other processes that compute on a GPU, as far as NVML shows them.
+    """The other processes that compute on a GPU, if NVML shows them.
 
     If a container hides process ids, NVML does not list this process. Then this process's work
     cannot be distinguished from other processes' work, and no process is returned.

@@ -1,4 +1,4 @@
-"""Leases, with which runs on the same machine take turns to use its GPUs.
+"""Leases. With them, runs on the same machine take turns using its GPUs.
 
 A lease is an advisory lock on a file in a folder that all runs of a user share. A lease ends when
 the process that holds it ends.
@@ -36,7 +36,7 @@ def lease(
     """Wait for the lease `name`, and hold it inside the block.
 
     Args:
-        shared: whether others that also share the lease may hold it at the same time.
+        shared: whether other processes that also share the lease may hold it at the same time.
         waiting: a function that is called with a message if this process has to wait.
     """
     with open(lease_folder() / f"{name}.lock", "w") as file:

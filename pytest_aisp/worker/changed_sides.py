@@ -181,7 +181,7 @@ def _sides_of(pair: Pair) -> list[Side]:
 
 
 def _names(pair: Pair, sides: list[Side], root: str) -> set[str]:
-    """Return the names of a page's functions that need no comparison apart from the digests.
+    """Return the names of a page's functions that are compared by the digests, or not at all.
 
     These are the functions that the digests of `sides` include, other sides, and the functions
     that make inputs, references and costs.

@@ -39,7 +39,7 @@ from .loader import Cache, DeclaredSide, TaskContext, pair_of, seed_of
 from .process_timer import ProcessSide, measure_processes, time_here
 
 SANDBOX = "sandbox"
-"""Part of the seed of a sandboxed side's values, and the cache's key of the expected results."""
+"""Both a part of the seed of a sandboxed side's values and the cache's key of the results."""
 
 
 @dataclass

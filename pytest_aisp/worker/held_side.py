@@ -74,7 +74,7 @@ class HeldSide:
 
 @dataclass
 class Holder:
-    """Answers the tasks about a held side. A process holds at most one.
+    """Answers the tasks about a held side. A process holds at most one side.
 
     Attributes:
         busy: True until the last lap of a side is over. The process must not be replaced.

@@ -225,7 +225,7 @@ class TaskContext:
 
     @cached_property
     def old_pair_or_none(self) -> Pair | None:
-        """The pair at the commit of `past`, or None if its page has none of this name."""
+        """The pair at the commit of `past`, or None if the page there has no pair of this name."""
         past = self.past
         assert past is not None
         page = load_old_page(past.page, past.root, past.module, self.task.root)

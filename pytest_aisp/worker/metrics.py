@@ -72,8 +72,8 @@ def count(task: CountTask, trial: Trial) -> dict[str, float]:
 def energy(trial: Trial) -> dict[str, float]:
     """Return the joules per call of all ranks together, keyed by role, and their ``noise``.
 
-    Each side has two windows. The noise is half the relative difference between a side's windows,
-    for the side with the larger difference.
+    Each side has two windows. The noise of a side is half the relative difference between its
+    windows. The larger of the two sides' noises is returned.
 
     Raises:
         Uncountable: if NVML cannot measure energy on this GPU.

@@ -139,7 +139,7 @@ def _share(rows: Iterable[Mapping[str, str]], names: Sequence[str]) -> float | N
 
 
 def _mean(rows: Iterable[Mapping[str, str]], names: Sequence[str]) -> float | None:
-    """Return the mean of the first of the counters `names`, weighted by the kernels' times."""
+    """Return the mean of the first of `names` that exists, weighted by the kernels' times."""
     for name in names:
         pairs = [(_number(row.get(TIME)), _number(row.get(name))) for row in rows]
         known = [

@@ -196,7 +196,7 @@ LAST_LINES = 6
 SANITIZER = "compute-sanitizer"
 MISSING_SANITIZER = f"{SANITIZER} is not on PATH; it comes with the CUDA toolkit, in bin/"
 SANITIZER_SLOWDOWN = 20.0
-"""Factor by which a task's time limit is longer under compute-sanitizer."""
+"""Under compute-sanitizer, a task's time limit is this many times longer."""
 REPORT_LINES = 12
 """The largest number of lines of the sanitizer's report in a failure message."""
 _NO_ERROR = re.compile(r"COMPUTE-SANITIZER|ERROR SUMMARY: 0 |^=+\s*$|Target application|LEAK SUM")

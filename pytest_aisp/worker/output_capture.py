@@ -20,7 +20,7 @@ STREAMS: tuple[StreamName, StreamName] = ("stdout", "stderr")
 MAX_BYTES = 1 << 24
 """The largest number of bytes to read at once. Lines before them are only counted."""
 MAX_LINE_LENGTH = 1 << 10
-"""If the number of lines is limited, so are the characters: to this many per line on average."""
+"""If the number of lines is limited, this limits the average number of characters per line."""
 
 # The lines of faulthandler's stack that a page's author does not need. An ordinary traceback does
 # not match, because it has a comma before "in".
