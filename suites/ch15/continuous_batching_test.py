@@ -12,19 +12,20 @@ Optimized  continuous: changes static. A row starts the next request as soon as 
            ended (Orca, OSDI 2022). Both sides run the same loop. Only the schedule differs.
            captured: changes continuous. The step is a CUDA graph. A step always computes all rows,
            so one graph is enough. Prompts still run eagerly.
-Bound      The host's launches limit static and continuous. A step takes the same time in both.
-           continuous makes fewer steps and more calls for prompts, because most requests start
-           alone. captured is limited by DRAM: each step reads all weights and all rows of the
-           cache, whether they hold a request or not. The prompts are limited by launches as before.
+Bound      The host's launches limit static and continuous. A step takes the same time in static as
+           in continuous. continuous makes fewer steps and more calls for prompts, because most
+           requests start alone. captured is limited by DRAM: each step reads all weights and all
+           rows of the cache, whether they hold a request or not. Even in captured, launches limit
+           the prompts.
 Seen       On an H100 machine, static and continuous take almost three times as long as predicted.
            The costs count only the launches, but the eager decoder also spends time in Python.
            continuous gains somewhat more over static than predicted. captured is not recorded yet.
 Use when   Answers differ in length and nobody knows how long they will be. The gain is about the
            ratio of a group's longest answer to the average answer. There is no gain if all answers
            are equally long. static would also be faster if its step were a graph. A new request's
-           prompt delays the next token of all other rows (`chunked_prefill_test.py`). A server that
-           checks in each step whether answers have ended also waits for the GPU in each step, with
-           either schedule.
+           prompt delays the next token of all other rows (`chunked_prefill_test.py`). If a server
+           checks in each step whether answers have ended, it also waits for the GPU in each step.
+           That is true of both schedules.
 """
 
 import itertools

@@ -26,16 +26,16 @@ Bound      DRAM, and the time to start each kernel of the graphs. A verification
            one after another.
 Seen       On an H100, all recorded sides take longer than predicted by about the same factor, so
            their ratios are as predicted. The costs count only the start of each small kernel, and
-           assume that products of a few rows read weights at the DRAM rate. We timed neither of
-           them alone. speculative and fewer_waits differ by less than the confidence interval.
-           draft_model and the curve over `percent` are not recorded yet.
+           assume that products of a few rows read weights at the DRAM rate. We did not time these
+           kernels or products alone. speculative and fewer_waits differ by less than the confidence
+           interval. draft_model and the curve over `percent` are not recorded yet.
 Use when   Few sequences are decoded at a time, and guesses are often right, as in code, in quotes
            from the prompt, and in answers of a fixed form. The table of successors stands for any
            draft that costs almost nothing, such as n-grams of the prompt. With a large batch,
            tensor cores are busy, so a rejected guess costs as much as an accepted one. Measure the
            acceptance rate on your own text. The curve shows how many guesses must be right before
-           speculation pays. A server that sends each token immediately waits as often as
-           speculative does.
+           speculation pays. A server that sends each token immediately has to wait after each
+           verification, as in speculative.
 """
 
 import functools

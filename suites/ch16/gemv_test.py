@@ -1,4 +1,4 @@
-"""Weight-only GEMV: one row needs no tensor cores, so convert weights with few instructions.
+"""Weight-only GEMV: multiply one row without tensor cores, and convert weights cheaply.
 
 Problem    y = W x for one token of a decode step. x, W (n, k) and y are bf16. The weights are the
            page's state.

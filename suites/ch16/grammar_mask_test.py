@@ -18,8 +18,8 @@ Seen       On an H100, all sides take 7 to 11 us more than predicted, which is a
            the costs count the bytes and the start of a kernel. Starting a copy probably takes
            longer than starting a kernel.
 Use when   A grammar or a list of forbidden tokens changes in every step. If the mask is always the
-           same, leave it on the GPU: then nothing is copied. This page does not include the time of
-           the grammar on the host. Overlap the grammar with the forward pass of the step.
+           same, leave it on the GPU, so that nothing is copied. This page does not include the time
+           of the grammar on the host. Overlap the grammar with the forward pass of the step.
 """
 
 import torch

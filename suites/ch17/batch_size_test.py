@@ -19,8 +19,9 @@ Seen       On an H100, both sides take one and a half times as long as predicted
            it waits for its first bytes and has work for only a few SMs. `prefill_decode_test.py`
            shows the same effect. With 64 and 256 sequences, reading the caches should take longer
            than all kernel starts. But batched still takes one and a half times as long as
-           predicted. We did not time its attention alone. With 1 sequence, both sides are the same
-           and nothing is gained. With 16, batched also needs less than a tenth of the energy.
+           predicted. We did not time the attention of batched alone. With 1 sequence, both sides do
+           the same work, so nothing is gained. With 16, batched also needs less than a tenth of the
+           energy.
 Use when   A server has an objective for the time between tokens. The largest batch that meets it is
            the cheapest, and the curve shows where larger batches stop paying. If even a step with
            one sequence takes longer than the objective, no batch size helps. Use smaller weights, a

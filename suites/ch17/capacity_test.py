@@ -21,8 +21,8 @@ Seen       On an H100, both sides take longer than predicted at every factor. Th
            of tokens, takes more than twice as long as predicted. A sort of so few numbers is a
            chain of short kernels, and a copy by index probably does not reach the copy rate. The
            growing part, the products and the gate, takes about a quarter longer than predicted. We
-           timed neither of them alone. grouped gains nothing at a factor of 1, where padded has few
-           empty rows.
+           did not time the two parts alone. grouped gains nothing at a factor of 1, where padded
+           has few empty rows.
 Use when   All experts are on one GPU. With grouped products a large factor costs little, so there
            is no reason to lose quality by dropping tokens. Fixed-size buffers are useful if other
            GPUs write into them. With such buffers, the factor is a trade-off: near 1, few rows are

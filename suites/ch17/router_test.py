@@ -23,8 +23,8 @@ Seen       On an H100, with many tokens, of_chosen gains nothing over of_all, be
            cost counts only the starts of its blocks, and not the search. fused takes longer than
            predicted from its bytes. fused searches a row 4 times for the largest score and its
            index, and the cost does not count the instructions of this search. The predicted time of
-           a launch was measured with an addition. With few tokens, calling `topk` or a Triton
-           kernel takes the host longer than that.
+           a launch was measured with an addition. With few tokens, the host takes longer to call
+           `topk` or a Triton kernel than to call an addition.
 Use when   Choose first and normalize the chosen scores. The shares are the same with fewer
            launches, which matters only with few tokens. Write one kernel if the router takes a
            noticeable part of a layer's time. The kernel gains most with many tokens, but with large

@@ -11,14 +11,14 @@ Optimized  tma: changes mma_sync. The tensor memory accelerator copies the same 
            8 warps, not two blocks of 4. The last keys come first, so only the first tile needs a
            mask.
            scores_ahead: changes wgmma. A warpgroup issues the scores of the next keys together with
-           the outputs of the current keys, and waits once for both.
+           the outputs of the current keys, and then waits once for all of them.
            specialized: changes scores_ahead. A separate producer warpgroup loads the tiles, and no
            barrier stops the whole block.
            pingpong: changes specialized. The two warpgroups take turns on the tensor cores. One
            warpgroup computes weights while the other warpgroup's products run.
            overlapped: changes pingpong. A warpgroup computes weights as soon as its scores are
-           ready, while its own output products still run. FlashAttention-3 does the same with
-           larger blocks.
+           ready, while its own output products still run. FlashAttention-3 has the same overlap,
+           with larger blocks.
            flash: `SDPBackend.FLASH_ATTENTION`, which is FlashAttention-2.
            cudnn: `SDPBackend.CUDNN_ATTENTION`, which uses wgmma and TMA on Hopper.
 Bound      mma_sync, tma and flash: `mma.sync`, which does not reach the rate of wgmma on Hopper

@@ -17,9 +17,9 @@ Bound      flex: tensor cores, for the tiles that have at least one visible scor
            its last tile of queries, which sees the whole document.
 Seen       On an H100, all sides take longer than predicted. We did not record which kernel PyTorch
            chose for biased and looped. flex has programs of different lengths, and its partly
-           hidden tiles take extra instructions. We did not measure the cost of either. A call of
-           looped has few tiles if its document is short, so starting and ending the call probably
-           takes longer than its products.
+           hidden tiles take extra instructions. We did not measure the cost of these two effects. A
+           call of looped has few tiles if its document is short, so starting and ending the call
+           probably takes longer than its products.
 Use when   Training packs short documents into long sequences. All layers of a step can share one
            block mask, but each new batch needs a new one. `varlen_test.py` has the same problem
            without a causal mask, and its kernels take a list of the sequences' starts. Long causal

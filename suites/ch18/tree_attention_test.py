@@ -3,9 +3,10 @@
 Problem    Speculative decoding verifies a tree of drafted tokens (SpecInfer, arXiv:2305.09781). A
            node sees the context of its sequence, its ancestors, and itself. The tree has `branches`
            branches of 4 nodes each. All branches share the first node. bf16, 32 query heads, 8
-           groups of keys and values, 128 numbers each. The context is the page's state. Every side
-           copies it before the timed part to a cache with room for the nodes, and writes their keys
-           and values there. The result is the attention of all nodes.
+           groups of keys and values, 128 numbers each. The context is the page's state. Before the
+           timed part, every side copies the context to a cache with room for the nodes. In the
+           timed part, each side writes the nodes' keys and values to that cache. The result is the
+           attention of all nodes.
 Baseline   per_branch: for each branch, write the keys and values of its nodes after the context.
            Then call `scaled_dot_product_attention` with a causal mask for the last 4 tokens.
 Optimized  masked: changes per_branch. Write all nodes at once, and make one call. A mask lets each
@@ -23,8 +24,8 @@ Seen       masked takes two to three times as long as predicted, on an H100 and 
            not record which kernel PyTorch chose. If it does not split the context, an SM has at
            most one program, which probably keeps too few bytes in flight. With 2 sequences on an
            H100, masked gains about a third over per_branch. fused splits the context, and is many
-           times as fast as per_branch. per_branch takes a third longer than predicted there, and we
-           did not measure why. fused is within about a fifth of its prediction.
+           times as fast as per_branch. In the same case, per_branch takes a third longer than
+           predicted, and we did not measure why. fused is within about a fifth of its prediction.
 Use when   A draft has several candidates for a token, and the context is much longer than the tree.
            Whether the tree pays off also depends on how many drafted tokens are accepted, which
            this page does not measure.

@@ -1,4 +1,4 @@
-"""FP8 with a scale per block: how much of FP8's gain finer scales and exact sums cost.
+"""FP8 with a scale per block: finer scales and exact sums cost a part of FP8's gain.
 
 Problem    y = x W^T, x (m, k) and W (n, k) in bf16, y in bf16. W is the page's state.
            The second test times only the product: x and W are already codes with a scale per row.
@@ -22,7 +22,7 @@ Optimized  All variants multiply in e4m3. Triton kernels quantize x in the call,
            product_by_rows: in the second test, the product of hopper_rows.
            product_summed: in the second test, the product of hopper_summed.
            library_summed: changes library, by `use_fast_accum=False`. cuBLASLt then promotes its
-           sums to a higher precision at intervals. Compare product_summed with this one.
+           sums to a higher precision at intervals. Compare product_summed with library_summed.
 Bound      Tensor cores, at twice the rate of bf16. summed and by_blocks add one multiply-add on
            CUDA cores for every 128 on tensor cores. That is little work, but a block's tensor cores
            wait for it. The registers for a second set of sums cost more. In the code for sm90, a
@@ -59,9 +59,9 @@ Use when   Use by_rows for speed, if the values along a row are similar in size.
            e4m3's largest number to its smallest normal one. Outliers in a few channels do not need
            by_blocks, because e4m3's steps are relative to each value. The check accepts the error
            that rounding each operand by 2^-4 of its value would cause. On these normally
-           distributed inputs, all variants lose about the same. In the second test, products may
-           differ from the library's by the same amount. The operands of the second test are codes,
-           but tensor cores round the sums.
+           distributed inputs, all variants lose about the same accuracy. In the second test,
+           products may differ from the library's by this much too. The operands of the second test
+           are codes, but tensor cores round the sums.
 """
 
 import torch

@@ -28,9 +28,9 @@ Seen       On an H100, tf32 and tf32x3 take longer than predicted, and tf32 miss
 Use when   fp32 products take most of the time, and TF32 is not accurate enough. For tf32x3 and
            bf16x6, the check accepts fp32's error: the error of an fp32 sum that is rounded at each
            step. For bf16x3 and tf32, it accepts the error of operands with 11 bits. bf16x3 keeps 16
-           bits, so its error is far smaller, but it is larger than fp32's. Parts in bf16 have the
-           same exponent range as fp32, but very small numbers lose their low parts. Infinity splits
-           into infinity and NaN, so these sides turn infinite values into NaN.
+           bits, so its error is far smaller than accepted, but larger than fp32's. Parts in bf16
+           have the same exponent range as fp32, but very small numbers lose their low parts.
+           Infinity splits into infinity and NaN, so these sides turn infinite values into NaN.
 """
 
 import torch
