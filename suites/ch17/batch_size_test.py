@@ -23,9 +23,9 @@ Seen       On an H100, both sides take one and a half times as long as predicted
            the same work, so nothing is gained. With 16, batched also needs less than a tenth of the
            energy.
 Use when   A server has an objective for the time between tokens. The largest batch that meets it is
-           the cheapest, and the curve shows where larger batches stop paying. If even a step with
-           one sequence takes longer than the objective, no batch size helps. Use smaller weights, a
-           smaller cache, or more GPUs.
+           the cheapest, and the curve shows where larger batches no longer pay off. If even a step
+           with one sequence takes longer than the objective, no batch size helps. Use smaller
+           weights, a smaller cache, or more GPUs.
 """
 
 import torch

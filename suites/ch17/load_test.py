@@ -21,10 +21,10 @@ Optimized  continuous: changes static. A request starts as soon as it has arrive
            saves one pass over the weights (`mixed` of `chunked_prefill_test.py` in chapter 15).
 Bound      The arrivals, while a side keeps up with them. All sides then take about the same time.
            Above a side's capacity, requests wait in line, and a call takes `requests` divided by
-           the capacity. A step is a CUDA graph in all sides, limited by DRAM and by the starts of
-           its kernels. The capacity is limited by the number of steps, and by the host's launches
-           for the prompts. static makes more steps, and fewer calls for prompts. The curve bends
-           where static reaches its capacity.
+           the capacity. In all sides, a step is a CUDA graph. DRAM and the starts of the graph's
+           kernels limit the step. The capacity is limited by the number of steps, and by the host's
+           launches for the prompts. static makes more steps, and fewer calls for prompts. The curve
+           bends where static reaches its capacity.
 Seen       On an H100 machine, both sides had reached their capacity at 400 requests a second:
            static serves about 190, and continuous almost 230. The costs predict twice as many,
            because they do not count the Python code that launches the prompts. continuous gains

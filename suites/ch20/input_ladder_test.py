@@ -28,8 +28,7 @@ Seen       On an H100 machine, all sides take longer than predicted: on_host mor
 Use when   Inputs are images or other small integers. Convert them on the GPU. Pin and overlap if
            the GPU still waits. A DataLoader pins with `pin_memory=True`, and copies overlap if the
            loop copies with `non_blocking=True` (`dataloader` in chapter 13). If decoding images
-           takes longer than copying and computing, use more workers instead. These rungs do not
-           help then.
+           takes longer than copying and computing, these rungs do not help. Use more workers.
 """
 
 import functools
