@@ -23,9 +23,9 @@ Seen       On an H100 machine, static and continuous take almost three times as 
 Use when   Answers differ in length and nobody knows how long they will be. The gain is about the
            ratio of a group's longest answer to the average answer. There is no gain if all answers
            are equally long. static would also be faster if its step were a graph. A new request's
-           prompt delays the next token of all other rows (`chunked_prefill_test.py`). If a server
-           checks in each step whether answers have ended, it also waits for the GPU in each step.
-           That is true of both schedules.
+           prompt delays the next token of all other rows (`chunked_prefill_test.py`). With both
+           schedules, a server that checks in each step whether answers have ended also waits for
+           the GPU in each step.
 """
 
 import itertools
@@ -55,8 +55,8 @@ def schedule(lengths, slots, *, in_groups):
         in_groups: whether requests start only when all rows are free.
 
     Returns:
-        A list of (step, row) for all requests, and the number of steps. A request starts before
-        its step.
+        A list of (step, row) for all requests, and the number of steps. A request's prompt is
+        computed just before this step.
     """
     free_at, starts = [0] * slots, []
     for request, length in enumerate(lengths):
