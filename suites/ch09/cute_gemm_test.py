@@ -154,7 +154,7 @@ def in_tiles(m, n, k):
 
 
 def read_by_warps(m, n, k):
-    """Return the bytes of shared memory if 8 warps read operands for 64 x 32 results each."""
+    """Return the bytes that 8 warps read from shared memory, for 64 x 32 results per warp."""
     written, read = 128 + 128, 8 * (64 + 32)
     return 2 * (m // 128) * (n // 128) * (written + read) * k
 

@@ -2,8 +2,8 @@
 
 Problem    sum = residual + x * mask / (1 - p), and the RMS norm of sum, on rows of 4096 fp16
            elements, computed in fp32. Both are returned, because the next block of the model adds
-           to the sum. The mask is an input with one byte per element. The backward pass needs it in
-           any case, and it lets all sides drop the same elements.
+           to the sum. The mask is an input with one byte per element. The backward pass needs the
+           mask anyway, and with a given mask, all sides drop the same elements.
 Baseline   separate: multiplies by the mask, multiplies by the scale, adds the residual, and calls
            `torch.nn.functional.rms_norm`, which is one kernel already.
 Optimized  compiled: changes separate. `torch.compile` compiles the same formula.

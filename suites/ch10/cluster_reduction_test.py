@@ -14,7 +14,7 @@ Optimized  two_passes: changes atomics. The blocks store their sums, and the sec
            library: `torch.nn.functional.rms_norm`. Its kernel also reads x twice.
 Bound      DRAM. x is ten times as large as the L2, so a second kernel reads it from DRAM again. The
            sides with two kernels read 8 bytes per element and write 4. kept reads 4 bytes.
-           distributed also reads 4 bytes if every second read hits the L2. In both, an SM holds 6
+           distributed also reads 4 bytes if all second reads hit the L2. In both, an SM holds 6
            blocks, so some of its blocks move data while others wait at a cluster's barrier. In
            atomics and two_passes, an SM can hold 8 blocks.
 Seen       distributed takes longer than predicted. The difference in time between distributed and

@@ -29,7 +29,7 @@ Bound      Tensor cores from wide on, at the rate that the power limit allows. T
            are limited by the L2, from which each tile reads its operands. With `mma.sync`, shared
            memory is the limit, because each of the 8 warps reads its operands from shared memory.
            The cost of mma_sync adds the times of L2 and shared memory, because a block's loads do
-           not overlap its products. Two blocks share an SM, but the stored time shows little
+           not overlap its products. Two blocks share an SM, but the measured time shows little
            overlap between them.
 Seen       cp_async takes one and a half times as long as predicted, and tma over a quarter longer
            than predicted. The threads of tma compute no addresses, which may be why tma is faster.

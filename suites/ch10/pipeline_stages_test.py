@@ -12,7 +12,7 @@ Optimized  two: changes one. The next tiles are loaded by `cp.async` during a pr
            library: `torch.matmul`.
 Bound      The L2, from which each tile of 128 x 128 results reads its operands. For one, the cost
            adds the time of the tensor cores to the time of the L2, because loads and products do
-           not overlap. Two blocks share an SM, but the stored time shows little overlap between
+           not overlap. Two blocks share an SM, but the measured time shows little overlap between
            them.
 Seen       two takes longer than predicted. Before each product, two waits for all of its copies
            (`cp.async.wait_group 0` in Triton 3.9's PTX). three takes the predicted time. The only

@@ -11,9 +11,9 @@ Optimized  waits_first: changes launches. Every layer except the first is a depe
            it. So the loads run while the previous layer or an even earlier one is running.
            library: `torch.mv` and `relu_`, two kernels per layer.
 Bound      Latency and DRAM. The weights are ten times as large as the L2, so each call reads them
-           from DRAM. A layer reads its weights in less time than a kernel needs to start, to wait
-           for its first bytes, and to end. waits_first hides the start. loads_first also hides the
-           DRAM latency, and reads while the previous layer ends. So only the time to read the
+           from DRAM. Reading the weights of a layer takes less time than starting a kernel, waiting
+           for its first bytes, and ending it. waits_first hides the start. loads_first also hides
+           the DRAM latency, and reads while the previous layer ends. So only the time to read the
            weights and a short sum remain. The costs include neither a latency nor the hidden part
            of a start. So launches, waits_first and loads_first have the same predicted time.
 Seen       launches, waits_first and library take a third to two thirds longer than predicted, on an

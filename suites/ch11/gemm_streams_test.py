@@ -3,7 +3,7 @@
 Problem    `count` independent bf16 products of (n, k) by (k, n), each written to its own slice of a
            result tensor. All sides allocate this tensor first. The page times a curve over n: with
            a larger n, a product has more output tiles and can use more SMs.
-Baseline   one_stream: one `torch.mm` per product. The host waits for none of them.
+Baseline   one_stream: one `torch.mm` per product. The host does not wait for the products.
 Optimized  two_streams: changes one_stream. The products alternate between two streams.
            four_streams: like two_streams, with four streams.
            batched: changes one_stream. One `torch.bmm` computes all products, which must have equal

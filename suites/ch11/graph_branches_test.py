@@ -15,7 +15,7 @@ Bound      The host limits in_turn. The host limits streams even more, because e
            tiles of all towers share the SMs. The costs assume tiles of 64 x 64. The costs also add
            up the start times of all kernels, as if no two kernels started at the same time.
 Seen       in_turn and streams take several times as long as predicted. The same work is much faster
-           as a graph, so the extra time is spent on the host: the predicted time of a launch was
+           as a graph, so the extra time is spent on the host. The predicted time of a launch was
            measured with a small addition, not with linear layers. captured takes as long as
            predicted, and branches takes slightly longer than predicted.
 Use when   A model has independent parts whose kernels are too small to fill the GPU. The shapes of

@@ -19,8 +19,8 @@ Use when   Urgent requests share a GPU with other work, and the kernels of the o
            short blocks. Priority does not help if these blocks run for milliseconds, as in
            persistent kernels. An SM must also have room for an urgent block next to the other
            blocks. A kernel in a CUDA graph keeps the priority of the stream on which it was
-           captured. This page does not time the network alone: a call ends when the network and the
-           large kernel have both ended.
+           captured. A call ends when both the network and the large kernel have ended, so this page
+           does not time the network alone.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Fuse or capture: a graph removes launches, and a fused kernel also removes the traffic.
+"""Fuse or capture: a graph removes launches, and a fused kernel also removes memory traffic.
 
 Problem    y = silu(a * x + b) * gate + x on n fp32 elements, at a size where launches are the
            limit, and at a size where DRAM is the limit.

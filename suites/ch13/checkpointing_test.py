@@ -8,8 +8,8 @@ Optimized  checkpointed: changes stored. `torch.utils.checkpoint` wraps each blo
            the block's input and recomputes the block in the backward pass (Chen et al.,
            arXiv:1604.06174).
            selective: changes checkpointed. The results of matrix products and attention are kept.
-           Norms, rotation and SwiGLU are recomputed, which takes memory traffic but no matrix
-           product.
+           Norms, rotation and SwiGLU are recomputed. This takes memory traffic, but no matrix
+           products.
 Bound      Tensor cores. But the page is about memory. One unit is a bf16 value per token and
            column. A block keeps 21.6 units: its input and the middle residual, both normalized (4),
            q, k, v (3), q and k rotated (2), the output of attention and a copy with the heads side

@@ -14,7 +14,7 @@ Optimized  ring: changes gathered. Attention is computed in blocks. While a rank
            rows are cut into 2 * world chunks, and rank r gets chunks r and 2 * world - 1 - r. The
            timed part includes moving the rows into this order, and moving the result back. If the
            data loader already uses this order, neither move is needed.
-Bound      Tensor cores of the last rank, in gathered and ring. For the last rank, the mask removes
+Bound      gathered and ring: the tensor cores of the last rank. For the last rank, the mask removes
            half of its own block, and nothing of the earlier blocks. ring hides the transfer, but
            merging the partial results takes time. On many ranks, zigzag gives the last rank about
            half as many matrix products.

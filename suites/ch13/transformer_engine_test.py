@@ -51,9 +51,9 @@ INSTALLED = pytest.mark.skipif(
 def load_cudnn():
     """Load all libraries of PyTorch's cuDNN, so that Transformer Engine uses the same ones.
 
-    Transformer Engine links each library of cuDNN by name. At first, PyTorch loads only one
-    of them. Without this function, Transformer Engine would load the others from the system,
-    possibly in another version.
+    Transformer Engine links each library of cuDNN by name. At first, PyTorch loads only one of
+    these libraries. Without this function, Transformer Engine would load the other libraries from
+    the system, possibly in another version.
     """
     mapped = Path("/proc/self/maps").read_text()
     if first := re.search(r"(/\S+)/libcudnn\.so", mapped):
