@@ -23,7 +23,7 @@ optimized side's CPU share is more than the second number times the baseline's.
 """
 UNUSED, USED = 0.01, 0.5
 """A baseline hardly uses the machine if it reaches less than the first share of the machine's
-limit, and the optimized side reaches at least the second share.
+limit, while the optimized side reaches at least the second share.
 """
 
 

@@ -133,8 +133,8 @@ class OtherEnvironment:
 def import_path() -> str:
     """Return the `PYTHONPATH` for the other interpreter.
 
-    It has the folders of `sys.path` outside this environment, such as the folders of the ini key
-    `pythonpath`. The other interpreter must import its own libraries.
+    This path has the folders of `sys.path` outside this environment, such as the folders of the ini
+    key `pythonpath`. The other interpreter must import its own libraries.
     """
     own = tuple(os.path.realpath(p) + os.sep for p in (sys.prefix, sys.base_prefix))
     libraries = {"site-packages", "dist-packages"}
