@@ -1,8 +1,8 @@
 // relu(a * b + c) on n floats: the same arithmetic, with the data moved in five ways.
 //
 // multiply, add, relu: one step each, one element per thread.
-// multiply_unrolled, add_unrolled, relu_unrolled: one step, four elements per thread, a whole grid
-// apart.
+// multiply_unrolled, add_unrolled, relu_unrolled: one step, four elements per thread, with a stride
+// of the whole grid.
 // multiply_vectorized, add_vectorized, relu_vectorized: one step, four neighbors per thread.
 // fused: all three steps on one element per thread, with intermediate results in registers.
 // fused_vectorized: all three steps, four neighbors per thread.
@@ -27,7 +27,7 @@ __device__ void four_apart(unsigned n, float* __restrict__ out, const In* __rest
   const unsigned first = thread(), stride = gridDim.x * blockDim.x;
   float result[4];
 #pragma unroll
-  for (unsigned k = 0; k < 4; ++k) {  // all loads are issued before the first store waits
+  for (unsigned k = 0; k < 4; ++k) {  // all loads are issued before the first store
     const unsigned i = first + k * stride;
     if (i < n) result[k] = step(in[i]...);
   }
@@ -45,7 +45,7 @@ __device__ void four_neighbours(unsigned n, float4* __restrict__ out,
   if (i < n / 4) {
     out[i] = {step(in[i].x...), step(in[i].y...), step(in[i].z...), step(in[i].w...)};
   }
-  if (last < n) {  // the last elements, at most three, do not fill a float4
+  if (last < n) {  // at most three elements, which do not fill a float4
     reinterpret_cast<float*>(out)[last] = step(reinterpret_cast<const float*>(in)[last]...);
   }
 }

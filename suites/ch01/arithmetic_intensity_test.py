@@ -1,27 +1,27 @@
-"""Arithmetic intensity: when the arithmetic is fixed, raise it by moving fewer bytes.
+"""Arithmetic intensity: if the number of FLOPs is fixed, move fewer bytes to raise it.
 
 Problem    y = relu(a * b + c) on n fp32 elements, which is 3 FLOPs per element on every side.
-Baseline   three_passes: one kernel per step. Each kernel reads from DRAM and writes to DRAM, 32
-           bytes per element in total. A thread computes one element.
-Optimized  unrolled: three_passes with four elements per thread, one whole grid apart. The bytes
-           stay the same.
-           vectorized: three_passes with four neighbors per thread, loaded and stored 16 bytes at a
-           time. The bytes stay the same.
+Baseline   three_passes: one kernel per step. Each kernel reads from DRAM and writes to DRAM. The
+           three kernels move 32 bytes per element in total. A thread computes one element.
+Optimized  unrolled: three_passes with four elements per thread, with a stride of the whole grid.
+           The number of bytes stays the same.
+           vectorized: three_passes with four neighboring elements per thread, loaded and stored 16
+           bytes at a time. The number of bytes stays the same.
            fused: three_passes in one kernel that keeps intermediate results in registers. It moves
            16 bytes per element.
            fused_vectorized: fused with the 16-byte accesses of vectorized.
 Bound      DRAM on every side. On an H200, fp32 arithmetic is the limit only above about 12 FLOPs
-           per byte. Every side does less than 1. The arrays between two passes do not fit in the
-           L2.
-Seen       three_passes takes longer than its bytes predict. It keeps too few bytes in flight:
-           unrolled and vectorized move the same bytes with 16 bytes per thread and array, and both
-           take the predicted time. In fused, a thread also loads one element per array, but from
-           three arrays. It is closer to its prediction than three_passes. unrolled and vectorized
-           also start a quarter of the blocks. We did not measure how much of the gain comes from
-           that.
+           per byte. Every side does less than 1 FLOP per byte. The arrays between two passes do not
+           fit in the L2.
+Seen       three_passes takes longer than its bytes predict. The reason is too few bytes in flight:
+           unrolled and vectorized load 16 bytes per thread and array, and both take the predicted
+           time. In fused, a thread loads one element per array, but from three arrays. Its time is
+           closer to the prediction than the time of three_passes. unrolled and vectorized also
+           start only a quarter of the blocks. We did not measure how much of their gain comes from
+           this.
 Use when   Several kernels in a row pass large arrays through DRAM: fuse them first. If a kernel
-           that only moves data is slower than the copy rate, give each thread more loads. A kernel
-           that is limited by arithmetic gains from neither.
+           that only moves data is slower than the copy rate, give each thread more loads. Neither
+           of the two helps a kernel that is limited by arithmetic.
 """
 
 import torch

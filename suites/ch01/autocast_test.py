@@ -8,13 +8,14 @@ Optimized  tf32: fp32 with TF32 switched on. Tensor cores round the operands to 
            between the layers stay bf16. The time includes the casts of the weights and the cast of
            the result back to fp32.
 Bound      Matrix products, which run on CUDA cores in fp32 and on tensor cores in the variants. The
-           DRAM traffic of GELU and of the casts adds to their time.
-Seen       On an H200, fp32 takes longer than predicted, and the variants do not. The rate `fp32`
+           DRAM traffic of GELU and of the casts takes additional time.
+Seen       On an H200, fp32 takes longer than predicted, but the variants do not. The rate `fp32`
            was measured with multiply-adds that load nothing. Matrix products do not reach this rate
            (`../ch11/chunk_count_test.py`).
 Use when   Training or inference spends its time in fp32 products. TF32 needs one flag and changes
-           no tensor. bf16 is faster when 8 significant bits are enough, and weights stored in bf16
-           need no casts. TF32 and bf16 gain little when memory or the host is the limit.
+           no tensor. bf16 is faster than TF32, if 8 significant bits are enough. Weights that are
+           stored in bf16 need no casts. TF32 and bf16 gain little when memory or the host is the
+           limit.
 """
 
 import contextlib
@@ -34,7 +35,7 @@ def inputs(device, rows, width):
 
 @contextlib.contextmanager
 def products_in(precision):
-    matmul = torch.backends.cuda.matmul  # the flag belongs to the process, so put it back
+    matmul = torch.backends.cuda.matmul  # the flag applies to the whole process, so restore it
     before, matmul.fp32_precision = matmul.fp32_precision, precision
     try:
         yield
@@ -80,7 +81,7 @@ def layers(rows, width, arithmetic, element):
 
 
 def casts(rows, width):
-    """Return the cost of casting input and weights to bf16, and the output to fp32."""
+    """Return the cost of casting the input and the weights to bf16, and the output to fp32."""
     before, after = (rows + LAYERS * width) * width, rows * width
     return Cost(read=4 * before + 2 * after, write=2 * before + 4 * after, launches=LAYERS + 2)
 

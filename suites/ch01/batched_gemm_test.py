@@ -1,21 +1,20 @@
 """Many small GEMMs: one launch instead of a loop.
 
 Problem    `count` independent (n, n) fp32 products.
-Baseline   looped: one `torch.mm` per product, each into its slice of a preallocated result.
+Baseline   looped: one `torch.mm` per product. Each writes into its slice of a preallocated result.
 Optimized  batched: all products in one `torch.bmm`.
-Bound      looped takes at least the time of `count` launches, one per product. Arithmetic limits
-           batched.
-Seen       looped takes longer than one launch and three views per product. Two causes are possible.
-           cuBLAS launches two kernels per product when it splits the inner dimension. Or the GPU is
-           the limit: a product alone has only 4 tiles of 128 x 128, and an SM needs longer for one
-           tile than the host needs for a launch. Each cause would explain the time. No profile was
-           stored, so we do not know which one it is. batched takes longer than its FLOPs predict at
-           the fp32 rate. If cuBLAS used tiles of 128 x 128, there would be 160 tiles on 132 SMs.
-           Some SMs would then compute two tiles, which would take the stored time. We did not
-           record which tiles cuBLAS uses, so this is not confirmed.
+Bound      For looped, the host: it takes at least the time of `count` launches, one per product.
+           For batched, arithmetic.
+Seen       looped takes longer than predicted from one launch and three views per product. There are
+           two possible causes, and each of them would explain the time. If cuBLAS splits the inner
+           dimension, it launches two kernels per product. Or the GPU is the limit: a single product
+           has only 4 tiles of 128 x 128, and an SM takes longer for one tile than the host takes
+           for a launch. No profile was stored, so we do not know the cause. batched takes longer
+           than its FLOPs predict at the fp32 rate. If cuBLAS uses tiles of 128 x 128, there are 160
+           tiles on 132 SMs, so some SMs compute two tiles. That would explain the measured time. We
+           did not record which tiles cuBLAS uses.
 Use when   Many products have the same shape and each is too small to fill the GPU. When the shapes
-           differ, see `grouped_gemm_test.py`. When each product fills the GPU, a loop costs
-           nothing.
+           differ, see `grouped_gemm_test.py`. When each product fills the GPU, a loop is as fast.
 """
 
 from dataclasses import replace
@@ -66,7 +65,7 @@ def products(count, n):
     ),
     bound="launch",
     costs={
-        # The loop makes three views per product.
+        # The loop creates three views per product.
         looped: lambda count, n: replace(products(count, n), launches=count, host_steps=3 * count),
         batched: lambda count, n: replace(products(count, n), launches=1, host_steps=1),
     },

@@ -3,10 +3,11 @@
 Problem    residual + scale * (silu(gate + bias) * (up + shift)), fp32. This is the gated
            activation, layer scale and residual of an MLP block. gate, up and residual are (rows,
            4096), and bias, shift and scale are (4096,).
-Baseline   chain: eager torch, six kernels. Each reads its operands from DRAM and writes its result
-           there, so together they make 14 passes over a (rows, 4096) matrix.
+Baseline   chain: eager torch, six kernels. Each kernel reads its operands from DRAM and writes its
+           result to DRAM. In total, they read or write a (rows, 4096) matrix 14 times.
 Optimized  compiled: chain through `torch.compile`. One kernel keeps intermediate results in
-           registers, so only 4 passes are left. Compilation is not timed.
+           registers, so a matrix is read or written only 4 times. The time does not include the
+           compilation.
 Bound      DRAM on both sides.
 Use when   Several pointwise operations follow one another on arrays that do not fit in the L2.
            Compiling takes seconds per shape, so it pays only if each shape is used many times. A
@@ -38,7 +39,7 @@ def reference(*tensors):
 
 @functools.cache
 def compiled_chain():
-    return torch.compile(chain, dynamic=False)  # a kernel for each size
+    return torch.compile(chain, dynamic=False)  # compile a kernel for each size
 
 
 def compiled(gate, up, residual, bias, shift, scale):

@@ -1,17 +1,19 @@
-"""Copy and compute: fetch the next chunk while this one is multiplied.
+"""Copy and compute: copy the next chunk while the GPU multiplies this one.
 
-Problem    `count` fp32 matrices (n, n) lie in pinned host memory. Multiply each of them by the same
-           (n, n) weight on the GPU.
-Baseline   one_stream: copy a chunk, multiply it, copy the next one. The host never waits, but
-           copies and products share one stream, so they never overlap.
+Problem    Multiply `count` fp32 matrices (n, n), which are in pinned host memory, by one (n, n)
+           weight on the GPU.
+Baseline   one_stream: copy a chunk (a matrix), multiply it, copy the next one. The host never
+           waits, but copies and products are in the same stream, so they never overlap.
 Optimized  double_buffered: one_stream with the copies on a second stream, into two buffers in turn.
-           A product waits for its chunk. A copy waits until its buffer's last product has ended.
+           A product waits for its chunk. A copy waits until the previous product has read the
+           buffer.
 Bound      one_stream takes the time of PCIe plus the time of fp32 arithmetic. double_buffered takes
-           only the longer of the two, plus the first copy and the last product, which nothing
-           overlaps.
+           only the longer of the two times, plus the first copy and the last product, which do not
+           overlap with anything.
 Use when   Copies and kernels take similar times, as at this page's size, and the work comes in at
            least four chunks. If copies or kernels take nearly all of the time, there is little to
-           gain. On tensor cores, for example, these products would be much shorter than the copies.
+           gain. On tensor cores, for example, these products would take much less time than the
+           copies.
 """
 
 from dataclasses import replace
@@ -42,7 +44,7 @@ def one_stream(chunks, weight):
 
 def double_buffered(chunks, weight):
     device = torch.get_device_module(weight.device)
-    # High-priority streams have their own pool, so this is never the current stream.
+    # A high-priority stream comes from a pool of its own, so it is never the current stream.
     compute, copies = device.current_stream(), device.Stream(priority=-1)
     out = torch.empty(chunks.shape, device=weight.device)
     buffers = [torch.empty_like(weight), torch.empty_like(weight)]
@@ -57,7 +59,7 @@ def double_buffered(chunks, weight):
         compute.wait_stream(copies)
         torch.mm(buffer, weight, out=product)
         drained.append(compute.record_event())
-    return out  # all copies have been waited for, so the buffers need no record_stream
+    return out  # the products waited for all copies, so the buffers need no record_stream
 
 
 def copying(n):
@@ -69,7 +71,7 @@ def multiplying(n):
 
 
 def overlapping(n):
-    """Return the cost of a product and, at the same time, the copy of the next chunk."""
+    """Return the cost of a product that overlaps with the copy of the next chunk."""
     return replace(multiplying(n), h2d=4 * n * n, launches=2)
 
 

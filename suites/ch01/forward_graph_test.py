@@ -1,17 +1,17 @@
 """Inference as one CUDA graph: the host launches once, not 60 times.
 
 Problem    The forward pass of 12 residual MLP blocks (norm, up, GELU, down, add) on 16 rows, fp32.
-           A small model does this for one request.
+           This is the work of a small model for one request.
 Baseline   eager: 5 launches per block, 60 in total.
-Optimized  captured: eager as a CUDA graph, replayed with one launch. It runs the same kernels at
-           the same addresses. New rows and weights are written in place, which is not timed. If a
-           caller's rows are at another address, one more copy is needed. The capture is not timed
-           either.
+Optimized  captured: eager as a CUDA graph, replayed with one launch. The graph runs the same
+           kernels on the same addresses, so new rows and weights are written in place. The time
+           includes neither these writes nor the capture. If a caller's rows are at another address,
+           an additional copy is needed.
 Bound      The host limits eager. The GPU limits captured: 60 small kernels run one after another.
 Seen       captured takes longer than its cost predicts. The cost counts the starts of its 60
            kernels, and assumes that bytes and FLOPs run at the rates of a full GPU. But products of
-           16 rows leave most SMs idle. We did not time the kernels one by one. The speedup varies
-           between processes more than on other pages, and its values form two groups. We cannot
+           16 rows leave most SMs idle. We did not time the kernels individually. The speedup varies
+           more between processes than on other pages, and its values form two groups. We cannot
            explain this.
 Use when   The same shapes repeat, the host cannot launch as fast as the GPU runs, and no step
            between the launches needs the host. Do not capture work that waits for the GPU or
@@ -79,7 +79,7 @@ def block(width, launches, host_steps):
     ),
     bound="launch",
     costs={
-        # A block makes seven tensors, three of them in the norm.
+        # A block creates seven tensors, three of them in the norm.
         eager: lambda width: BLOCKS * block(width, launches=5, host_steps=7),
         captured: lambda width: (
             Cost(launches=1, graph_nodes=5 * BLOCKS) + BLOCKS * block(width, 0, 0)

@@ -1,20 +1,21 @@
 """Grouped GEMM: ragged groups of rows in one launch, without padding.
 
-Problem    (tokens, k) bf16 rows in `groups` consecutive groups. Each group has its own (k, n)
-           weights, as in a mixture of experts. Group sizes grow evenly from 0 to twice their mean.
-           The offsets at which groups end are stored on the GPU and on the host, so no side has to
-           wait for them.
-Baseline   looped: one `torch.mm` per group, into its rows of a preallocated result.
-Optimized  padded: rows are scattered into (groups, longest, k), multiplied by one `torch.bmm`, and
-           gathered. This takes 11 launches and twice as many FLOPs as looped.
+Problem    Multiply (tokens, k) bf16 rows in `groups` consecutive groups. Each group has its own (k,
+           n) weights, as in a mixture of experts. Group sizes grow evenly from 0 to twice their
+           mean. The offsets at which groups end are available on the GPU and on the host, so no
+           side has to wait for them.
+Baseline   looped: one `torch.mm` per group. Each writes into its rows of a preallocated result.
+Optimized  padded: the rows are scattered into a tensor (groups, longest, k), multiplied by one
+           `torch.bmm`, and gathered again. This takes 11 launches and twice as many FLOPs as
+           looped.
            grouped: `grouped_mm` reads the offsets on the GPU and pads nothing.
-Bound      The host limits looped and padded. grouped reads all weights, so it takes at least the
-           time of that read from DRAM.
-Seen       padded takes somewhat longer than predicted. The stored time is the mean of two
-           recordings. The later recording is close to the prediction. We cannot explain the
-           difference. grouped takes longer than its bytes predict. We cannot explain this, because
-           we measured neither its kernel nor the host's part of the call alone. Its speedup over
-           looped differs by up to half between processes, which we cannot explain either.
+Bound      The host limits looped and padded. grouped takes at least the time of reading all weights
+           from DRAM.
+Seen       padded takes somewhat longer than predicted. Its time is the mean of two recordings, and
+           the later one is close to the prediction. We cannot explain the difference. grouped takes
+           longer than predicted from its bytes. We cannot explain this, because we did not measure
+           its kernel and the host's part of the call separately. The speedup of grouped over looped
+           differs by up to half between processes, which we cannot explain either.
 Use when   Groups differ in size and there are many of them. Pad when no grouped kernel supports the
            data type. A few large groups can stay in a loop.
 """
@@ -89,7 +90,7 @@ def products(groups, tokens, k, n, launches, host_steps):
 
 
 def looping(groups, tokens, k, n):
-    """Return the cost of the loop, which makes three views per group."""
+    """Return the cost of the loop, which creates three views per group."""
     used = sum(map(bool, row_counts(groups, tokens)))
     return products(groups, tokens, k, n, launches=used, host_steps=3 * groups + 1)
 
@@ -104,7 +105,7 @@ def padding(groups, tokens, k, n):
     return scatter + product + Cost(write=2 * tokens * n, launches=1, host_steps=2)
 
 
-eights = st.integers(1, 6).map(lambda count: 8 * count)  # grouped_mm needs rows of whole 16 bytes
+eights = st.integers(1, 6).map(lambda count: 8 * count)  # grouped_mm needs rows of 16 * i bytes
 
 
 @compare(

@@ -1,19 +1,20 @@
 """Host to device: copy from pinned memory.
 
-Problem    Copy n fp32 values that lie in host memory to the GPU.
+Problem    Copy n fp32 values from host memory to the GPU.
 Baseline   pageable: ordinary memory, which the GPU cannot read. The driver first copies the bytes
            on the CPU, piece by piece, into its own pinned memory.
 Optimized  pinned: pageable with the values in pinned memory, which the copy engine reads directly.
            asynchronous: pinned with `non_blocking=True`, so the host does not wait for the copy.
-           It gains nothing over pinned here, because the host waits for the copy at the end anyway.
-           It pays off when other work runs during the copy, as in `double_buffering_test.py`.
-Bound      PCIe on pinned and asynchronous. The driver's copy on the CPU limits pageable.
-Seen       pageable takes several times as long as predicted. Its cost counts the bytes on the link.
-           It leaves out the driver's copy on the CPU, because the rate of that copy is not
+           Here, asynchronous gains nothing over pinned, because the host waits for the copy at the
+           end anyway. It pays off if other work runs during the copy, as in
+           `double_buffering_test.py`.
+Bound      For pinned and asynchronous, PCIe. For pageable, the driver's copy on the CPU.
+Seen       pageable takes several times as long as predicted. Its cost counts the transfer over
+           PCIe, but not the driver's copy on the CPU, because the rate of this copy was not
            measured.
-Use when   Data can be read or created in pinned memory. This page does not time how long it takes
-           to fill either kind of memory. Data that are already in pageable memory would first need
-           a copy into pinned memory on the CPU, and no side of this page includes it.
+Use when   Data can be read or created in pinned memory. The time does not include filling either
+           kind of memory. Data that is already in pageable memory would first need a copy on the
+           CPU into pinned memory. No side of this page includes such a copy.
 """
 
 import torch

@@ -1,18 +1,18 @@
 """Reading losses: do not wait for the GPU after each batch.
 
 Problem    Evaluate a linear classifier on `steps` batches that arrive one at a time. Return the
-           loss of every batch on the host, as for a log.
+           loss of every batch on the host, for example for a log.
 Baseline   every_step: `.item()` after each batch. The host waits until the GPU is idle, and then
            the GPU is idle until the host launches the next batch.
-Optimized  every_sixteenth: every_step without the wait in each step. Losses stay on the GPU and are
-           copied to the host 16 at a time.
+Optimized  every_sixteenth: every_step with a wait only after every 16 steps. Until then, the losses
+           stay on the GPU. They are copied to the host 16 at a time.
            at_the_end: every_sixteenth with one copy for all losses.
 Bound      The host on every side. It launches three small kernels per batch, and every_step adds a
            wait for the GPU.
 Seen       every_step takes longer than predicted. The predicted time of a wait was measured while
-           the GPU was idle. Here each wait includes the rest of the batch's kernels, and we did not
-           measure their times. The host's time also differed a lot between the two recordings,
-           whose mean is shown. We cannot explain this difference.
+           the GPU was idle. Here each wait includes the remaining kernels of the batch, whose times
+           we did not measure. The result is the mean of two recordings. The host's time differed a
+           lot between the two recordings, and we cannot explain this.
 Use when   A loop of small kernels reads a value in every step. When each step takes milliseconds on
            the GPU, a wait costs little. When the next step depends on the value, keep the wait.
 """

@@ -2,17 +2,17 @@
 
 Problem    Gradients of the mean loss over 256 rows of an MLP width -> width -> width -> 10, fp32.
            Both sides compute the same gradients. Only the order of the sums differs.
-Baseline   accumulated: 8 backward passes of 32 rows, each on an eighth of its mean loss. `.grad`
-           accumulates the gradients. Every pass reads all weights and writes all gradients. 7 of
-           the 8 passes also add the new gradients to the old ones.
+Baseline   accumulated: 8 backward passes of 32 rows, each from an eighth of the mean loss of its
+           rows. `.grad` accumulates the gradients. Every pass reads all weights and writes all
+           gradients. 7 of the 8 passes also add the new gradients to the old ones.
 Optimized  fused: accumulated with all rows in one pass.
-Bound      fp32 arithmetic for fused. accumulated does the same FLOPs, and also reads and writes the
+Bound      fp32 arithmetic for fused. accumulated does the same FLOPs, but reads and writes the
            gradients 7 more times.
-Seen       accumulated takes much longer than predicted. The prediction includes its extra bytes, so
-           its products of 32 rows must run at less than half of the fp32 rate. A result of 32 x
-           4096 has only 32 tiles of 32 x 128 for 132 SMs, so most SMs are probably idle. We did not
-           record which kernels cuBLAS uses. fused takes a third longer than predicted. The fp32
-           rate was measured with multiply-adds alone. In `../ch07/matmul_test.py`, `torch.matmul`
+Seen       accumulated takes much longer than predicted. The prediction includes the additional
+           bytes, so products of 32 rows must run at less than half of the fp32 rate. A result of 32
+           x 4096 has only 32 tiles of 32 x 128 for 132 SMs, so most SMs are probably idle. We did
+           not record which kernels cuBLAS uses. fused takes a third longer than predicted. The fp32
+           rate was measured with multiply-adds alone. `torch.matmul` in `../ch07/matmul_test.py`
            does not reach this rate either, which explains about half of the gap.
 Use when   The batch fits in memory: do not split it. Use micro-batches only if the activations of
            the batch do not fit, and make each micro-batch as large as memory allows.
@@ -69,7 +69,7 @@ def fused(x, y, *weights):
 
 
 def one_pass(rows, width):
-    """Return the cost of forward and backward of `rows` rows. Activations stay in the L2."""
+    """Return the cost of a forward and backward pass of `rows` rows. Activations stay in the L2."""
     ops = {"fp32": 2 * rows * width**2}
     through = Cost(read=4 * (width + rows) * width, write=4 * rows * width, ops=ops, launches=1)
     gradient = Cost(read=8 * rows * width, write=4 * width**2, ops=ops, launches=1)

@@ -1,23 +1,23 @@
-"""AdamW over many small parameters: update all of them with a few launches.
+"""AdamW on many small parameters: update all of them with a few launches.
 
 Problem    One AdamW step of `count` parameters of (n, n), fp32. The gradients arrive in one bucket,
-           as in data-parallel training, and every `.grad` is a view of that bucket.
-Baseline   looped: `foreach=False`, 8 launches per parameter. This is not torch's default: on a GPU,
-           the default is foreach.
+           as in data-parallel training, and every `.grad` is a view of the bucket.
+Baseline   looped: `foreach=False`, 8 launches per parameter. This is not torch's default, which is
+           foreach on a GPU.
 Optimized  foreach: looped with each of the 8 operations applied to lists of tensors, in 10
            launches.
            fused: foreach with one kernel for the whole update, in 3 launches.
-Bound      The host on every side, because the data are small. looped is limited by launches,
-           foreach and fused by Python code.
+Bound      The host on every side, because the parameters are small. Launches limit looped. Python
+           code limits foreach and fused.
 Seen       foreach and fused take longer than predicted. The cost counts calls to torch, but not the
-           Python loops of `torch.optim` over the parameters. These loops explain the difference. A
-           check on a CPU used parameters of one element. It replaced the update's kernels (except
-           the square roots of foreach) by functions that do nothing. There, fused takes as long as
-           140 to 220 calls of `Tensor.view`, and foreach as long as 500. At the rate of
-           `host_step`, these calls plus the launches take about the stored times.
-Use when   A model has many small parameters. To see what fused would gain, compare it with foreach,
-           which is the default. With a few large parameters, DRAM is the limit and fused still
-           reads and writes each value fewer times.
+           Python loops of `torch.optim` over the parameters. These loops explain the difference. In
+           a test on a CPU with parameters of one element, we replaced the update's kernels (except
+           the square roots of foreach) with functions that do nothing. There, fused took as long as
+           140 to 220 calls of `Tensor.view`, and foreach took as long as 500 calls. At the rate of
+           `host_step`, these calls plus the launches take about the measured times.
+Use when   A model has many small parameters. To see what fused would gain in your code, compare it
+           with foreach, which is the default. With a few large parameters, DRAM is the limit, but
+           fused still reads and writes each value fewer times than foreach.
 """
 
 from types import SimpleNamespace
@@ -27,8 +27,8 @@ import torch
 from pytest_aisp import Cost, Variant, Work, compare
 
 # With these betas, 1 - beta is exact in fp32. With the usual 0.999 it is not exact. The fused
-# kernel subtracts in fp32, so its second moments would be off by 1.3e-5. Fusing does not cause this
-# error, so the page avoids it.
+# kernel subtracts in fp32, so its second moments would be off by 1.3e-5. The page avoids this
+# error, because it is not caused by fusing.
 LR, BETAS, EPS, DECAY = 1e-3, (1 - 2**-3, 1 - 2**-10), 1e-8, 1e-2
 
 
@@ -43,7 +43,7 @@ def state(device, count, n):
         return torch.optim.AdamW(parameters, LR, BETAS, EPS, DECAY, **kind)
 
     looped, foreach, fused = adamw(foreach=False), adamw(foreach=True), adamw(fused=True)
-    foreach.state = fused.state = looped.state  # all three share one set of moments
+    foreach.state = fused.state = looped.state  # all three optimizers share the moments
     return SimpleNamespace(
         parameters=parameters, bucket=bucket, looped=looped, foreach=foreach, fused=fused
     )
@@ -82,7 +82,7 @@ def fused(state, gradients):
 
 
 def update(count, n, launches, host_steps):
-    """Return the cost of copying the gradients and of one update, whose data stay in the L2."""
+    """Return the cost of copying the gradients and of one update. All data stays in the L2."""
     return Cost(
         read=16 * count * n * n,
         write=12 * count * n * n,
@@ -103,20 +103,20 @@ def update(count, n, launches, host_steps):
     sizes=[{"count": 64, "n": 64}],
     check_sizes=[{"count": 3, "n": 33}],
     cpu_sizes=[{"count": 100, "n": 16}],
-    # A step has 8 roundings in a row. A window has up to 16 steps that alternate between two
+    # A step has 8 roundings in a row. A timed window has up to 16 steps that alternate between two
     # gradients, so the updates repeat and their rounding errors add up in one direction.
     work=lambda count, n: Work(read=16 * count * n * n, write=12 * count * n * n, roundings=8 * 16),
     bound="launch",
     costs={
-        # Host steps per parameter: add 1 to its step counter on the CPU, read the counter, make two
-        # results.
+        # Host steps per parameter: add 1 to its step counter on the CPU, read the counter, create
+        # two results.
         looped: lambda count, n: update(count, n, launches=8 * count, host_steps=4 * count),
-        # One launch takes 64 pairs of tensors, but only 48 triples. Host steps per parameter: add 1
-        # to its step counter on the CPU, read the counter twice, make one result.
+        # One launch handles 64 pairs of tensors, but only 48 triples. Host steps per parameter: add
+        # 1 to its step counter on the CPU, read the counter twice, create one result.
         foreach: lambda count, n: update(
             count, n, launches=6 + 2 * -(-count // 48), host_steps=4 * count
         ),
-        # One launch takes 36 parameters.
+        # One launch handles 36 parameters.
         fused: lambda count, n: update(count, n, launches=1 + -(-count // 36), host_steps=0),
     },
 )

@@ -1,14 +1,15 @@
-"""A list of results: write each one straight into the final tensor.
+"""A list of results: write each result straight into the final tensor.
 
-Problem    Exponential smoothing over `frames` frames of n fp32 values. Every state is returned.
-           Each state depends on the previous one, so the loop over frames stays.
-Baseline   stacked: collect the states in a list and put them together with `torch.stack`.
+Problem    Exponential smoothing over `frames` frames of n fp32 values. The result has the state
+           after every frame. Each state depends on the previous one, so every side loops over the
+           frames.
+Baseline   stacked: collect the states in a list and join them with `torch.stack`.
 Optimized  preallocated: stacked with the whole result allocated before the loop. `out=` writes each
            state into its slice of the result.
 Bound      DRAM. A step reads its frame and writes its state, and the previous state is still in the
-           L2. `torch.stack` reads and writes every state once more. Only this copy is saved. Both
-           sides run as a CUDA graph, so the allocations of stacked are not timed. preallocated also
-           needs less memory at its peak.
+           L2. `torch.stack` reads and writes every state once more. preallocated saves only this
+           copy: both sides run as a CUDA graph, so the time does not include the allocations of
+           stacked. preallocated also needs less peak memory.
 Use when   The number of results is known before the loop. When each result is small, launches are
            the limit, and saving the copy makes no difference.
 """
@@ -49,7 +50,7 @@ def preallocated(x):
 
 
 def smoothing(frames, n):
-    """Return the cost of one step per frame. (stacked computes nothing for the first frame.)
+    """Return the cost of one step per frame. (For the first frame, stacked computes nothing.)
 
     The state before a step is in the L2.
     """

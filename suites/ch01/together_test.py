@@ -1,29 +1,29 @@
-"""This chapter's ideas on one training step: the CUDA graph gives nearly all of the gain.
+"""This chapter's ideas in one training step: the CUDA graph gives nearly all of the gain.
 
 Problem    One SGD step with momentum on the mean loss of 256 rows, MLP of 4 linear layers, fp32.
            Every side takes the same step and returns the same loss, on the GPU.
 Baseline   first_draft: the whole batch at once, the default optimizer (foreach on a GPU), and
-           `.item()` after the step for the log. It takes 31 launches and one wait for the GPU.
+           `.item()` after the step for the log. A step takes 31 launches and one wait for the GPU.
 Optimized  fused_optimizer: first_draft with the update in one launch instead of three.
-           no_item: fused_optimizer without the wait. The loss stays on the GPU until it is read, so
-           the launch that copies it back to the GPU is gone too.
+           no_item: fused_optimizer without the wait. The loss stays on the GPU, so the launch that
+           copies it back to the GPU is also saved.
            captured: no_item as one CUDA graph.
-Bound      The host on every side but captured: Python, autograd and launches take longer than the
-           kernels. captured has a single launch. Its limit is the GPU, which runs the 28 kernels
-           one after another.
+Bound      The host on every side except captured: Python, autograd and launches take longer than
+           the kernels. captured has a single launch, so the GPU is the limit, which runs the 28
+           kernels one after another.
 Seen       In an earlier version of this page, whose baseline had eight micro-batches, all sides
-           took longer than predicted. The cost of the first three sides counts launches, calls that
-           make a tensor, and the wait. It does not count the Python of modules and optimizer or the
-           bookkeeping of autograd. On a CPU at width 8, where kernels do little, a step takes as
-           long as several hundred calls of `Tensor.view`, so these parts matter. We did not measure
-           how the time divides among them. The cost of captured counts the starts of its 28
-           kernels, and assumes that bytes and FLOPs run at the rates of a full GPU. But a product
-           of 256 x 512 has too few tiles for 132 SMs. We did not time the kernels of captured one
-           by one.
-Use when   A step is so small that the host is the limit: capture it. The first two variants gain
-           little by themselves, but no_item is needed, because a CUDA graph cannot contain a wait.
-           Larger steps keep the GPU busy while the host launches, so they gain little.
-           `microbatch_test.py` shows what splitting the batch costs.
+           took longer than predicted. The costs of the first three sides count launches, calls that
+           create a tensor, and the wait. They do not count the Python code of the modules and the
+           optimizer, or the bookkeeping of autograd. These parts matter: on a CPU at width 8, where
+           kernels do little, a step takes as long as several hundred calls of `Tensor.view`. We did
+           not measure how much time each part takes. The cost of captured counts the starts of its
+           28 kernels, and assumes that bytes and FLOPs run at the rates of a full GPU. But a
+           product of 256 x 512 has too few tiles for 132 SMs. We did not time the kernels of
+           captured individually.
+Use when   A step is so small that the host is the limit: capture it. fused_optimizer and no_item
+           gain little by themselves, but captured needs no_item, because a CUDA graph cannot
+           contain a wait. Larger steps keep the GPU busy while the host launches, so they gain
+           little. `microbatch_test.py` shows how much time is lost by splitting the batch.
 """
 
 from types import SimpleNamespace
@@ -60,7 +60,9 @@ def step(model, optimizer, x, y):
 
 def reference(state, x, y):
     loss = step(state.model.double(), state.default, x.double(), y)
-    state.fused.state = state.default.state  # so that both hold the state that is compared
+    state.fused.state = (
+        state.default.state
+    )  # so that both optimizers have the state that the check compares
     return loss
 
 
@@ -83,7 +85,7 @@ def captured(state, x, y):
 
 
 def one_step(width, launches, host_steps):
-    """Return the cost of a step whose data stay in the L2."""
+    """Return the cost of a step. All its data stays in the L2."""
     ops = {"fp32": 2 * ROWS * width * (8 * width + 3 * CLASSES)}
     return Cost(ops=ops, launches=launches, host_steps=host_steps)
 

@@ -1,18 +1,19 @@
 """Training step as one CUDA graph: the host launches once, not 36 times.
 
 Problem    One SGD step with momentum on a small MLP, with a batch too small to fill the GPU.
-Baseline   eager: forward, backward and a foreach optimizer, 36 launches per step. 12 of these zero
-           the gradients and add to them. torch's default frees the gradients instead, which would
-           save these 12 on both sides.
-Optimized  captured: eager as a CUDA graph, replayed with one launch. The capture is not timed.
+Baseline   eager: forward, backward and a foreach optimizer, 36 launches per step. 12 of these
+           launches zero the gradients and add to them. torch's default, which frees the gradients,
+           would save these 12 launches on both sides.
+Optimized  captured: eager as a CUDA graph, replayed with one launch. The time does not include the
+           capture.
 Bound      The host limits eager. The GPU limits captured, whose kernels run one after another.
 Seen       Both sides take longer than predicted. The cost of eager counts launches and calls that
-           make a tensor. It does not count the Python of modules and optimizer or the bookkeeping
-           of autograd. `forward_graph_test.py` has no modules, optimizer or autograd, and its eager
-           side takes the predicted time. We did not measure how much time each of the three takes.
-           The cost of captured counts the starts of its 36 kernels, and assumes that bytes and
-           FLOPs run at the rates of a full GPU. But products of 64 rows leave most SMs idle. We did
-           not time the kernels of captured one by one.
+           create a tensor. It does not count the Python code of the modules and the optimizer, or
+           the bookkeeping of autograd. `forward_graph_test.py` has no modules, optimizer or
+           autograd, and its eager side takes the predicted time. We did not measure how much time
+           modules, optimizer and autograd take. The cost of captured counts the starts of its 36
+           kernels, and assumes that bytes and FLOPs run at the rates of a full GPU. But products of
+           64 rows leave most SMs idle. We did not time the kernels of captured individually.
 Use when   A training step repeats with the same shapes and the host is the limit. Gradients must
            keep their addresses: zero them in place, or free them inside the graph, as
            `together_test.py` does. Do not capture a step that waits for the GPU, for example in
@@ -66,7 +67,7 @@ def captured(state, x, y):
 
 
 def one_step(width, launches, host_steps):
-    """Return the cost of a step whose data stay in the L2."""
+    """Return the cost of a step. All its data stays in the L2."""
     ops = {"fp32": 6 * BATCH * width * (2 * width + CLASSES)}
     return Cost(ops=ops, launches=launches, host_steps=host_steps)
 
@@ -85,7 +86,7 @@ def one_step(width, launches, host_steps):
     bound="launch",
     costs={
         # Launches: 6 to zero gradients, 7 forward, 20 backward, 3 to update. Host steps: 21 results
-        # of kernels, 25 views and flags.
+        # of kernels, and 25 views and flags.
         eager: lambda width: one_step(width, launches=36, host_steps=46),
         captured: lambda width: one_step(width, launches=1, host_steps=0) + Cost(graph_nodes=36),
     },

@@ -1,9 +1,9 @@
 """Affinity: bind the threads of an OpenMP team to neighboring cores.
 
 Problem    A chain of short fp32 operations on the CPU. The threads of an OpenMP team share each
-           operation. The team has a thread for every second core that the process may use, as if
-           the process were one of two workers on a host. An operation uses at most 32 threads,
-           because torch gives each thread at least 32,768 values.
+           operation. The team has half as many threads as the process has cores, as if the process
+           were one of two workers on a host. An operation uses at most 32 threads, because torch
+           gives each thread at least 32,768 values.
 Baseline   free: the default. The kernel may move a thread to any core between two operations.
 Optimized  close: free with `OMP_PROC_BIND=close` and `OMP_PLACES=cores`. Each thread stays on one
            core, and the cores are neighbors. On a host with two sockets, all cores are on the same
