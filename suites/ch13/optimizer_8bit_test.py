@@ -4,7 +4,7 @@ Problem    One AdamW step of `n` fp32 parameters. The initial parameters are abo
            update, so that an error in the update is visible in the parameter.
 Baseline   library: fused `torch.optim.AdamW`. It keeps two fp32 moments, which are 8 bytes per
            parameter. A step reads parameter, gradient and moments, and writes parameter and
-           moments: 28 bytes per parameter.
+           moments, which takes 28 bytes per parameter.
 Optimized  fp32_moments: changes library. A Triton kernel of this page moves the same bytes. This
            shows the effect of the kernel without the effect of 8-bit moments.
            eight_bits: changes fp32_moments. The kernel decodes 8-bit moments, updates them and
