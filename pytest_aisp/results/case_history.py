@@ -1,4 +1,4 @@
-"""The history of one case over runs: its speedup, and each lasting change of the speedup."""
+"""The history of one case over runs: its speedup, and each lasting change in the speedup."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HASH = 12
 
 @dataclass(frozen=True)
 class Change:
-    """A lasting change of a case's level, which is the ln(speedup) around which its runs vary.
+    """A lasting change in a case's level, which is the ln(speedup) around which its runs vary.
 
     Attributes:
         before, after: the last run at the old level, and the first run at the new level.
@@ -66,7 +66,7 @@ class Change:
 
 @dataclass(frozen=True)
 class CaseHistory:
-    """The runs of one case, the oldest first, and the changes of its level."""
+    """The runs of one case, the oldest first, and the changes in its level."""
 
     lines: Sequence[HistoryLine]
     changes: Sequence[Change]

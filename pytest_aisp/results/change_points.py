@@ -45,7 +45,7 @@ SHORT = 1e9
 
 @dataclass(frozen=True)
 class ChangePoint:
-    """A change of the level.
+    """A change in the level.
 
     Attributes:
         at: index of the first value at the new level.
@@ -106,7 +106,7 @@ def change_points(
     session: float = 0.0,
     known: Collection[int] = (),
 ) -> list[ChangePoint]:
-    """Return the changes of the level, the earliest first.
+    """Return the changes in the level, the earliest first.
 
     Args:
         values: ln(speedup) of each run, the oldest first.

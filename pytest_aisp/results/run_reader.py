@@ -41,8 +41,8 @@ class RecordedRun:
         lines: the journal's lines, one for each case. Each refers to a file with its samples.
         canaries: the canary of each process.
         lost: a message about each line that was skipped because it is half written.
-        plain_manifest, plain_canaries: the contents of both files, including fields that only
-            newer versions use.
+        plain_manifest, plain_canaries: the contents of the manifest and of the canaries, including
+            fields that only newer versions use.
     """
 
     path: Path

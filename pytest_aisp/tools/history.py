@@ -1,4 +1,4 @@
-"""`aisp results history`: add runs to a history, and list changes of each case's speedup."""
+"""`aisp results history`: add runs to a history, and list changes in each case's speedup."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _read_run(folder: Path) -> tuple[list[HistoryLine], list[str]]:
 
 
 def history_result(folder: Path, *, case: str = "", as_json: bool = False) -> CliResult:
-    """Return a line for each case, and a line for each change of its speedup.
+    """Return a line for each case, and a line for each change in its speedup.
 
     The exit code is 1 if lines cannot be used, or if the last change of a case is a slowdown that
     the code gate confirmed.

@@ -75,7 +75,7 @@ class Ranks(SingleProcess):
 
     Args:
         tell: a function that is called with the number of each exchange before this rank waits for
-            it. If the ranks hang, the rank with the lowest number is the cause.
+            it. If the ranks hang, the cause is the rank whose last exchange has the lowest number.
     """
 
     def __init__(self, rank: int, world: int, tell: Callable[[int], object]) -> None:
