@@ -27,10 +27,10 @@ Seen       At the small n, a launch through `cuda_module` takes the host longer 
            exact division has a branch to a slow path, and the compiler moves no load across this
            branch. So a thread waits for DRAM twice in a row, with one load in flight each time. We
            did not try a kernel that loads x and the gate first.
-Use when   First find out what limits your code. If the GPU is idle between kernels, capture a graph,
-           which needs no new kernels. If memory is the limit, fuse. A graph of one kernel helps
-           only if the host takes less time to replay the graph than to launch the kernel. The pages
-           of chapter 9 fuse kernels, and compare them with torch.compile.
+Use when   First find out what limits your code. If the GPU is idle between kernels, capture a
+           graph, which needs no new kernels. If memory is the limit, fuse. A graph of one kernel
+           helps only if the host takes less time to replay the graph than to launch the kernel. The
+           pages of chapter 9 fuse kernels, and compare them with torch.compile.
 """
 
 import torch
