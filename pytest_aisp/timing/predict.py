@@ -91,7 +91,7 @@ def _together(work: float, starts: float, *, graph: bool) -> float:
 
 
 def _seconds(phase: Cost, peaks: Peaks) -> list[dict[str, float]]:
-    """Return the seconds by rate of each resource that `phase` uses. Resources overlap."""
+    """Return the seconds of each resource that `phase` uses, keyed by rate. Resources overlap."""
     both = phase.h2d + phase.d2h if phase.h2d and phase.d2h else 0.0
     resources = (
         memory_rates(phase.read, phase.write),

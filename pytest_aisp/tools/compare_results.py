@@ -175,7 +175,7 @@ def _summary(comparison: Comparison) -> str:
 
 
 def _rows(comparison: Comparison, every: bool) -> list[tuple[str, ...]]:
-    """Return the rows of the table, the worst outcomes first. `every` adds the unchanged rows."""
+    """Return the table's rows, the worst outcomes first. With `every`, include unchanged rows."""
     rows: list[tuple[str, ...]] = []
     for outcome in diff.ORDER if every else CHANGED:
         for turned in comparison.turned:
