@@ -7,7 +7,7 @@ def attended(elements, scores, width, mask):
     """Return the cost of unfused bf16 attention: scores, mask, softmax, product with the values.
 
     Args:
-        elements: elements of the query tensor. Keys and values have the same number each.
+        elements: elements of the query tensor. Keys and values each have as many elements.
         scores: elements of the score tensor.
         width: elements per head.
         mask: bytes of the mask that are read from DRAM.
@@ -29,7 +29,7 @@ def fused(elements, scores, width, bias=0):
     """Return the cost of one fused kernel, which does not write the scores to DRAM.
 
     Args:
-        elements: elements of the query tensor. Keys and values have the same number each.
+        elements: elements of the query tensor. Keys and values each have as many elements.
         scores: number of scores that the kernel computes, including masked ones.
         width: elements per head.
         bias: bytes of the bias that the kernel adds to the scores.
