@@ -60,9 +60,7 @@ def step(model, optimizer, x, y):
 
 def reference(state, x, y):
     loss = step(state.model.double(), state.default, x.double(), y)
-    state.fused.state = (
-        state.default.state
-    )  # so that both optimizers have the state that the check compares
+    state.fused.state = state.default.state  # the check compares both
     return loss
 
 

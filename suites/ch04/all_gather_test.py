@@ -1,25 +1,26 @@
 """All-gather: receive straight into the tensor that the next kernel reads.
 
-Problem    Every rank holds `rows` rows of a bf16 weight and needs the whole weight, as for a layer
-           of a sharded model.
+Problem    Every rank has `rows` rows of a bf16 weight and needs the whole weight, as in a layer of
+           a sharded model.
 Baseline   listed: `all_gather` into a list of tensors, then `torch.cat` of the list. NCCL gathers
-           into one buffer, torch copies the buffer to the list, and `cat` copies the list.
-Optimized  views: listed, but the list's tensors are views of the result. So `cat` and its copy are
-           gone.
-           into_tensor: `all_gather_into_tensor` into the result. No copy is left.
-Bound      NVLink. A copy reads and writes the whole result in DRAM, which takes about a quarter as
-           long as its transfer over NVLink. NVLink multicast was off (README). With multicast, a
-           rank would send its rows only once, but it would receive the same bytes, so this would
-           save no time.
+           into one buffer, torch copies the buffer into the tensors of the list, and `cat` copies
+           these tensors.
+Optimized  views: listed, but the list's tensors are views of the result, so `cat` and its copy are
+           not needed.
+           into_tensor: `all_gather_into_tensor` writes straight into the result, without any copy.
+Bound      NVLink. A copy reads and writes the whole result in DRAM, which takes about a quarter of
+           the time of the transfer over NVLink. NVLink multicast was off (README). With multicast,
+           a rank would send its rows only once. It would still receive the same bytes, so multicast
+           would save no time.
 Seen       On two GPUs, all three sides take longer than predicted, by about the same amount. The
-           predictions use the rate of NCCL's all-reduce. Its all-gather is slower: the README's
-           plot shows the rate at this size. At the plot's rate, all three predictions are within
-           5 % of the stored times. On four GPUs, the gains are almost the same. No link rates are
-           stored for four GPUs. At the all-reduce rate of two GPUs, the costs of all three sides
-           are within a few percent of the times on four. So NCCL's all-gather comes closer to that
-           rate on four GPUs than on two.
+           predictions use the rate of NCCL's all-reduce. NCCL's all-gather is slower, as the
+           README's plot shows for this size. At the plot's rate, all three predictions are within 5
+           % of the measured times. On four GPUs, the gains are almost the same. No link rates are
+           stored for four GPUs. At the all-reduce rate of two GPUs, the predictions for all three
+           sides are within a few percent of the times on four GPUs. So NCCL's all-gather comes
+           closer to the all-reduce rate on four GPUs than on two.
 Use when   Always gather into one tensor if the next kernel reads one tensor. A list costs two
-           copies of the whole result.
+           additional copies of the whole result.
 """
 
 import torch

@@ -1,25 +1,28 @@
 """Gradient all-reduce: one large message instead of many small ones.
 
 Problem    Sum `count` gradients of `numel` fp32 elements over the ranks, as a training step does.
-Baseline   per_tensor: one all-reduce per gradient, on a copy of the gradient, because a call must
-           not change its inputs. A training step reduces in place, without these copies.
+Baseline   per_tensor: one all-reduce per gradient, on a copy of the gradient, because a call on
+           this page must not change its inputs. A training step reduces in place, without these
+           copies.
 Optimized  bucketed: the gradients are concatenated, reduced in one all-reduce, and split into
            views.
-           coalesced: per_tensor, but NCCL gets all the all-reduces as one group.
+           coalesced: per_tensor, but all all-reduces are passed to NCCL as one group.
 Bound      The host. So the page times ordinary calls without a CUDA graph, as in a training step.
            per_tensor needs `count` calls and handshakes. bucketed moves the same bytes in one call.
            NVLink multicast was off (README). It would hardly matter, because the host is the limit.
-           Half of the launches of per_tensor are copies of inputs, and so are nearly all launches
-           of coalesced. A training step has no such copies, so bucketed gains less there than here.
+           Half of the launches of per_tensor and nearly all launches of coalesced are copies of
+           inputs. A training step has no such copies, so bucketed gains less in a training step
+           than here.
 Seen       Every side takes longer than predicted. A call of `all_reduce` takes the host longer than
            a launch, and peaks.json has no rate for such a call. per_tensor and coalesced differ
-           only in how the all-reduces are called. The difference between their stored times is as
-           long as several launches per all-reduce. We cannot explain why coalesced and bucketed
-           take longer than predicted. CUDA graphs did not help to find out: an all-reduce of this
-           size took several times longer in a graph of many than in a graph of few. We cannot
-           explain that either.
+           only in how they call the all-reduces. Per all-reduce, the difference between their times
+           is as long as several launches. We cannot explain why coalesced and bucketed take longer
+           than predicted. CUDA graphs did not help to find the reason: an all-reduce of this size
+           took several times longer in a graph of many all-reduces than in a graph of few. We
+           cannot explain that either.
 Use when   There are many gradients of less than a few MB. DDP and FSDP bucket gradients for you.
-           Large gradients gain nothing: the copy into the bucket then costs more than the calls.
+           Large gradients gain nothing, because the copy into the bucket takes longer than the
+           calls that it saves.
 """
 
 import torch

@@ -2,27 +2,28 @@
 
 Problem    Sum `n` fp32 gradients over the ranks. Each rank gets the sum in fp32.
 Baseline   fp32: an all-reduce of a copy of the gradients.
-Optimized  bf16: cast to bf16, all-reduce in bf16, cast back. Half the bytes of fp32.
+Optimized  bf16: cast to bf16, all-reduce in bf16, and cast back. This sends half as many bytes as
+           fp32.
            int8: blocks of 32 elements share a power of two as their scale (MXINT8 of the OCP
-           formats). Each rank sums one part: it receives that part from all other ranks, adds in
-           fp32, and quantizes the sum. Then all ranks gather the sums. A plain all-reduce of int8
-           would overflow, and the scales differ between ranks.
+           formats). Each rank sums one part of the gradients: it receives this part from all other
+           ranks, adds in fp32, and quantizes the sum. Then all ranks gather the sums. A plain
+           all-reduce of int8 would overflow, and the scales differ between ranks.
 Bound      NVLink. In each of its two phases, int8 sends 33 bytes per 32 elements. Its three kernels
            add DRAM traffic, as do the casts of bf16. bf16 keeps 8 significant bits of each addend
-           and of the sum. int8 keeps 7 bits of the largest element of a block. NVLink multicast was
-           off (README). With four GPUs or more, multicast could shorten fp32 and bf16, but not
+           and of the sum. int8 keeps 7 bits of the largest element in each block. NVLink multicast
+           was off (README). With four GPUs or more, multicast could shorten fp32 and bf16, but not
            int8, because the switch cannot add blocks with scales.
 Seen       On two GPUs, fp32 takes slightly longer than predicted, and bf16 and int8 exceed their
-           predictions by more. The predictions use the rate of an all-reduce as large as that of
-           fp32. bf16 has a smaller message, and int8 uses all-to-all and all-gather, so both get a
+           predictions by more. The predictions use the rate of an all-reduce of the size of fp32's.
+           bf16 has a smaller message, and int8 uses all-to-all and all-gather, so both reach only a
            lower rate. With the rates of the README's plot at these sizes, the predictions are
-           within 20 % of the stored times. On four GPUs, both variants gain more, because a rank
-           sends more bytes there, and casts and scales are a smaller part of the time. No link
-           rates are stored for four GPUs. At the rates of two GPUs, all three costs are within a
-           tenth of the times on four.
-Use when   The links limit the step and the optimizer tolerates the error, as data-parallel training
-           with gradients in bf16 does. On NVLink, int8 is rarely worth its error. It pays between
-           machines, where links are many times slower.
+           within 20 % of the measured times. On four GPUs, both variants gain more, because each
+           rank sends more bytes, and casts and scales take a smaller part of the time. No link
+           rates are stored for four GPUs. At the rates of two GPUs, all three predictions are
+           within a tenth of the times on four GPUs.
+Use when   The links limit the step, and the optimizer tolerates the error. Data-parallel training
+           usually tolerates bf16 gradients. On NVLink, int8 is rarely worth its error. int8 pays
+           off between machines, where links are many times slower.
 """
 
 import torch
@@ -61,9 +62,9 @@ def bf16(g):
 
 @triton.jit
 def encode(value):
-    """Return codes and biased exponent of each row: value = code * 2 ** (exponent - 127 - 6)."""
+    """Return the rows' codes and biased exponents: value = code * 2 ** (exponent - 127 - 6)."""
     bits = tl.minimum(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0x7F800000)
-    most = tl.max(bits, axis=1) + (1 << 16)  # a value that would round to 128 needs the next power
+    most = tl.max(bits, axis=1) + (1 << 16)  # if the largest would round to 128, use the next power
     exponent = tl.maximum(most >> 23, 7)  # 255 if there is a NaN or an Inf
     inverse = ((260 - exponent) << 23).to(tl.float32, bitcast=True)
     code = tl.floor(value * inverse[:, None] + 0.5)
@@ -149,7 +150,7 @@ def in_bf16(n, world):
 
 
 def in_int8(n, world):
-    """Return the cost of int8, which sends bytes and one scale byte per 32 elements separately."""
+    """Return the cost of int8, which sends codes and scales (a byte per 32 codes) separately."""
     quantized = 33 / 32
     sent_and_received = exchange(n, world) + exchange(n / 32, world)
     return (
@@ -171,7 +172,7 @@ def in_int8(n, world):
     reference=reference,
     sizes=[{"n": 1 << 27}],
     check_sizes=[{"n": 33}, {"n": 10007}],
-    # The least that any side sends: 33 bytes per 32 elements.
+    # The smallest number of bytes that a side sends is 33 per 32 elements.
     work=lambda n, world: Work(wire=2 * (world - 1) / world * 33 / 32 * n, terms=world),
     bound="nvlink",
     costs={fp32: in_fp32, bf16: in_bf16, int8: in_int8},

@@ -2,22 +2,24 @@
 
 Problem    Serve `requests` requests of 1 to `longest` steps with 16 slots. Most requests are short.
            In a step, one token of each slot attends to the slot's cache and goes through an MLP.
-           All sides return the result of every step of every request. Only after a step is it known
-           which requests have ended.
-Baseline   static: 16 requests start together, and the next 16 start when the longest has ended.
-           When a shorter request ends, its slot keeps computing, and the results are discarded.
+           All sides return the result of every step of every request. The host knows only after a
+           step which requests have ended.
+Baseline   static: 16 requests start together, and the next 16 start when the longest of them has
+           ended. When a shorter request ends, its slot keeps computing, and these results are
+           discarded.
 Optimized  continuous: after each step, the next requests take the slots that have become free.
            Both sides run the same step and read 16 flags from the GPU after it.
 Bound      The host. A step takes about twenty launches and one read of flags, no matter how many
            slots are in use. So the time depends on the number of steps. Lengths are `longest` times
            the cube of a uniform random number. Their mean is a quarter of `longest`, but the
-           longest of 16 requests nearly reaches `longest`. With several GPUs, each can serve its
-           own requests this way.
-Seen       On both sides, a step takes longer than its launches and its read of flags predict, by
-           about the same factor. We cannot explain that. The predicted speedup is close to the
-           stored one.
-Use when   Requests differ much in length, as in serving a language model. vLLM, SGLang and
-           TensorRT-LLM do this. If all requests have the same length, static is as good.
+           longest of 16 requests nearly reaches `longest`. With several GPUs, each GPU can serve
+           its own requests in this way.
+Seen       On both sides, a step takes longer than predicted from its launches and its read of
+           flags, by about the same factor. We cannot explain this. The predicted speedup is close
+           to the measured speedup.
+Use when   The lengths of requests differ a lot, as in serving a language model. vLLM, SGLang and
+           TensorRT-LLM use continuous batching. If all requests have the same length, static is as
+           fast.
 """
 
 from types import SimpleNamespace
@@ -41,7 +43,8 @@ def inputs(device, requests, longest, width):
 
 
 def reference(tokens, lengths, to_heads, up, down):
-    """Compute all steps of all requests at once, and keep those before each request ends."""
+    """Compute all steps of all requests at once, and keep the steps before the end of each
+    request."""
     x, steps = tokens.double(), tokens.shape[1]
     query, key, value = (x @ to_heads.double()).chunk(3, dim=-1)
     later = torch.ones(steps, steps, dtype=torch.bool, device=x.device).triu(1)
@@ -53,7 +56,7 @@ def reference(tokens, lengths, to_heads, up, down):
 
 
 def new_slots(tokens, lengths):
-    """Return empty slots. A free slot writes to a row of `out` that is not returned."""
+    """Return empty slots. Free slots write to a row of `out` that the sides do not return."""
     requests, longest, width = tokens.shape
     flags = {"device": tokens.device, "dtype": torch.long}
     return SimpleNamespace(
@@ -141,7 +144,8 @@ def in_groups(requests, longest, width):
 
 
 def in_slots(requests, longest, width):
-    """Return the cost if slots are full until `longest` / 2 steps before the end, as simulated."""
+    """Return the cost if all slots are in use until `longest` / 2 steps before the end. A
+    simulation gave this number."""
     steps = requests * expected(longest, 1) / SLOTS + longest / 2
     return served(requests, longest, width, steps, admissions=requests / 2)
 

@@ -1,4 +1,4 @@
-"""Sums over all ranks in which copy engines move the data. The SMs only add."""
+"""Sums over all ranks. Copy engines move the data, and the SMs only add."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ STREAMS = 2
 class CopiedSums:
     """Sum `count` tensors of one shape over all ranks, in place.
 
-    Every rank sums a share of each tensor. It pulls that share from all others, adds, and pushes
-    the sum back to them. The first barrier waits until all ranks have written their tensors. The
-    last barrier waits until all ranks have received every share. The tensors use several streams in
-    turn. These streams have high priority, so a barrier or an addition can start when one block of
-    a running product ends. It need not wait for all blocks.
+    Every rank sums a share of each tensor. The rank pulls this share from all other ranks, adds,
+    and pushes the sum back to them. The first barrier waits until all ranks have written their
+    tensors. The last barrier waits until all ranks have received every share. The tensors use
+    several streams in turn. These streams have high priority, so a barrier or an addition can start
+    as soon as one block of a running product ends, not only when all its blocks have ended.
 
     Attributes:
-        mine: the tensors, in symmetric memory. Their owner writes them before `start`. After `wait`
-            they hold the sums.
+        mine: this rank's tensors, in symmetric memory. The caller writes them before `start`. After
+            `wait`, they contain the sums.
     """
 
     def __init__(self, count: int, shape: tuple[int, ...], like: torch.Tensor) -> None:
@@ -36,7 +36,8 @@ class CopiedSums:
         self._pulled = [torch.empty_like(self._shares[0]) for _ in range(STREAMS)]
 
     def start(self, k: int, value: torch.Tensor | None = None) -> None:
-        """Start the sum of tensor `k`, or of `value` if given. Keep `value` alive until `wait`."""
+        """Start the sum of tensor `k`, after copying `value` into it if given. Keep `value` until
+        `wait`."""
         turn = k % STREAMS
         stream, share, pulled = self._streams[turn], self._shares[k], self._pulled[turn]
         stream.wait_stream(torch.cuda.current_stream())
@@ -58,5 +59,5 @@ class CopiedSums:
 
 
 def _share(tensor: torch.Tensor, rank: int, world: int) -> torch.Tensor:
-    """Return the part of `tensor` that `rank` sums, flat."""
+    """Return the share of `tensor` that `rank` sums, as a flat tensor."""
     return tensor.view(-1).tensor_split(world)[rank]

@@ -1,4 +1,4 @@
-"""Host memory shared by the ranks of a machine, pinned if there are GPUs."""
+"""Host memory that all ranks of a machine share, pinned if there are GPUs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch.distributed as dist
 def shared_by_all(like: torch.Tensor) -> Iterator[list[torch.Tensor]]:
     """Yield one host tensor per rank, of the shape and type of `like`, shared by all ranks.
 
-    This is a collective: all ranks must enter and leave, in the same order. Rank r allocates tensor
-    r, and each rank pins all tensors for its own GPU.
+    This is a collective: all ranks must enter and leave this context, in the same order. Rank r
+    allocates tensor r, and each rank pins all tensors for its own GPU.
     """
     size = like.numel() * like.element_size()
     file = os.memfd_create("aisp")
@@ -23,7 +23,7 @@ def shared_by_all(like: torch.Tensor) -> Iterator[list[torch.Tensor]]:
     paths = [""] * dist.get_world_size()
     dist.all_gather_object(paths, f"/proc/{os.getpid()}/fd/{file}")
     maps = [torch.from_file(path, shared=True, size=size, dtype=torch.uint8) for path in paths]
-    dist.barrier()  # all ranks have mapped all files
+    dist.barrier()  # now all ranks have mapped all files
     os.close(file)
     for memory in maps if like.is_cuda else ():
         _check(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0))

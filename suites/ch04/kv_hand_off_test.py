@@ -1,27 +1,30 @@
-"""KV hand-off: send a layer's cache while the next layer is computed.
+"""KV hand-off: send a layer's cache while the GPU computes the next layer.
 
-Problem    A prefill rank computes `layers` layers for `tokens` tokens. A decode rank needs their KV
-           cache, `kv` bf16 numbers per token and layer. A layer is a projection to keys and values,
-           a projection to the next layer's input, and a norm.
+Problem    A prefill rank computes `layers` layers for `tokens` tokens. A decode rank needs the KV
+           cache of these layers, `kv` bf16 numbers per token and layer. A layer is a projection to
+           keys and values, a projection to the next layer's input, and a norm.
 Baseline   staged: each layer's cache goes through pinned memory that both ranks share. The prefill
-           rank waits for its copy of a layer. The decode rank fetches a layer while the next one is
-           computed. staged shows what this order of steps costs on GPUs without peer access. With
-           NVLink, an engineer would start with sent.
-Optimized  sent: all layers are computed, then the whole cache is sent in one NCCL message.
-           pipelined: each layer's cache is sent on NCCL's stream while the next layer is computed.
-Bound      Tensor cores. pipelined hides every message but the last under a layer's products. staged
-           is limited by PCIe: each layer's cache crosses it before the next layer begins. These
-           layers have no attention and no MLP. A whole transformer layer would compute about nine
-           times as much for a cache of this size, so both gains are smaller in a real model. NVLink
-           multicast was off (README). A message to one GPU does not use it.
-Seen       All sides take as long as predicted. Most of the gain of sent comes from the order of
-           staged, not from NVLink. A layer's copy to the host takes about as long as a layer. If
-           staged made that copy on a separate stream while the next layer is computed, it would
-           take about a fifth longer than sent, as predicted from the costs. We did not measure
-           that.
+           rank copies a layer's cache to the host, and waits for the copy before it computes the
+           next layer. The decode rank fetches the cache while the prefill rank computes the next
+           layer. staged shows the cost of this order on GPUs without peer access. With NVLink, an
+           engineer would start with sent.
+Optimized  sent: the prefill rank computes all layers, then sends the whole cache in one NCCL
+           message.
+           pipelined: the prefill rank sends each layer's cache on NCCL's stream while it computes
+           the next layer.
+Bound      Tensor cores. pipelined hides every message except the last behind the products of a
+           layer. PCIe limits staged: each layer's cache crosses PCIe before the next layer begins.
+           These layers have no attention and no MLP. A whole transformer layer would compute about
+           nine times as much for a cache of this size, so both gains are smaller in a real model.
+           NVLink multicast was off (README). A message to one GPU does not use it.
+Seen       All sides take as long as predicted. sent gains mostly because staged waits for each
+           copy, not because NVLink is faster. Copying a layer's cache to the host takes about as
+           long as computing a layer. If staged copied on a separate stream during the next layer,
+           the costs predict that it would take only about a fifth longer than sent. We did not
+           measure this.
 Use when   Prefill and decode run on different GPUs. Overlap each layer's message with the next
-           layer, whatever path the message takes. If the GPUs reach each other, send it over
-           NVLink.
+           layer, whatever path the message takes. If the GPUs have peer access, send the messages
+           over NVLink.
 """
 
 import torch
@@ -107,7 +110,8 @@ def pipelined(x, to_next, to_cache):
 
 
 def layers_of(layers, tokens, hidden, kv, sent=0):
-    """Return the cost of `layers` layers, each sending `sent` bytes of the layer before it."""
+    """Return the cost of `layers` layers. While each runs, `sent` bytes of the previous one are
+    sent."""
     row = 2 * tokens * hidden
     to_cache = Cost(
         read=row + 2 * hidden * kv,
@@ -126,7 +130,8 @@ def layers_of(layers, tokens, hidden, kv, sent=0):
 
 
 def through_host(layers, tokens, hidden, kv):
-    """Return the prefill rank's cost plus the decode rank's copy of the last layer."""
+    """Return the cost of the prefill rank, plus the decode rank's copy of the last layer's
+    cache."""
     message = 2 * tokens * kv
     flag = Cost(launches=1, collectives=1)
     copied = Cost(d2h=message, launches=1) + flag

@@ -1,27 +1,29 @@
 """NVSHMEM pipeline: a put with a signal needs no handshake with the receiver.
 
-Problem    Two stages on two ranks. `batches` micro-batches of `rows` rows go through a matrix of
-           the first stage, then through a matrix of the second. Each stage returns its results.
-Baseline   exchanged: each micro-batch is sent as soon as it is computed. The receives are posted
-           ahead, on NCCL's stream, so both stages and the link can work at once.
-Optimized  whole: the first stage computes everything and sends it as one message, then the second
-           stage begins. One handshake, no overlap.
+Problem    Two ranks compute one stage each. `batches` micro-batches of `rows` rows are multiplied
+           by a matrix in the first stage, and by another matrix in the second stage. Each stage
+           returns its results.
+Baseline   exchanged: the first rank sends each micro-batch as soon as it is computed. The receives
+           are posted in advance, on NCCL's stream, so both stages and the link can work at the same
+           time.
+Optimized  whole: the first stage computes everything and sends it as one message. Then the second
+           stage begins. There is one handshake and no overlap.
            signalled: exchanged, but by NVSHMEM. On its own stream, the first rank puts each
            micro-batch into the second rank's memory and sets a signal after it. The second rank's
            stream waits for the signal. An all-reduce of a flag ends each call.
 Bound      The host. A product and a message of this size take the GPU a few microseconds, less than
            the host needs to start them. exchanged and signalled make several calls from Python per
-           micro-batch. whole makes one call to send everything. All sides are timed as ordinary
-           calls, because a replay of signalled as a CUDA graph never finished. NVLink multicast was
-           off (README). A put to one GPU does not use it.
+           micro-batch. whole needs only one call to send everything. All sides are timed as
+           ordinary calls, because a replay of signalled as a CUDA graph never finished. NVLink
+           multicast was off (README). A put to one GPU does not use it.
 Seen       Every side takes several times as long as predicted. The prediction counts launches and
            views. A call of `isend` or of a put takes the host longer than a launch, and peaks.json
-           has no rate for such a call. whole makes only one of these calls, so its products also
-           take the host longer than predicted. We cannot explain that. The host's times vary:
-           exchanged is the baseline of both pairs, and its two stored times differ a lot. So the
-           gain of signalled is uncertain.
+           has no rate for such calls. whole makes only one such call, so launching its products
+           must also take the host longer than predicted. We cannot explain this. The two
+           measured times of exchanged, the baseline of both pairs, differ a lot. So the gain of
+           signalled is uncertain.
 Use when   Use one message if the second stage can wait for the first. Use puts with signals inside
-           a kernel, where a put needs no Python call. From Python, they gain little over NCCL.
+           a kernel, where a put needs no Python call. From Python, puts gain little over NCCL.
 """
 
 import torch
@@ -85,7 +87,7 @@ def signalled(x, first, second):
     for memory in (between, signals):
         symmetric.rendezvous(memory, dist.group.WORLD)
     flag, puts = torch.zeros(1, device=x.device), torch.cuda.Stream()
-    dist.all_reduce(flag)  # the signals of all ranks are zero
+    dist.all_reduce(flag)  # now the signals of all ranks are zero
 
     def put():
         now = torch.cuda.current_stream()
@@ -107,7 +109,7 @@ def signalled(x, first, second):
 
     def run():
         out = put() if dist.get_rank() == FIRST else take()
-        dist.all_reduce(flag)  # all messages have been read, and the signals are zero
+        dist.all_reduce(flag)  # now all messages have been read, and the signals are zero
         return out
 
     yield run
@@ -131,7 +133,7 @@ def message_by_message(batches, rows, width):
 
 
 def one_message(batches, rows, width):
-    """Return the cost of both stages. The second's launches overlap with the first stage."""
+    """Return the cost of both stages. The second stage's launches overlap with the first stage."""
     first = products(batches, rows, width, launches=1, host_steps=2)
     second = products(batches, rows, width, launches=0, host_steps=0)
     return first + collective(2 * batches * rows * width) + second

@@ -1,42 +1,43 @@
-"""Overlapped reduction: send a layer's gradient while backward computes the next one.
+"""Overlapped reduction: reduce a layer's gradient while backward computes the next gradient.
 
-Problem    Gradients of an MLP of `layers` square bf16 layers, averaged over the ranks. All ranks
-           have the same weights. Each rank has its own batch.
+Problem    Compute the gradients of an MLP of `layers` square bf16 layers, averaged over the ranks.
+           All ranks have the same weights, and each rank has its own batch.
 Baseline   after_backward: backward first, then one all-reduce per layer, one after the other.
 Optimized  per_layer: a hook starts a layer's all-reduce as soon as the layer's gradient exists.
-           prioritized: per_layer, in a process group whose stream has high priority, so that NCCL's
-           kernels need not wait until a running product has started all of its blocks.
+           prioritized: per_layer, in a process group whose stream has high priority. So NCCL's
+           kernels do not wait until a running product has started all its blocks.
            bucketed: per_layer, but the gradients of 4 layers are concatenated and reduced as one.
            copied: per_layer, but copy engines move the gradients in symmetric memory
            ([copy_engines](copy_engines.py)). The SMs only add.
            ddp: torch's DistributedDataParallel, which reduces buckets of 25 MiB during backward.
 Bound      NVLink, hidden behind the tensor cores. A layer's all-reduce and its part of backward
-           take about the same time, so at best only forward, backward and the last layer's
-           all-reduce remain. bucketed copies gradients into buckets. That pays off only if layers
+           take about the same time. So at best, the time is that of forward, backward and a single
+           all-reduce. bucketed also copies gradients into buckets, which pays off only if layers
            are smaller than here. NVLink multicast was off (README). With four GPUs or more, it
            could shorten NCCL's all-reduces.
 Seen       On two GPUs, every side takes longer than predicted. The prediction uses the rate of an
-           all-reduce of 512 MiB. A layer has 32 MiB and a bucket 128, and NCCL is slower with those
-           (see the README's plot). At the plot's rates, after_backward is within about 5 % of its
-           prediction. The sides that overlap NCCL's all-reduces still take about a tenth longer
-           than predicted. copied, which does not use NCCL, takes a quarter longer. In all of these,
-           products and reductions slow each other down. The README's table shows this for copied:
-           only part of the sums is hidden, and products take longer while sums run. Neither a high
-           priority nor fewer NCCL channels helped. The stored times are of CUDA graphs, except
-           those of ddp, which cannot be captured. Without a graph, copied is slower than
+           all-reduce of 512 MiB. A layer has 32 MiB and a bucket has 128 MiB, and NCCL is slower at
+           these sizes (see the README's plot). At the plot's rates, after_backward is within about
+           5 % of its prediction. The sides that overlap NCCL's all-reduces still take about a tenth
+           longer than predicted. copied, which does not use NCCL, takes a quarter longer. On all of
+           these sides, products and reductions slow each other down. The README's table shows this
+           for copied: products hide only part of the sums, and products take longer while sums run.
+           Neither a high priority nor fewer NCCL channels helped. All sides were timed as CUDA
+           graphs, except ddp, which cannot be captured. Without a graph, copied is slower than
            after_backward, because the host makes several calls per layer for it. Without a graph,
            bucketed is the fastest.
            On four GPUs, bucketed gains as much as on two, and per_layer and prioritized gain a
            little less. copied, the fastest side on two GPUs, gains nothing on four, even in its
-           graph: at the link rates of two GPUs, its cost is less than two thirds of its time. Each
-           sum takes three copies in and three out there, one after another, and each share is half
-           as large. We did not measure whether the copies, the additions or the barriers take so
-           long. ddp takes longer than after_backward on four GPUs, but its interval includes no
-           change. It is the only side timed as called. per_layer takes almost twice as long as
-           called as in its graph there, and would lose to after_backward, too. So the host's work
-           on hooks and calls probably explains why ddp does not gain.
-Use when   Always overlap the reduction with backward in data-parallel training. DDP does that
-           already, but measure it: on four GPUs it gains nothing here. Use copy engines only in a
+           graph. At the link rates of two GPUs, its predicted time is less than two thirds of the
+           measured time. On four GPUs, each sum takes three copies in and three copies out, one
+           after another, and each share is half as large. We did not measure whether the copies,
+           the additions or the barriers take so long. ddp takes longer than after_backward on four
+           GPUs, but its interval also allows equal times. ddp is the only side that is timed as an
+           ordinary call. As an ordinary call on four GPUs, per_layer takes almost twice as long as
+           in its graph, so it would then be slower than after_backward, too. So the host's work for
+           hooks and calls probably explains why ddp does not gain.
+Use when   Always overlap the reduction with backward in data-parallel training. DDP already does
+           this, but measure it: on four GPUs, it gains nothing here. Use copy engines only in a
            CUDA graph, and only on two GPUs.
 """
 
@@ -71,7 +72,8 @@ def inputs(device, layers, width):
 
 
 def gradients(weights, x, dy, hook=None):
-    """Return the gradients of `weights`; `hook` gets each weight when its gradient exists."""
+    """Return the gradients of `weights`. `hook` is called with each weight when its gradient
+    exists."""
     leaves = [weight.detach().requires_grad_() for weight in weights]
     for leaf in leaves if hook is not None else ():
         leaf.register_post_accumulate_grad_hook(hook)
@@ -177,7 +179,7 @@ def forward_of(layers, width):
 
 
 def backward_of(width, products=2, beside=None):
-    """Return the cost of a layer's backward while work of the cost `beside` runs."""
+    """Return the cost of a layer's backward while work with the cost `beside` runs."""
     beside = beside or Cost()
     both = Cost(
         read=2 * width**2 + beside.read,
@@ -191,15 +193,15 @@ def backward_of(width, products=2, beside=None):
 
 
 def scaled_forward(layers, width):
-    """Return the cost of dividing dy by the number of ranks, and of forward."""
+    """Return the cost of dividing dy by the number of ranks, and of the forward pass."""
     return Cost(l2=4 * BATCH * width, launches=1) + forward_of(layers, width)
 
 
 def overlapped(layers, width, beside, last):
     """Return the cost if `beside` runs during every layer's backward except the last layer's.
 
-    Backward ends with the first layer. It needs no gradient of its input, and nothing hides the
-    reduction of its own gradient.
+    Backward ends with the first layer. This layer needs no gradient of its input, and nothing hides
+    the reduction of its weight's gradient.
     """
     return (
         scaled_forward(layers, width)
@@ -245,7 +247,8 @@ def reduced_by_bucket(layers, width, world):
 
 
 def summed_by_copies(layers, width, world):
-    """Return the cost with a copy, two barriers, and for each other rank a pull, add and push."""
+    """Return the cost of a copy, two barriers, and a pull, an add and a push for each other
+    rank."""
     nbytes = 2 * width**2
     adds = 3 * (world - 1) * nbytes / world
     beside = Cost(
@@ -259,7 +262,8 @@ def summed_by_copies(layers, width, world):
 
 
 def by_ddp(layers, width, world):
-    """Return the cost with a copy of each gradient into its bucket, and out after backward."""
+    """Return the cost with a copy of each gradient into its bucket, and a copy out after
+    backward."""
     nbytes = 2 * width**2
     last = all_reduce_of(nbytes, world)
     beside = Cost(read=nbytes, write=nbytes, nccl=last.nccl, launches=2)

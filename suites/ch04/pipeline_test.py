@@ -1,34 +1,36 @@
 """Pipeline schedules: 1F1B saves memory, interleaving shortens the bubble.
 
-Problem    Gradients of a bf16 MLP whose blocks of 2 layers are spread over the ranks, two per rank.
-           Rank 0 has the batch, the last rank has the targets, and there are twice as many
-           microbatches as ranks. Each rank returns the gradients of its own blocks. With
-           interleaving, a rank has other blocks than without. So in test_pipeline_interleaved both
-           sides gather all gradients on all ranks.
-Baseline   gpipe: all microbatches forward, then all backward. A rank's two blocks are neighbors.
-           gpipe_gathered: gpipe, then gathers.
+Problem    Compute the gradients of a bf16 MLP. Each rank has two blocks of 2 layers. Rank 0 has the
+           batch, the last rank has the targets, and there are twice as many microbatches as ranks.
+           Each rank returns the gradients of its own blocks. Interleaving assigns the blocks to
+           ranks in a different way. So in test_pipeline_interleaved, both sides gather all
+           gradients on all ranks.
+Baseline   gpipe: the forward of all microbatches, then the backward of all. A rank's two blocks are
+           neighbors.
+           gpipe_gathered: gpipe, then a gather of all gradients.
 Optimized  one_forward_one_backward: gpipe, but in 1F1B order. A rank runs a microbatch's backward
            before the forward of later microbatches.
-           interleaved: gpipe_gathered, but in interleaved 1F1B order. Rank r has the blocks r and
-           r + world, so each microbatch goes round twice.
+           interleaved: gpipe_gathered, but in interleaved 1F1B order. Rank r has the blocks r and r
+           + world, so each microbatch visits every rank twice.
 Bound      Tensor cores, and the bubble, in which a rank has nothing to do. m microbatches on p
            ranks take m + p - 1 times as long as one microbatch on one rank. 1F1B takes the same
            time but less memory: rank r keeps the activations of p - r microbatches. In gpipe, it
-           keeps those of all m. With v blocks per rank, interleaving takes m + (p - 1) / v times as
-           long. NVLink multicast was off (README). Only the gather could use it, and it would not
-           become faster.
-Seen       On two GPUs, each time is within 25 % of its prediction, but interleaved should win and
-           loses. On four GPUs, it loses more: at the link rates of two GPUs, its cost is two thirds
-           of its time, while the costs of the other sides are within 15 % of theirs. interleaved
-           sends each microbatch over NVLink more often. It makes 24 transfers on two ranks and 112
-           on four, and gpipe makes 8 and 48. The prediction counts as waits only the transfers that
-           fill and drain the pipeline. If the ranks waited for all transfers, they would lose more
-           than the smaller bubble saves. We did not measure how long they wait, so we cannot
-           explain the loss. 1F1B takes as long as gpipe on two GPUs, and is slightly faster on
-           four. It needs less memory on both.
+           keeps the activations of all m microbatches. With v blocks per rank, interleaving takes m
+           + (p - 1) / v times as long. NVLink multicast was off (README). Only the gather could use
+           multicast, and it would not become faster.
+Seen       On two GPUs, each time is within 25 % of its prediction. But interleaved is slower than
+           gpipe_gathered, although the costs predict the opposite. On four GPUs, interleaved loses
+           even more. At the link rates of two GPUs, its predicted time is two thirds of the
+           measured time, while the predictions for the other sides are within 15 %. interleaved
+           sends each microbatch over NVLink more often: it makes 24 transfers on two ranks and 112
+           on four, while gpipe makes 8 and 48. The prediction includes a wait only for the
+           transfers that fill and drain the pipeline. If the ranks waited for all transfers, they
+           would lose more than the smaller bubble saves. We did not measure how long they wait, so
+           we cannot explain the loss. 1F1B takes as long as gpipe on two GPUs, and is slightly
+           faster on four. It needs less memory than gpipe on both.
 Use when   Use 1F1B instead of GPipe whenever activations limit the batch. Interleave when there are
-           few microbatches per rank and each computes much longer than its transfer takes. At the
-           sizes of this page, interleaving loses on two and on four GPUs.
+           few microbatches per rank, and computing a microbatch takes much longer than its
+           transfer. At the sizes of this page, interleaving loses on two and on four GPUs.
 """
 
 from types import SimpleNamespace
@@ -89,7 +91,8 @@ def reference_gathered(states, ranks):
 
 
 def stages(groups, placed, x):
-    """Return this rank's stages: those of `groups` of blocks whose numbers are `placed`."""
+    """Return this rank's stages. `placed` has their numbers in `groups`, the blocks of all
+    stages."""
     parts = x.chunk(microbatches(dist.get_world_size()))
     given = torch.empty_like(parts[0], device="meta")
     passed = given.clone().requires_grad_()
@@ -107,7 +110,7 @@ def stages(groups, placed, x):
 
 
 def gradients(schedule, blocks, x, y):
-    """Run `schedule`, and return the gradients of `blocks` after removing them there."""
+    """Run `schedule`, take the gradients off the parameters of `blocks`, and return them."""
     first, last = dist.get_rank() == 0, dist.get_rank() == dist.get_world_size() - 1
     schedule.step(*[x] * first, target=y if last else None, return_outputs=False)
     found = []
@@ -118,7 +121,8 @@ def gradients(schedule, blocks, x, y):
 
 
 def gathered(own, order):
-    """Return the gradients of all ranks' blocks. The k-th block gathered has number order[k]."""
+    """Return the gradients of all ranks' blocks. The k-th gathered block is block number
+    order[k]."""
     mine = torch.stack(own)
     everyone = mine.new_empty(dist.get_world_size() * len(mine), *mine.shape[1:])
     dist.all_gather_into_tensor(everyone, mine)
@@ -127,12 +131,12 @@ def gathered(own, order):
 
 
 def neighbours(state):
-    """Return a list of the blocks of each rank, which are consecutive."""
+    """Return for each rank the list of its blocks, which are consecutive."""
     return [state.blocks[at : at + BLOCKS] for at in range(0, len(state.blocks), BLOCKS)]
 
 
 def scheduled(schedule, state, x, y):
-    """Return a step of `schedule` with neighboring blocks on this rank, as one stage."""
+    """Return a step of `schedule` in which this rank's neighboring blocks are one stage."""
     rank, groups = dist.get_rank(), neighbours(state)
     (stage,) = stages(groups, [rank], x)
     made = schedule(stage, microbatches(dist.get_world_size()), F.mse_loss)
@@ -173,7 +177,7 @@ def work(rows, width, world):
 
 
 def forward(rows, width, layers, message):
-    """Return the cost of a microbatch's forward while another one's `message` bytes are sent."""
+    """Return the cost of a microbatch's forward while `message` bytes of another one are sent."""
     row = 2 * rows * width
     product = Cost(
         read=row + 2 * width**2,
@@ -207,7 +211,7 @@ def loss(rows, width):
 
 
 def pipelined(rows, width, world, blocks=1, waits=0):
-    """Return the cost of the last rank, and of filling and draining the pipeline before it.
+    """Return the cost of the last rank, including filling and draining the pipeline before it.
 
     A rank's layers are split into `blocks` blocks, so the pipeline fills in the time of one block
     per rank. Each microbatch passes each rank `blocks` times. The transfers that fill and drain the

@@ -1,30 +1,33 @@
 """Ring order: let neighbors in a ring be neighbors on the board.
 
 Problem    Every rank gets every rank's `numel` fp32 elements, in world - 1 steps. In each step, a
-           rank sends to the next rank of a ring what it got from the rank before.
-Baseline   numbered: the ring of the ranks in their order.
-Optimized  linked: numbered, but on the ring whose hops have the most NVLinks.
-           crossing: numbered, but on the ring with the fewest NVLinks. This happens when the order
-           of the ranks alternates between two islands (sockets, or pairs with a bridge).
+           rank sends to the next rank of a ring the elements that it received from the previous
+           rank.
+Baseline   numbered: a ring in the order of the ranks' numbers.
+Optimized  linked: numbered, but in the ring whose hops have the most NVLinks.
+           crossing: numbered, but in the ring whose hops have the fewest NVLinks. Such a ring
+           occurs in practice if the rank numbers alternate between two islands (sockets, or pairs
+           with a bridge).
            library: `dist.all_gather_into_tensor`, where NCCL finds rings by itself.
-Bound      NVLink. If four GPUs form two islands that share a slow link, the ring of linked crosses
-           that link twice and the ring of crossing four times, so crossing takes twice as long. If
-           a switch joins all GPUs, as on H200 boards, all rings should be equally fast, so linked
-           is declared neutral. Two GPUs have only one ring, so the page needs four. CPUs have no
-           NVLinks, so on CPUs the page treats ranks of equal parity as linked. NVLink multicast is
-           off where this project records (README). With it, library could send each rank's elements
-           once instead of three times, but every rank would still receive three ranks' elements.
-Seen       On four H200s, a switch gives every ring as many links. Then crossing is the ring of
-           numbered, and takes the same time. linked is the ring 0, 2, 1, 3, and is faster by a
-           third, which the links cannot explain. In numbered, a rank sends to the next rank and
-           receives from the one before. In linked, the two distances differ. NCCL may use more
-           channels for that, but we did not measure it. At the peer rate of two GPUs, the cost is
-           half of the time of numbered and two thirds of that of linked. Each step sends only 16
-           MiB, and NCCL's sends reach the peer rate only with larger messages (peer_copy_test.py).
-           library is nearly twice as fast as numbered, and takes a tenth longer than its cost at
-           NCCL's rate on two GPUs.
-Use when   You write your own ring and the machine's GPUs are not all joined by a switch (see `aisp
-           links topology`). In all other cases let NCCL choose: library is the fastest side.
+Bound      NVLink. If a slow link connects two islands of two GPUs, the ring of linked uses this
+           link twice and the ring of crossing uses it four times, so crossing takes twice as long.
+           If a switch joins all GPUs, as on H200 boards, all rings should be equally fast, so
+           linked claims only to be neutral. With two GPUs there is only one ring, so the page needs
+           four. CPUs have no NVLinks, so on CPUs the page treats ranks of equal parity as linked.
+           NVLink multicast was off (README). With multicast, library could send each rank's
+           elements once instead of three times, but every rank would still receive three ranks'
+           elements.
+Seen       On four H200s, a switch gives every ring as many links. So crossing uses the same ring as
+           numbered, and takes the same time. linked uses the ring 0, 2, 1, 3, and is faster by a
+           third, which the links cannot explain. In numbered, a rank sends to the next number and
+           receives from the previous number. In linked, a rank sends and receives over different
+           distances. NCCL may use more channels in this case, but we did not measure this. At the
+           peer rate of two GPUs, the predicted time is half of the time of numbered and two thirds
+           of the time of linked. Each step sends only 16 MiB, and NCCL's sends reach the peer rate
+           only with larger messages (peer_copy_test.py). library is nearly twice as fast as
+           numbered. It takes a tenth longer than predicted with NCCL's rate on two GPUs.
+Use when   You write your own ring, and no switch joins all GPUs of the machine (see `aisp links
+           topology`). In all other cases, let NCCL choose: library is the fastest side.
 """
 
 import functools
@@ -50,8 +53,8 @@ def reference(ranks):
 def rings(device_type, world):
     """Return the rings of `world` ranks of one machine, those with the fewest NVLinks first.
 
-    A ring and its reverse count once. Among rings with as many NVLinks, the one in rank order comes
-    first.
+    A ring and its reverse count as one ring. Among rings with equally many NVLinks, the ring in
+    rank order comes first.
     """
     if device_type == "cuda":
         kind = torch._C._autograd.DeviceType.CUDA

@@ -1,27 +1,27 @@
-"""Sharded optimizer: each rank updates its share, and keeps only that share's moments.
+"""Sharded optimizer: each rank updates its shard, and keeps moments only for its shard.
 
-Problem    One AdamW step on `n` fp32 parameters, which every rank holds whole, with the mean of the
-           ranks' gradients.
-Baseline   replicated: all-reduce the gradients, then every rank updates every parameter.
+Problem    One AdamW step on `n` fp32 parameters, with the mean of the ranks' gradients. Every rank
+           has all parameters.
+Baseline   replicated: all-reduce the gradients. Then every rank updates every parameter.
 Optimized  sharded: reduce-scatter the gradients, update the rank's own shard, all-gather the
            parameters. These are the two halves of an all-reduce with the update between them (ZeRO
            stage 1, Rajbhandari et al., arXiv:1910.02054).
 Bound      NVLink. Both sides send the same number of bytes, so the gain is memory. Each parameter
-           has 8 bytes of moments, 4 of gradient, and 4 of its own. sharded splits only the moments,
-           so it needs 8 + 8 / world bytes instead of 16. Mixed precision gains more, because the
-           fp32 copies of the weights are sharded too. The update takes 1 / world of the time.
-           NVLink multicast was off (README). With four GPUs or more, it could shorten the
+           takes 8 bytes for moments, 4 for the gradient, and 4 for its value. sharded splits only
+           the moments, so it needs 8 + 8 / world bytes instead of 16. Mixed precision saves more,
+           because the fp32 copies of the weights are sharded too. The update takes 1 / world of the
+           time. NVLink multicast was off (README). With four GPUs or more, it could shorten the
            all-reduce of replicated, but not the reduce-scatter and the all-gather. Then sharded
            could be slower than replicated.
 Seen       On two GPUs, sharded takes longer than predicted. The prediction uses the rate of NCCL's
-           all-reduce. Its reduce-scatter and all-gather are slower, and with their rates in the
-           README's plot the prediction is within 5 % of the stored time. On four GPUs, sharded
-           gains more than on two, because a rank updates a quarter of the parameters. No link rates
-           are stored for four GPUs. At the rate of two GPUs, both costs are within a few percent of
-           the times on four.
-Use when   Moments and master weights limit the model or the batch. Sharding them cost no time on
-           two and on four GPUs without multicast. If that is not enough, shard gradients and
-           parameters too (ZeRO stages 2 and 3, FSDP).
+           all-reduce. NCCL's reduce-scatter and all-gather are slower. With their rates from the
+           README's plot, the prediction is within 5 % of the measured time. On four GPUs, sharded
+           gains more than on two, because a rank updates only a quarter of the parameters. No link
+           rates are stored for four GPUs. At the rate of two GPUs, both predictions are within a
+           few percent of the times on four GPUs.
+Use when   Moments and master weights limit the size of the model or the batch. Without multicast,
+           sharding them cost no time on two or four GPUs. If you need still more memory, also shard
+           gradients and parameters (ZeRO stages 2 and 3, FSDP).
 """
 
 from types import SimpleNamespace
@@ -33,7 +33,7 @@ from pytest_aisp import Conditions, Cost, Work, compare
 
 from .wire_costs import all_reduce_of, exchange
 
-BETAS = 0.9, 1 - 2**-10  # the fused kernel computes 1 - beta in fp32: 1.3e-5 off for 0.999
+BETAS = 0.9, 1 - 2**-10  # the fused kernel's 1 - beta is fp32: 1.3e-5 off for 0.999
 
 
 def state(device, n, world):
@@ -46,7 +46,7 @@ def state(device, n, world):
 
 def inputs(device, n):
     # Sums of a few bf16 numbers are exact in fp32. AdamW's first step uses only the sign of a sum,
-    # so a sum that cancels must not be rounded to the wrong side of zero.
+    # so rounding must not change the sign of a sum near zero.
     return (torch.randn(n, device=device).bfloat16().float(),)
 
 
@@ -55,7 +55,7 @@ def shards_of(state):
 
 
 def update(state, gradients):
-    """Step the shards that have a gradient."""
+    """Update the shards that have a gradient."""
     for shard, gradient in zip(shards_of(state), gradients, strict=True):
         shard.grad = gradient
     state.optimizer.step()
@@ -107,7 +107,7 @@ def halves(n, world):
     reference=reference,
     sizes=[{"n": 1 << 27}],
     check_sizes=[{"n": 4 * 33}, {"n": 4 * 1023}],
-    # Roundings as in ch01/optimizer_test.py: 8 per step, in one direction for up to 16 steps.
+    # Roundings as in ch01/optimizer_test.py: 8 per step. They add up over up to 16 steps.
     work=lambda n, world: Work(
         read=16 * n / world,
         write=12 * n / world,

@@ -1,17 +1,19 @@
 // Lamport's all-reduce: no handshake, because the data itself shows that it has arrived.
 //
-// A rank has a slot for each rank, in three generations. Every float of a free slot is -0.0.
+// A rank has three generations of slots, each with a slot for every rank. Every float of a free
+// slot is -0.0.
 // A call replaces -0.0 in x by 0.0 and pushes x into its slot on every other rank. It waits until
-// none of the floats that it needs is -0.0, and sums them in the order of the ranks. The previous
-// call has read the slots of its own generation. This call sets them to -0.0 again, and the call
-// after the next writes them. By then, each rank has received from every other rank something that
-// was sent after those slots were freed.
-// A block has its own part of x and of all slots, and counts its own turns. So no block waits for
-// another block of the same GPU.
+// none of the floats that it needs is -0.0, and sums them in the order of the ranks. Each call uses
+// the next generation. It also sets the slots of the previous call's generation to -0.0 again, and
+// the call after the next reuses these slots. Before that call, each rank has received data from
+// every other rank that was sent after the slots were freed.
+// Each block has its own part of x and of all slots, and counts its own calls (turns). So no block
+// waits for another block of the same GPU.
 
 constexpr unsigned BLOCK = 256, GENERATIONS = 3, FREE = 0x80000000;  // the bits of -0.0f
 
-// Strong loads and stores at system scope, four floats at once. No float is ever torn.
+// Strong loads and stores at system scope, four floats at once. A reader never sees half of a
+// float.
 __device__ void push(float4* at, float4 value) {
   asm volatile("st.relaxed.sys.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(at), "f"(value.x),
                "f"(value.y), "f"(value.z), "f"(value.w)
@@ -37,8 +39,8 @@ __device__ float4 taken(const float4* at) {
   return value;
 }
 
-// Return four floats of x, and zeros beyond its end. Adding 0.0 turns -0.0 into 0.0 and changes no
-// other float.
+// Return four floats of x, with zeros beyond the end of x. Adding 0.0 turns -0.0 into 0.0, and does
+// not change any other float.
 __device__ float4 sendable(const float4* x, unsigned i, unsigned n) {
   if (4 * i + 4 <= n) {
     const float4 value = x[i];
@@ -80,6 +82,6 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
     }
     store(out, sum, i, n);
   }
-  __syncthreads();  // all threads have read the turn
+  __syncthreads();  // now all threads have read the turn
   if (threadIdx.x == 0) turns[blockIdx.x] = (turn + 1) % GENERATIONS;
 }

@@ -1,49 +1,53 @@
-"""Symmetric all-reduce: for a small sum, every rank reads the others' memory, without a ring.
+"""Symmetric all-reduce: for a small sum, every rank reads the other ranks' memory, without a ring.
 
-Problem    Sum `numel` fp32 elements over the ranks. The input is kept.
-Baseline   ring: `dist.all_reduce` on a copy. NCCL chooses its algorithm and protocol.
-Optimized  gathered: one shot by the library. All parts are gathered, then a second kernel sums.
-           one_shot: a kernel reads every rank's symmetric buffer and sums as it reads, with a
-           handshake at its start and its end.
+Problem    Sum `numel` fp32 elements over the ranks. A call does not change its input.
+Baseline   ring: `dist.all_reduce` on a copy of the input. NCCL chooses the algorithm and the
+           protocol.
+Optimized  gathered: an all-gather of all inputs by NCCL, then a second kernel sums them.
+           one_shot: a kernel reads every rank's symmetric buffer and adds the values, with a
+           handshake at its start and at its end.
            fused_copy: one_shot, but one kernel both copies the input into the buffer and sums.
            pushed: no handshake and no copy. Each rank writes its input into its own slot in all
-           other ranks' memory. A slot holds -0.0 where a float has not arrived (Lamport's
+           other ranks' memory. A float of a slot is -0.0 until the data arrives (Lamport's
            protocol).
-           two_shot: one_shot, but each rank sums only its share of all buffers, and writes the sums
-           into all of them.
+           two_shot: one_shot, but each rank sums only its share of the elements, and writes the
+           sums into all ranks' buffers.
            windowed: ring, but the buffer is registered as a symmetric window, for which NCCL has
-           its own kernels.
-           Symmetric buffers are made once. Each call copies its input into the buffer. Only
+           special kernels.
+           Symmetric buffers are allocated once. Each call copies its input into the buffer. Only
            gathered and pushed need no copy.
-Bound      Latency up to 1 MiB: launches, handshakes, and one crossing of NVLink. pushed crosses it
-           once and waits for nothing else. gathered, one_shot, fused_copy and pushed send the whole
-           input to every other rank. ring, two_shot and windowed send 2 (world - 1) / world of it.
-           With two ranks, both amounts are equal. With more ranks, ring, two_shot and windowed send
-           less, so the other four sides pay off only for smaller messages than here. At 16 MiB,
-           NVLink is the limit. The messages stay in the L2, as they do right after a layer has
-           computed them. NVLink multicast was off (README), so torch's `multimem_all_reduce_` is
-           not a side here, and ring and windowed have fewer kernels to choose from.
-Seen       On two GPUs up to 64 KiB, all sides but pushed take a third to two thirds of the
-           predicted time. So does two_shot at 1 MiB. The prediction uses the time of NCCL's
-           smallest all-reduce in peaks.json. That time was measured in a graph of all-reduces only.
-           Here a copy precedes each all-reduce, and even NCCL's all-reduce takes less than that
-           time. We cannot explain why. pushed takes longer than predicted by less than 2 us at
-           every size. peaks.json has no rate for the latency of a crossing of NVLink. At 16 MiB,
-           ring and gathered take longer than predicted. The prediction uses NCCL's rate at 512 MiB,
-           and NCCL is slower with smaller messages (see the README's plot). windowed uses other
-           kernels of NCCL, and peaks.json has no rate for them.
+Bound      Up to 1 MiB, latency: launches, handshakes, and one crossing of NVLink. pushed waits for
+           one crossing of NVLink and nothing else. gathered, one_shot, fused_copy and pushed send
+           the whole input to every other rank. ring, two_shot and windowed send 2 (world - 1) /
+           world times the input. With two ranks, both amounts are equal. With more ranks, ring,
+           two_shot and windowed send less, so the other four sides pay off only for smaller
+           messages than here. At 16 MiB, NVLink is the limit. The messages stay in the L2, as right
+           after a layer has computed them. NVLink multicast was off (README), so torch's
+           `multimem_all_reduce_` is not a side here, and ring and windowed have fewer kernels to
+           choose from.
+Seen       On two GPUs up to 64 KiB, all sides except pushed take only a third to two thirds of the
+           predicted time. two_shot at 1 MiB does too. The prediction uses the time of NCCL's
+           smallest all-reduce in peaks.json. This time was measured in a graph that contains only
+           all-reduces. Here a copy comes before each all-reduce, and even NCCL's all-reduce takes
+           less than the time in peaks.json. We cannot explain why. At every size, pushed takes less
+           than 2 us longer than predicted. peaks.json has no rate for the latency of a crossing of
+           NVLink. At 16 MiB, ring and gathered take longer than predicted. The prediction uses
+           NCCL's rate at 512 MiB, and NCCL is slower with smaller messages (see the README's plot).
+           windowed uses other kernels of NCCL, and peaks.json has no rate for them.
            On four GPUs, peaks.json has no link rates, so nothing is predicted. Up to 64 KiB, ring
-           takes over two fifths longer than on two GPUs, and the other sides slow down less. So all
-           of them gain more than on two, except pushed at 64 KiB, which gains as much. From 1 MiB
-           on, gathered takes twice as long as ring, because it receives three inputs. one_shot also
-           reads three inputs, and loses a little to ring at 1 MiB. fused_copy and windowed are
-           within three percent of ring there. pushed wins at 1 MiB, but gains far less than on two
-           GPUs. two_shot is the only side that clearly wins at both 1 and 16 MiB.
+           takes over two fifths longer than on two GPUs, and the other sides slow down less than
+           ring. So all variants gain more than on two GPUs, except pushed at 64 KiB, which gains as
+           much. From 1 MiB on, gathered takes twice as long as ring, because a rank receives three
+           inputs. one_shot also reads three inputs, and is a little slower than ring at 1 MiB.
+           fused_copy and windowed are within three percent of ring at 1 MiB. pushed is faster than
+           ring at 1 MiB, but gains far less than on two GPUs. Only two_shot is clearly faster than
+           ring at both 1 and 16 MiB.
 Use when   Small all-reduces follow each other on the critical path, as in decoding with tensor
            parallelism, and run in a CUDA graph. In a graph, torch's one-shot is about as fast as
            NCCL on two GPUs, and faster on four up to 64 KiB. Without a graph, torch's one-shot took
            half of NCCL's time on two GPUs, in a run that is not stored. Leave messages of many MB
-           to NCCL. Do not gather the parts of a large message: with more ranks, that loses more.
+           to NCCL. Do not use gathered for large messages: the more ranks there are, the more time
+           it loses.
 """
 
 import torch
@@ -113,7 +117,7 @@ def pushed(x):
     everyones = [handle.get_buffer(other, shape, x.dtype).data_ptr() for other in range(world)]
     buffers = torch.tensor(everyones, dtype=torch.int64, device=x.device)
     turns = torch.zeros(blocks, dtype=torch.int32, device=x.device)
-    handle.barrier(channel=0)  # the slots of all ranks are free
+    handle.barrier(channel=0)  # now the slots of all ranks are free
 
     def run():
         out = torch.empty_like(x)
@@ -169,7 +173,7 @@ def whole_inputs(numel, world):
 
 
 def two_shots(numel, world):
-    """Return the cost of a kernel that sends one part's sum and the other parts' terms."""
+    """Return the cost of a kernel that sends its share's sum, and the terms of the other shares."""
     return collective(all_reduced(4 * numel, world))
 
 

@@ -1,37 +1,38 @@
-"""Row-parallel linear: reduce some rows while the next ones are multiplied.
+"""Row-parallel linear: all-reduce some rows while the GPU multiplies the next rows.
 
-Problem    y = x W^T with the inner dimension of x and W split over the ranks, as in the second
-           linear of a tensor-parallel MLP. Every rank gets the sum of all ranks' products, in bf16.
-           An inner dimension of 3584 is that of Llama 3 70B on eight ranks.
-Baseline   whole: one product, then one all-reduce of it.
+Problem    y = x W^T, with the inner dimension of x and W split over the ranks, as in the second
+           linear layer of a tensor-parallel MLP. Every rank gets the sum of all ranks' products, in
+           bf16. Llama 3 70B on eight ranks has an inner dimension of 3584.
+Baseline   whole: one product, then one all-reduce of the product.
 Optimized  halves: whole, but in two halves of the rows. The all-reduce of the first half runs while
-           the second half is computed.
+           the GPU computes the second half.
            quarters: halves with four parts.
            eighths: halves with eight parts.
            copied: eighths, but the products are written into symmetric memory and moved by copy
            engines ([copy_engines](copy_engines.py)). The SMs only add.
-Bound      Tensor cores. NVLink is hidden behind them, except for the last part's all-reduce. With
-           more parts, the last all-reduce is shorter, but each product is smaller and leaves more
-           SMs idle in its last wave. NCCL's kernels also occupy some SMs. NVLink multicast was off
-           (README). With four GPUs or more, it could shorten NCCL's all-reduces.
+Bound      Tensor cores. The products hide the transfers over NVLink, except for the last part's
+           all-reduce. With more parts, the last all-reduce is shorter, but each product is smaller
+           and leaves more SMs idle in its last wave. NCCL's kernels also occupy some SMs. NVLink
+           multicast was off (README). With four GPUs or more, it could shorten NCCL's all-reduces.
 Seen       On two GPUs, halves, quarters and eighths take longer than predicted, by over 25 % at an
            inner dimension of 3584 and by less at 8192. The prediction uses the rate of an
            all-reduce of 512 MiB, and NCCL is slower with the smaller parts (see the README's plot).
            But even at the plot's rates, the products should hide the all-reduces of all parts
-           except the last. copied is within an eighth of its prediction. It sends the same bytes at
-           the same time, but without NCCL's kernels. So most of the loss probably comes from NCCL's
-           kernels and the products, which slow each other down. Neither a high priority nor fewer
-           NCCL channels helped. The stored times are of CUDA graphs, without the work of the host.
-           For copied, the host makes several calls per part.
-           halves gain nothing at 3584 on either number of GPUs. On four GPUs, quarters gain a
-           little more than on two. copied gains less at 8192, and at 3584 it loses to whole: at the
-           link rates of two GPUs, its cost is little more than half of its time. Each sum takes
-           three copies in and three out there, one after another, of half the size. We did not
-           measure whether the copies, the additions or the barriers take so long. The products of
-           8192 hide more of it.
+           except the last. copied is within an eighth of its prediction. It sends the same bytes
+           during the products, but without NCCL's kernels. So most of the loss probably occurs
+           because NCCL's kernels and the products slow each other down. Neither a high priority nor
+           fewer NCCL channels helped. All sides were timed as CUDA graphs, without the work of the
+           host. For copied, the host makes several calls per part.
+           At an inner dimension of 3584, halves gains nothing on two or four GPUs. On four GPUs,
+           quarters gains a little more than on two. At 8192, copied gains less on four GPUs than on
+           two. At 3584, it is slower than whole: at the link rates of two GPUs, its predicted time
+           is little more than half of the measured time. On four GPUs, each sum takes three copies
+           in and three copies out, one after another, of half the size. We did not measure whether
+           the copies, the additions or the barriers take so long. At 8192, the longer products hide
+           more of this time.
 Use when   The product takes longer than its all-reduce, and both are long enough to be cut into
-           parts. Use quarters with NCCL. In CUDA graphs, copied gains most on two GPUs. On four, it
-           gains only if the products are long.
+           parts. With NCCL, use quarters. In CUDA graphs, copied gains the most on two GPUs. On
+           four GPUs, it gains only if the products are long.
 """
 
 import torch
@@ -44,7 +45,7 @@ from .wire_costs import all_reduce_of, all_reduced, copied_sum
 
 
 def inputs(device, rows, inner, columns):
-    """Return this rank's columns of x and of W."""
+    """Return this rank's columns of x and W."""
     x = torch.randn(rows, inner, device=device).bfloat16()
     return x, torch.randn(columns, inner, device=device).bfloat16()
 
@@ -84,7 +85,7 @@ def eighths(x, w):
 
 
 def copied(x, w, parts=8):
-    cut = x.chunk(parts)  # the last one may be shorter
+    cut = x.chunk(parts)  # the last part may be shorter
     sums = CopiedSums(len(cut), (len(cut[0]), len(w)), x)
 
     def run():
@@ -98,7 +99,7 @@ def copied(x, w, parts=8):
 
 
 def product(rows, inner, columns, sent=0, nccl=0, launches=1):
-    """Return the cost of a product while bytes of the previous part are sent."""
+    """Return the cost of a product while `sent` bytes of the previous part are sent."""
     return Cost(
         read=2 * (rows + columns) * inner,
         write=2 * rows * columns,
@@ -114,7 +115,7 @@ def one_by_one(rows, inner, columns, world):
 
 
 def in_parts(parts):
-    """Return the cost, as a function of the size, with `parts` parts."""
+    """Return a function from the sizes to the cost with `parts` parts."""
 
     def cost(rows, inner, columns, world):
         last = all_reduce_of(2 * rows / parts * columns, world)
@@ -126,7 +127,8 @@ def in_parts(parts):
 
 
 def by_copies(rows, inner, columns, world, parts=8):
-    """Return the cost with two barriers per part, and for each other rank a pull, add and push."""
+    """Return the cost of two barriers per part, and a pull, an add and a push for each other
+    rank."""
     nbytes = 2 * rows / parts * columns
     part = product(rows / parts, inner, columns)
     sent, launches = all_reduced(nbytes, world), 3 * world

@@ -1,4 +1,4 @@
-"""Costs of messages between ranks, without their DRAM traffic, because NVLink is far slower."""
+"""Costs of messages between ranks. They leave out DRAM traffic, because NVLink is far slower."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ def all_reduce_of(nbytes: float, world: int) -> Cost:
 def exchange(nbytes: float, world: int) -> Cost:
     """Return the cost of an all-gather, all-to-all or reduce-scatter of `nbytes`.
 
-    `nbytes` counts the parts of all ranks together: the output of an all-gather, or the input of an
+    `nbytes` is the size of all parts together: the output of an all-gather, or the input of an
     all-to-all or reduce-scatter.
     """
     return Cost(nccl=(world - 1) / world * nbytes, launches=1, collectives=1)
 
 
 def collective(sent: float) -> Cost:
-    """Return the cost of a send and its receive, or of copies, of `sent` bytes per rank."""
+    """Return the cost of sending (or copying) `sent` bytes per rank to another rank."""
     return Cost(sent=sent, launches=1, collectives=1)
 
 
 def copied_sum(nbytes: float, world: int) -> Cost:
-    """Return the cost of a sum by `CopiedSums`: pull and add, then push, between two barriers."""
+    """Return the cost of a sum by `CopiedSums`: a pull, an add and a push, between two barriers."""
     one_way = Cost(sent=all_reduced(nbytes, world) / 2, launches=2, collectives=1)
     share = nbytes / world
     add = Cost(read=2 * share, write=share, launches=1)
