@@ -8,7 +8,7 @@ Optimized  preallocated: stacked with the whole result allocated before the loop
            state into its slice of the result.
 Bound      DRAM. A step reads its frame and writes its state, and the previous state is still in the
            L2. `torch.stack` reads and writes every state once more. preallocated saves only this
-           copy, because both sides run as a CUDA graph. So the time does not include the allocations of
+           copy. Both sides run as a CUDA graph, so the time does not include the allocations of
            stacked. preallocated also needs less peak memory.
 Use when   The number of results is known before the loop. When each result is small, launches are
            the limit, and saving the copy makes no difference.

@@ -36,10 +36,10 @@ Use when   A grid has few blocks per SM, and the number of blocks is not a multi
            SMs. An example is a matrix product with large tiles. Compute blocks / SMs. If the
            quotient is just above 1 or 2, split the inner loop, or choose a smaller tile with at
            least four warps per block. If the quotient is just below 1 or 2, or above about 10, keep
-           the large tile, because a large tile reuses more data. A persistent kernel that processes
-           whole tiles one after another has the same steps. In a kernel that waits for memory, the
-           blocks of an SM do not slow each other down, so a step comes only when no SM has room for
-           another block.
+           the large tile, because a large tile reuses more data. The time of a persistent kernel
+           that processes whole tiles one after another has the same steps. In a kernel that waits
+           for memory, the blocks of an SM do not slow each other down, so a step comes only when no
+           SM has room for another block.
 """
 
 import torch

@@ -19,7 +19,8 @@ Optimized  kept: changes returned. `MALLOC_MMAP_MAX_=0` makes large blocks come 
            decay time above 0 by 0, so it keeps none of them.
            tcmalloc: changes returned. tcmalloc is preloaded. By default, it keeps freed pages and
            returns them to the kernel little by little.
-Bound      For kept, DRAM: it only reads and writes both blocks. returned also waits for the kernel.
+Bound      For kept, DRAM: it only reads and writes both blocks. returned also waits for the Linux
+           kernel.
 Use when   A process allocates large host tensors again and again, and its memory may stay at the
            peak. A program that reuses its buffers needs no setting
            (`../ch01/preallocated_test.py`). Blocks below 32 MiB gain little: after the first such

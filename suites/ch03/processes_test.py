@@ -7,8 +7,8 @@ Baseline   one_loop: one loop over all documents.
 Optimized  threads: one_loop with the documents split among a pool of threads. Only the thread that
            holds Python's global interpreter lock (GIL) runs, so the threads take turns. Threads
            gain nothing, except with a Python that was built without the GIL.
-           processes: threads with a pool of processes. Each process has its own GIL. Documents and
-           counts are pickled and sent through pipes, and the time includes this.
+           processes: threads, but with a pool of processes. Each process has its own GIL. Documents
+           and counts are pickled and sent through pipes, and the time includes this.
 Bound      The host: the Python loop. The pools are started before the timed part. In processes, the
            cores share the counting, but the parent process alone pickles the documents.
 Use when   The work is Python code, and takes much longer than sending its data to another process.

@@ -10,11 +10,11 @@ Optimized  per_layer: a hook starts a layer's all-reduce as soon as the layer's 
            copied: per_layer, but copy engines move the gradients in symmetric memory
            ([copy_engines](copy_engines.py)). The SMs only add.
            ddp: torch's DistributedDataParallel, which reduces buckets of 25 MiB during backward.
-Bound      NVLink, hidden behind the tensor cores. A layer's all-reduce and its part of backward
-           take about the same time. So at best, the time is that of forward, backward and a single
-           all-reduce. bucketed also copies gradients into buckets, which pays off only if layers
-           are smaller than here. NVLink multicast was off (README). With four GPUs or more, it
-           could shorten NCCL's all-reduces.
+Bound      NVLink, which the products of backward can hide. A layer's all-reduce and its part of
+           backward take about the same time. So at best, the time is that of forward, backward and
+           a single all-reduce. bucketed also copies gradients into buckets, which pays off only if
+           layers are smaller than here. NVLink multicast was off (README). With four GPUs or more,
+           it could shorten NCCL's all-reduces.
 Seen       On two GPUs, every side takes longer than predicted. The prediction uses the rate of an
            all-reduce of 512 MiB. A layer has 32 MiB and a bucket has 128 MiB, and NCCL is slower at
            these sizes (see the README's plot). At the plot's rates, after_backward is within about

@@ -28,8 +28,9 @@ Seen       global_atomics: the rate `atomics` was measured with 2^18 different c
            the updates of equal lanes. At skew=0, the 256 counters together get only four times as
            many updates per second. The explanation may be that a slice of the L2 makes about one
            update per ns, and that the 1 KiB of counters lies in only three or four slices. NVIDIA
-           does not document how addresses spread over slices, so this is a guess. The measurement
-           of `atomics` uses all slices, and the 32 counters of a warp are neighbors in 4 sectors.
+           does not document how addresses spread over slices, so this is a guess. The rate
+           `atomics` was measured with counters in all slices, and the 32 counters of a warp were
+           neighbors in 4 sectors.
            privatized: the kernel takes about 10 us longer than predicted at both values of n. This
            is a large share of its time at n = 2^24, and a small share at n = 2^28. At its end,
            every block adds its 256 counts to the same 256 numbers: 1056 blocks update 32 sectors

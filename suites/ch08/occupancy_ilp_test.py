@@ -25,10 +25,10 @@ Bound      test_occupancy_ilp: bytes in flight, warps * 32 lanes * loads * 4 byt
            per SM need only one chain per thread, and 4 warps per SM need four. Loading an element
            takes a tenth of the time of its chain.
 Seen       The curves of test_occupancy_ilp bend more gently than predicted, because the costs
-           include only the latency of an idle DRAM. The measured times exceed the predictions most
-           where just enough bytes are in flight. Among the points with the same number of bytes in
-           flight, the one with the most warps is the fastest. The likely reason is that a thread
-           starts new loads only when all of its loads have arrived.
+           include only the latency of an idle DRAM. The gap between measured and predicted time is
+           largest where just enough bytes are in flight. Among the points with the same number of
+           bytes in flight, the one with the most warps is the fastest. The likely reason is that a
+           thread starts new loads only when all of its loads have arrived.
 Use when   Few warps fit on an SM because a thread needs many registers, or a block needs much
            shared memory. Give each thread more independent work instead of forcing more warps onto
            the SM. More work per thread also needs registers, so measure both ways. On an SM full of
