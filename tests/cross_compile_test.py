@@ -416,6 +416,26 @@ def test_nothing_is_assembled_under_the_interpreter(monkeypatch):
         assembly_of().run(["sm90"])
 
 
+def test_no_more_sides_run_once_all_kernels_of_the_page_are_launched(monkeypatch):
+    assembly, ran = assembly_of(), []
+    pair = assembly.pair
+    kernel, launched = pair.baseline, CapturedLaunches()
+    launched.arguments.add(kernel)
+
+    def capture(pair, side, *args, assemble):
+        ran.append(side)
+        return launched
+
+    monkeypatch.setattr(cross_compile, "capture_launches", capture)
+    monkeypatch.setattr(cross_compile, "_latest", None)
+    cross_compile._launches_of_page([pair], {kernel, len})
+    assert len(ran) > 1
+    ran.clear()
+    monkeypatch.setattr(cross_compile, "_latest", None)
+    assert cross_compile._launches_of_page([pair], {kernel})[0] == {kernel}
+    assert len(ran) == 1
+
+
 def test_promises_are_unchecked_without_a_disassembler(monkeypatch):
     monkeypatch.setattr(sass, "disassemblers", tuple)
     assembly = assembly_of(needs="tma")

@@ -45,6 +45,48 @@ def test_a_tuned_kernel_is_checked_in_the_interpreter(page, pytester):
     assert result.ret == 1
 
 
+INTERPRETED = """
+import torch
+import triton
+import triton.language as tl
+from triton.runtime import interpreter
+
+from pytest_aisp.kernels.fake_gpu import drive_interpreter
+
+prepared = []
+core = interpreter._patch_lang_core
+interpreter._patch_lang_core = lambda *args: (prepared.append(args), core(*args))
+drive_interpreter()
+drive_interpreter()
+
+
+@triton.jit
+def twice(x):
+    return 2 * x
+
+
+@triton.jit
+def kernel(x, out, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + at, twice(twice(tl.load(x + at))))
+
+
+x = torch.arange(32.0)
+out = torch.empty_like(x)
+for launches in (1, 2):
+    kernel[(4,)](x, out, BLOCK=8)
+    assert torch.equal(out, 4 * x)
+    assert len(prepared) == launches, len(prepared)
+    assert tl.core.is_builtin(tl.load)
+"""
+
+
+@no_gpu
+def test_the_interpreter_prepares_the_language_once_per_launch(pytester, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert pytester.runpython(pytester.makepyfile(INTERPRETED)).ret == 0
+
+
 @no_gpu
 def test_in_process_runs_need_the_interpreter_from_the_start(page, pytester, monkeypatch):
     page(LAUNCHES, defs=TUNED.replace("FACTOR", "2"))

@@ -213,11 +213,12 @@ class Assembly:
         exceptions, those are the likely cause, and they fail their own cases. The unlaunched kernel
         then causes only a note.
         """
-        reached, failed = _launches_of_page(self.pairs)
+        kernels = list(self._page_kernels())
+        reached, failed = _launches_of_page(self.pairs, {kernel for _, kernel in kernels})
         errors = dict.fromkeys(message for _, message in failed)
         own = any(side in (self.pair.baseline, self.variant.side) for side, _ in failed)
         because = f" ({'; '.join(errors)})" if errors else ""
-        for name, kernel in self._page_kernels():
+        for name, kernel in kernels:
             if kernel not in reached:
                 fault = f"{name} was not reached: no side of the page launches it{because}"
                 if own or not errors:
@@ -240,9 +241,10 @@ PageLaunches: TypeAlias = tuple[set[Kernel], list[tuple[Side, str]]]
 _latest: tuple[Sequence[Pair], PageLaunches] | None = None
 
 
-def _launches_of_page(pairs: Sequence[Pair]) -> PageLaunches:
+def _launches_of_page(pairs: Sequence[Pair], kernels: set[Kernel]) -> PageLaunches:
     """Return the kernels that the sides of a page launch at real sizes, and the sides that fail.
 
+    No more sides run once all `kernels` of the page are launched, because a side may take seconds.
     All cases of a page need this result, so the result of the latest page is cached.
     """
     global _latest
@@ -254,6 +256,8 @@ def _launches_of_page(pairs: Sequence[Pair]) -> PageLaunches:
             reached |= launches.kernels
             if launches.error is not None:
                 failed.append((side, f"{side_name(side)}: {_ended(launches)}"))
+            if kernels and kernels <= reached:
+                break
         _latest = pairs, (reached, failed)
     return _latest[1]
 
