@@ -20,8 +20,8 @@ Seen       three_passes takes longer than its bytes predict. The reason is too f
            start only a quarter of the blocks. We did not measure how much of their gain comes from
            this.
 Use when   Several kernels in a row pass large arrays through DRAM: fuse them first. If a kernel
-           that only moves data is slower than the copy rate, give each thread more loads. Neither
-           of the two helps a kernel that is limited by arithmetic.
+           that only moves data is slower than the copy rate, give each thread more loads. A kernel
+           that is limited by arithmetic gains nothing from fusing or from more loads.
 """
 
 import torch

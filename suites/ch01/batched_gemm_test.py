@@ -14,7 +14,8 @@ Seen       looped takes longer than predicted from one launch and three views pe
            tiles on 132 SMs, so some SMs compute two tiles. That would explain the measured time. We
            did not record which tiles cuBLAS uses.
 Use when   Many products have the same shape and each is too small to fill the GPU. When the shapes
-           differ, see `grouped_gemm_test.py`. When each product fills the GPU, a loop is as fast.
+           differ, see `grouped_gemm_test.py`. When each product fills the GPU, a loop is as fast as
+           one launch.
 """
 
 from dataclasses import replace

@@ -4,9 +4,9 @@ Problem    Multiply `count` fp32 matrices (n, n), which are in pinned host memor
            weight on the GPU.
 Baseline   one_stream: copy a chunk (a matrix), multiply it, copy the next one. The host never
            waits, but copies and products are in the same stream, so they never overlap.
-Optimized  double_buffered: one_stream with the copies on a second stream, into two buffers in turn.
-           A product waits for its chunk. A copy waits until the previous product has read the
-           buffer.
+Optimized  double_buffered: one_stream, but with the copies on a second stream. They alternate
+           between two buffers. A product waits for its chunk. A copy waits until the previous
+           product has read the buffer.
 Bound      one_stream takes the time of PCIe plus the time of fp32 arithmetic. double_buffered takes
            only the longer of the two times, plus the first copy and the last product, which do not
            overlap with anything.

@@ -1,4 +1,4 @@
-"""A Python loop over rows: replace it by one operation on all rows.
+"""A Python loop over rows: replace it with one operation on all rows.
 
 Problem    The Euclidean distances between `queries` query points and `points` other points, fp32,
            in `dims` dimensions.

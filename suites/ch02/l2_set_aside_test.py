@@ -21,11 +21,11 @@ Seen       On an H100, normal takes almost 1.5 times its predicted time, and set
            times its predicted time or more. The speedup of set_aside is the same with both tables,
            but the costs predict a larger speedup with the larger table. Lines that are in both
            halves of the L2 may be the reason. We did not count the sectors that come from DRAM.
-Use when   A table of at most half the L2 is read many times while much more data pass, and you
-           control the whole process. All other kernels lose the part of the L2 that is set aside.
-           When the table is no longer used, call `cuCtxResetPersistingL2Cache`. A slice of a GPU
-           (MIG) has no set-aside. `../ch07/l2_persistence_test.py` uses hints on single loads,
-           which work without a set-aside.
+Use when   A table of at most half the L2 is read many times while much more data passes through the
+           L2, and you control the whole process. All other kernels lose the part of the L2 that is
+           set aside. When the table is no longer used, call `cuCtxResetPersistingL2Cache`. A slice
+           of a GPU (MIG) has no set-aside. `../ch07/l2_persistence_test.py` uses hints on single
+           loads, which work without a set-aside.
 """
 
 import functools

@@ -4,7 +4,7 @@
 //
 // whole_codebook: a block compares its vectors with every codeword.
 // part_of_codebook: the blocks with the same blockIdx.x compare the same vectors, each with its own
-//     part of the codewords, and combine their results by an atomic minimum of `out`.
+//     part of the codewords, and combine their results with an atomic minimum of `out`.
 
 constexpr unsigned EACH = 4;     // vectors per thread, so each loaded codeword is used four times
 constexpr unsigned CHUNK = 512;  // codewords in shared memory at a time

@@ -11,7 +11,7 @@ Optimized  close: free with `OMP_PROC_BIND=close` and `OMP_PLACES=cores`. Each t
            spread: close with `OMP_PROC_BIND=spread`. The team is spread over both sockets, so each
            barrier has to synchronize both sockets.
 Bound      Latency. The data stays in the caches of the cores, and each operation ends with a
-           barrier for the team. After the kernel has moved a thread, the thread's data are in
+           barrier for the team. After the kernel has moved a thread, the thread's data is in
            another core's cache. On an idle machine the kernel rarely moves threads, so close is
            neutral.
 Use when   Each process has its own cores, on a host with several sockets or with other busy

@@ -2,7 +2,8 @@
 
 Problem    Compute the gradients of an MLP of `layers` square bf16 layers, averaged over the ranks.
            All ranks have the same weights, and each rank has its own batch.
-Baseline   after_backward: backward first, then one all-reduce per layer, one after the other.
+Baseline   after_backward: first the whole backward, then one all-reduce per layer, one after
+           another.
 Optimized  per_layer: a hook starts a layer's all-reduce as soon as the layer's gradient exists.
            prioritized: per_layer, in a process group whose stream has high priority. So NCCL's
            kernels do not wait until a running product has started all its blocks.
@@ -11,10 +12,10 @@ Optimized  per_layer: a hook starts a layer's all-reduce as soon as the layer's 
            ([copy_engines](copy_engines.py)). The SMs only add.
            ddp: torch's DistributedDataParallel, which reduces buckets of 25 MiB during backward.
 Bound      NVLink, which the products of backward can hide. A layer's all-reduce and its part of
-           backward take about the same time. So at best, the time is that of forward, backward and
-           a single all-reduce. bucketed also copies gradients into buckets, which pays off only if
-           layers are smaller than here. NVLink multicast was off (README). With four GPUs or more,
-           it could shorten NCCL's all-reduces.
+           backward take about the same time. So at best, a call takes only as long as forward,
+           backward and a single all-reduce. bucketed also copies gradients into buckets, which pays
+           off only if layers are smaller than here. NVLink multicast was off (README). With four
+           GPUs or more, it could shorten NCCL's all-reduces.
 Seen       On two GPUs, every side takes longer than predicted. The prediction uses the rate of an
            all-reduce of 512 MiB. A layer has 32 MiB and a bucket has 128 MiB, and NCCL is slower at
            these sizes (see the README's plot). At the plot's rates, after_backward is within about

@@ -91,8 +91,8 @@ def reference_gathered(states, ranks):
 
 
 def stages(groups, placed, x):
-    """Return this rank's stages. `placed` has their numbers in `groups`, the blocks of all
-    stages."""
+    """Return this rank's stages. `groups` has the blocks of all stages, and `placed` says which
+    stages are this rank's."""
     parts = x.chunk(microbatches(dist.get_world_size()))
     given = torch.empty_like(parts[0], device="meta")
     passed = given.clone().requires_grad_()
@@ -215,7 +215,7 @@ def pipelined(rows, width, world, blocks=1, waits=0):
 
     A rank's layers are split into `blocks` blocks, so the pipeline fills in the time of one block
     per rank. Each microbatch passes each rank `blocks` times. The transfers that fill and drain the
-    pipeline are not hidden, nor are `waits` other transfers.
+    pipeline and `waits` other transfers are not hidden.
     """
     layers, parts, message = LAYERS * BLOCKS, microbatches(world), 2 * rows * width
     both = forward(rows, width, layers, blocks * message)

@@ -4,8 +4,8 @@ Problem    One AdamW step on `n` fp32 parameters, with the mean of the ranks' gr
            has all parameters.
 Baseline   replicated: all-reduce the gradients. Then every rank updates every parameter.
 Optimized  sharded: reduce-scatter the gradients, update the rank's own shard, all-gather the
-           parameters. These are the two halves of an all-reduce with the update between them (ZeRO
-           stage 1, Rajbhandari et al., arXiv:1910.02054).
+           parameters. Reduce-scatter and all-gather are the two halves of an all-reduce, and the
+           update runs between them (ZeRO stage 1, Rajbhandari et al., arXiv:1910.02054).
 Bound      NVLink. Both sides send the same number of bytes, so the gain is memory. Each parameter
            takes 8 bytes for moments, 4 for the gradient, and 4 for its value. sharded splits only
            the moments, so it needs 8 + 8 / world bytes instead of 16. Mixed precision saves more,

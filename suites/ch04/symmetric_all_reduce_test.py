@@ -3,7 +3,7 @@
 Problem    Sum `numel` fp32 elements over the ranks. A call does not change its input.
 Baseline   ring: `dist.all_reduce` on a copy of the input. NCCL chooses the algorithm and the
            protocol.
-Optimized  gathered: an all-gather of all inputs by NCCL, then a second kernel sums them.
+Optimized  gathered: NCCL gathers all inputs, then a second kernel sums them.
            one_shot: a kernel reads every rank's symmetric buffer and adds the values, with a
            handshake at its start and at its end.
            fused_copy: one_shot, but one kernel both copies the input into the buffer and sums.

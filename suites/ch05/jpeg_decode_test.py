@@ -70,7 +70,7 @@ def threads(state, order):
 
 
 def on_cpu(state, order, mapper):
-    """Yield a function that decodes on the CPU; `mapper` calls the decoder for each file."""
+    """Yield a function that decodes on the CPU. `mapper` calls the decoder for each file."""
     from torchvision.io import ImageReadMode, decode_jpeg
 
     files = in_memory(state)

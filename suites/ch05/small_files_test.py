@@ -4,7 +4,7 @@ Problem    Load images of 3 x 32 x 32 bytes into one tensor on the GPU. The inpu
            the images: shards of 64 images in random order, and a random order within each shard.
            The files were written just before, so all sides read from the page cache.
 Baseline   files: one file per image, which Python's `open` and `read` load.
-Optimized  unbuffered: files, but by `os.open` and `os.preadv`, which reads straight into the
+Optimized  unbuffered: files, but with `os.open` and `os.preadv`, which reads straight into the
            image's row of the result. So Python creates no buffer and no `bytes` object.
            packed: unbuffered, but all images are in one tar file. Before the timed part, the file
            is opened and the offset of each image is looked up. There is still one read per image.

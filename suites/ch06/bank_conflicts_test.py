@@ -87,7 +87,8 @@ def evaluated(rows, **more):
 
 
 def staged(rows, conflicts):
-    """Return the cost of staging rows in shared memory: `conflicts` lanes wait for one bank.
+    """Return the cost of staging rows in shared memory. Conflicts make reads take `conflicts` times
+    as long.
 
     Loads from global memory also count as `shared`, because the L1 and shared memory are one unit.
     """

@@ -1,7 +1,7 @@
 // out[0] += x[0] * y[0] + ... + x[n-1] * y[n-1]. All kernels loop over x and y in the same way.
 //
-// per_thread: each thread adds its sum to the result by an atomic.
-// per_warp: the lanes of a warp first add up their sums by shuffles.
+// per_thread: each thread adds its sum to the result with an atomic.
+// per_warp: the lanes of a warp first add up their sums with shuffles.
 // per_block: the warps of a block first add up their sums in shared memory.
 
 constexpr unsigned BLOCK = 256, EACH = 4, WARPS = BLOCK / 32;

@@ -24,9 +24,9 @@ Bound      DRAM, 4 bytes read and 4 written per element. The table is small and 
 Seen       decode_stride and scale_stride take about the same time, so copying a table once costs
            almost nothing. Both have 8 KiB in flight per SM, which explains why they do not reach
            the copy rate. The kernels without a loop also have 8 KiB in flight, but each of their
-           blocks must start, wait for DRAM and end in turn. We did not measure how long each of
-           these phases takes. decode_code_first hardly gains, so the wait for the table is short.
-           We did not examine the library's kernel.
+           blocks starts, then waits for DRAM, then ends. We did not measure how long each of these
+           phases takes. decode_code_first hardly gains, so the wait for the table is short. We did
+           not examine the library's kernel.
 Use when   Each block first loads a table, sets up a random generator, or clears counters. Without
            such work the loop gains less, because it saves only the starts of blocks. Also use it
            when n may exceed the largest grid, or when the grid must stay the same for any n. To

@@ -1,7 +1,7 @@
 // out[r] = x[r][0] + ... + x[r][n-1] for short rows of ints. A block of 256 threads sums one row.
 //
 // shared_tree: the sums of the threads are reduced in a tree in shared memory, in 8 rounds.
-// shuffle: warps add up their sums by shuffles, and the first warp adds up the warps' sums.
+// shuffle: warps add up their sums with shuffles, and the first warp adds up the warps' sums.
 // redux: shuffle, with one __reduce_add_sync in place of the five shuffles of a warp.
 // warp_per_row: redux, but each warp has its own row, so there is no sum over warps.
 

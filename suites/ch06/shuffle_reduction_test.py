@@ -4,8 +4,8 @@ Problem    The sum of each row of an int32 matrix of 1 GiB. The rows are short: 
            elements.
 Baseline   shared_tree: a block of 256 threads has one row. The block reduces the 256 sums of its
            threads in a tree in shared memory, in 8 rounds with a barrier after each.
-Optimized  shuffle: changes shared_tree. Each warp adds up its 32 sums by five shuffles. One barrier
-           remains. After it, the first warp adds up the sums of the 8 warps.
+Optimized  shuffle: changes shared_tree. Each warp adds up its 32 sums with five shuffles. One
+           barrier remains. After it, the first warp adds up the sums of the 8 warps.
            redux: changes shuffle. One `__reduce_add_sync` replaces the five shuffles. This
            intrinsic works only for integers.
            warp_per_row: changes redux. Each warp has a row of its own, so the kernel needs neither
@@ -22,7 +22,7 @@ Bound      For warp_per_row, DRAM: every element is read once. For the other ker
            so these limits matter less.
 Seen       At n = 256, the three kernels with a block per row take longer than predicted from their
            instructions and their block starts. At n = 1024, shared_tree does too. A block occupies
-           its SM during its start, its wait for DRAM and its additions, one after the other, and an
+           its SM during its start, then during its wait for DRAM, then during its additions, and an
            SM has room for 8 blocks. At n = 256, a block of redux occupies its SM for 0.86 us, and a
            block of shared_tree for 1.25 us. For a block of `../ch07/vector_width_test.py` that
            copies 256 elements, it is 0.8 us. So a block spends most of its time on its start and

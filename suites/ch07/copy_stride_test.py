@@ -14,10 +14,10 @@ Bound      DRAM for coalesced. chunked moves the same bytes to and from DRAM, be
            its own, so the stores of chunked send eight times their bytes to the L2.
 Seen       chunked takes several times as long as its sectors would take at the L2 rate. naive of
            `transpose_test.py` also stores 4 bytes to each line, and writes about as many elements
-           per second. The loads of chunked need a lookup in the L1 for each element, one per cycle
-           (row_mapping of chapter 8). These lookups take about a fifth of the time. The rest is
-           about four cycles of an SM per store, as in `transpose_test.py`. We did not measure which
-           part of the path to the L2 needs these cycles.
+           per second. The loads of chunked need a lookup in the L1 for each element. The L1 does
+           one lookup per cycle (row_mapping of chapter 8). These lookups take about a fifth of the
+           time. The rest is about four cycles of an SM per store, as in `transpose_test.py`. We did
+           not measure which part of the path to the L2 needs these cycles.
 Use when   A thread handles several elements: always let neighboring threads take neighboring
            elements. If an algorithm needs a chunk per thread, as a scan does, load the chunks
            through shared memory or 16 bytes at a time.

@@ -2,7 +2,7 @@
 // of a block.
 //
 // plain: ordinary loads, which are right even if another thread may write to x.
-// ldg: loads by `__ldg`, which are right only if no thread writes to x while the kernel runs.
+// ldg: loads with `__ldg`, which are right only if no thread writes to x while the kernel runs.
 // restricted: ordinary loads, but `__restrict__` declares that no thread writes to x.
 
 constexpr unsigned BLOCK = 256, EACH = 4, REACH = 2, TAPS = 2 * REACH + 1;

@@ -1,8 +1,8 @@
 // Sums of long rows of floats. blockIdx.y is the row.
 //
 // shared_tree: a block sums a tile of 1024 floats in a tree in shared memory, then adds the sum to
-//     its row by an atomic.
-// shuffle: shared_tree, but warps reduce by shuffles.
+//     its row with an atomic.
+// shuffle: shared_tree, but warps reduce with shuffles.
 // persistent: as many blocks as fit on the GPU loop over the rows. A thread has four loads in
 // flight.
 // vectorized: persistent, but with 16-byte loads.

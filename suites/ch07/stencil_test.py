@@ -3,7 +3,7 @@
 Problem    One step of a 7-point stencil on nz x ny x nx fp32 cells: a cell becomes a quarter of
            itself plus an eighth of each of its six neighbors.
 Baseline   in_cache: one thread per cell, with seven loads. Blocks are 32 x 8 cells. The L1 serves
-           the neighbors along x and y, and the L2 those along z.
+           the neighbors along x and y, and the L2 serves the neighbors along z.
 Optimized  column: changes in_cache. A thread computes 8 cells along z. The thread loads all 10
            cells of its column into registers before it uses any of them. The other four neighbors
            of each cell come through the L1.
@@ -19,10 +19,10 @@ Bound      DRAM: 4 bytes are read and 4 written per cell. If whole sectors are c
 Seen       in_cache takes longer than predicted. Each of its threads has one element from DRAM in
            flight, like `scalar` of vector_width, which copies as many elements with as many
            threads. scalar takes almost as long as in_cache. So the cause is that too few bytes are
-           in flight, and not the L2. column takes slightly longer than predicted and longer than
-           tiled, at the same number of resident threads. On an H100, planes takes a sixth longer
-           than predicted from its bytes. On an H100, planes gains less than column and tiled gain
-           on an H200. The three sides have not been measured on the same GPU yet. Such a
+           in flight, and not the L2. column takes slightly longer than predicted. It also takes
+           longer than tiled, although as many threads are resident. On an H100, planes takes a
+           sixth longer than predicted from its bytes. On an H100, planes gains less than column and
+           tiled gain on an H200. The three sides have not been measured on the same GPU yet. Such a
            measurement would show which change gains more: column and planes issue loads between
            their sums, and planes and tiled read shared memory. But planes also waits for loads at
            each of its 8 barriers.

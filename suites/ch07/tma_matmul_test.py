@@ -10,7 +10,7 @@ Optimized  descriptors: changes pointers. `tl.make_tensor_descriptor` describes 
 Bound      The L2. Each tile of 128 x 128 results reads its rows of a and its columns of b from the
            L2, and these reads take longer than the tensor cores need. TMA does not change the
            number of bytes. It saves registers and instructions, which are not the limit here. The
-           cost counts the larger of the two tiles that the tuner may choose.
+           cost assumes the larger of the two tile sizes that the tuner may choose.
 Seen       pointers and descriptors take as long as predicted. So the L2 may be the limit. But the
            times do not prove it: we read no hardware counters, and the tensor cores may idle for
            another reason. The rate `fp16` was measured with `torch.matmul`, so library reaches it

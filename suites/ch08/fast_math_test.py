@@ -22,13 +22,13 @@ Bound      For accurate, issue: about 30 instructions per pair, most of them to 
            root_and_flag.
            Error: CUDA's guide promises 2 units in the last place for rsqrtf and for the approximate
            division. Adding thousands of terms causes a larger error. So all sides must meet the
-           same derived bound, and a variant's error may be at most 1.5 times that of accurate.
+           same derived bound, and a variant's error may be at most 1.5 times the error of accurate.
            `-vv` prints each side's error.
 Use when   A kernel computes roots or divisions for every few bytes that it loads. Write rsqrtf
            yourself: it is fast and needs no flag. Use the flag or single intrinsics only if the
-           result tolerates their error. A small difference of large terms does not tolerate it.
-           Neither do arguments outside the range in which an intrinsic such as `__sinf` is
-           accurate. In a kernel that waits for DRAM, fast math gains nothing.
+           result tolerates their error. Do not use them if the result is a small difference of
+           large terms, or if arguments are outside the range in which an intrinsic such as `__sinf`
+           is accurate. In a kernel that waits for DRAM, fast math gains nothing.
 """
 
 import torch

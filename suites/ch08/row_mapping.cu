@@ -1,7 +1,7 @@
 // out[row] = the Euclidean norm of a row of n floats.
 //
 // thread_per_row: one thread reads a row.
-// warp_per_row: the 32 lanes of a warp read a row together and add up their sums by shuffles.
+// warp_per_row: the 32 lanes of a warp read a row together and add up their sums with shuffles.
 // block_per_row: the 256 threads of a block read a row together.
 
 constexpr unsigned BLOCK = 256, WARPS = BLOCK / 32;
