@@ -89,6 +89,11 @@ def test_a_fault_fails_its_case_with_side_size_cause_and_line(run, name):
     assert "pytest_aisp/" not in run[name].failure
 
 
+def test_the_marker_sets_the_time_limit_of_a_case(run):
+    """The marker gives one second, which the option doubles."""
+    assert "no answer within 2 s during: check doubled" in run["hangs"].failure
+
+
 def test_a_fault_of_the_baseline_names_the_baseline(run):
     line = f"{DIED} with exit code 5 during: check added"
     assert line in run["baseline"].failure.splitlines()
