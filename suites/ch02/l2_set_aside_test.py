@@ -15,8 +15,8 @@ Optimized  set_aside: changes normal. The process sets aside the largest part of
 Bound      DRAM. If the table stays in the L2, only x, the index and the results are transferred. In
            normal, a row stays in the L2 until newer rows have filled the L2. A row of the table
            that is read again later than that comes from DRAM. With a larger table, more reads come
-           from DRAM. The costs treat the L2 as one cache. In fact it has two halves. If SMs next to
-           both halves read a line, the line may be in both halves, and then less of the table fits.
+           from DRAM. The costs treat the L2 as one cache. In fact it has two halves. If SMs on both
+           sides read a line, both halves may keep the line, and then less of the table fits.
 Seen       On an H100, normal takes almost 1.5 times its predicted time, and set_aside takes 1.5
            times its predicted time or more. The speedup of set_aside is the same with both tables,
            but the costs predict a larger speedup with the larger table. Lines that are in both

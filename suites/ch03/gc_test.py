@@ -12,8 +12,8 @@ Optimized  frozen: collected with `gc.freeze()` before the loop. Collections the
            all. (In frozen, collections still visit the objects that the loop creates.)
 Bound      The host: the Python loop. The cost of a collection grows with the number of objects that
            it visits. A full collection starts when the number of new objects reaches a quarter of
-           the number of old ones. So with more old objects, full collections are less frequent but
-           longer.
+           the number of old objects. So with more old objects, full collections are less frequent
+           but longer.
 Use when   A loop creates many Python objects in a process that already has millions, or all ranks
            of a job wait while a collection delays one rank. Call `gc.freeze()` once, after
            everything is loaded. With collections disabled, reference cycles are never freed, so

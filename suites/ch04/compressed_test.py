@@ -13,10 +13,10 @@ Bound      NVLink. In each of its two phases, int8 sends 33 bytes per 32 element
            and of the sum. int8 keeps 7 bits of the largest element in each block. NVLink multicast
            was off (README). With four GPUs or more, multicast could shorten fp32 and bf16, but not
            int8, because the switch cannot add blocks with scales.
-Seen       On two GPUs, fp32 takes slightly longer than predicted, and bf16 and int8 exceed their
-           predictions by more. The predictions use the rate of an all-reduce of the size of fp32's.
-           bf16 has a smaller message, and int8 uses all-to-all and all-gather, so both reach only a
-           lower rate. With the rates of the README's plot at these sizes, the predictions are
+Seen       On two GPUs, fp32 takes slightly longer than predicted, and the gap is larger for bf16
+           and int8. The predictions use the rate of an all-reduce of the size of fp32's. bf16 has a
+           smaller message, and int8 uses all-to-all and all-gather, so both reach only a lower
+           rate. With the rates that the README's plot shows for these sizes, the predictions are
            within 20 % of the measured times. On four GPUs, both variants gain more, because each
            rank sends more bytes, and casts and scales take a smaller part of the time. No link
            rates are stored for four GPUs. At the rates of two GPUs, all three predictions are

@@ -19,8 +19,8 @@ Bound      Tensor cores. pipelined hides every message except the last behind th
            NVLink multicast was off (README). A message to one GPU does not use it.
 Seen       All sides take as long as predicted. sent gains mostly because staged waits for each
            copy, not because NVLink is faster. Copying a layer's cache to the host takes about as
-           long as computing a layer. If staged copied on a separate stream during the next layer,
-           the costs predict that it would take only about a fifth longer than sent. We did not
+           long as computing a layer. According to the costs, staged would take only about a fifth
+           longer than sent if it copied on a separate stream during the next layer. We did not
            measure this.
 Use when   Prefill and decode run on different GPUs. Overlap each layer's message with the next
            layer, whatever path the message takes. If the GPUs have peer access, send the messages

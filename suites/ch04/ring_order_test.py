@@ -19,13 +19,13 @@ Bound      NVLink. If a slow link connects two islands of two GPUs, the ring of 
            elements.
 Seen       On four H200s, a switch gives every ring as many links. So crossing uses the same ring as
            numbered, and takes the same time. linked uses the ring 0, 2, 1, 3, and is faster by a
-           third, which the links cannot explain. In numbered, a rank sends to the next number and
-           receives from the previous number. In linked, a rank sends and receives over different
-           distances. NCCL may use more channels in this case, but we did not measure this. At the
-           peer rate of two GPUs, the predicted time is half of the time of numbered and two thirds
-           of the time of linked. Each step sends only 16 MiB, and NCCL's sends reach the peer rate
-           only with larger messages (peer_copy_test.py). library is nearly twice as fast as
-           numbered. It takes a tenth longer than predicted with NCCL's rate on two GPUs.
+           third, which the links cannot explain. In numbered, rank r sends to rank r + 1 and
+           receives from rank r - 1. In linked, the rank numbers of a rank's two neighbors are not
+           equally far from its own. NCCL may use more channels in this case, but we did not measure
+           this. At the peer rate of two GPUs, the predicted time is half of the time of numbered
+           and two thirds of the time of linked. Each step sends only 16 MiB, and NCCL's sends reach
+           the peer rate only with larger messages (peer_copy_test.py). library is nearly twice as
+           fast as numbered. It takes a tenth longer than predicted with NCCL's rate on two GPUs.
 Use when   You write your own ring, and no switch joins all GPUs of the machine (see `aisp links
            topology`). In all other cases, let NCCL choose: library is the fastest side.
 """

@@ -23,7 +23,7 @@ Bound      Up to 1 MiB, latency: launches, handshakes, and one crossing of NVLin
            two_shot and windowed send less, so the other four sides pay off only for smaller
            messages than here. At 16 MiB, NVLink is the limit. The messages stay in the L2, as right
            after a layer has computed them. NVLink multicast was off (README), so torch's
-           `multimem_all_reduce_` is not a side here, and ring and windowed have fewer kernels to
+           `multimem_all_reduce_` is not compared here, and ring and windowed have fewer kernels to
            choose from.
 Seen       On two GPUs up to 64 KiB, all sides except pushed take only a third to two thirds of the
            predicted time. two_shot at 1 MiB does too. The prediction uses the time of NCCL's

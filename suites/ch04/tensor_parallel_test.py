@@ -4,8 +4,8 @@ Problem    y = x W^T, with the inner dimension of x and W split over the ranks, 
            linear layer of a tensor-parallel MLP. Every rank gets the sum of all ranks' products, in
            bf16. Llama 3 70B on eight ranks has an inner dimension of 3584.
 Baseline   whole: one product, then one all-reduce of the product.
-Optimized  halves: whole, but in two halves of the rows. The all-reduce of the first half runs while
-           the GPU computes the second half.
+Optimized  halves: whole, but with the rows split into two halves. The all-reduce of the first half
+           runs while the GPU computes the second half.
            quarters: halves with four parts.
            eighths: halves with eight parts.
            copied: eighths, but the products are written into symmetric memory and moved by copy

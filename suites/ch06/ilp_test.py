@@ -24,9 +24,9 @@ Bound      test_ilp: DRAM. The 2048 threads of an SM have 8 KiB in flight with o
 Seen       in_turn has one load in flight per thread, like single, but it starts a quarter of the
            blocks, so it is faster than single. It takes about as long as scale_stride of
            `grid_stride_test.py`, which has as many bytes in flight and hardly any block starts. So
-           in_turn is still limited by too few bytes in flight. single has two causes, too few bytes
-           in flight and too many block starts, and we did not measure how much time each of them
-           costs.
+           in_turn is still limited by too few bytes in flight. single is slow for two reasons, too
+           few bytes in flight and too many block starts. We did not measure how much time each of
+           them costs.
 Use when   A kernel waits for memory with all warps resident, or few warps fit on an SM. Load all
            elements of a thread into registers before you use the first. This gains nothing where
            enough warps hide the latency, as in test_long_chain.

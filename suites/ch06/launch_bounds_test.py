@@ -18,9 +18,9 @@ Bound      DRAM: two matrices read and one written per thread. bounded needs 38 
            The matrices of neighboring threads are 64 bytes apart, so in all three kernels, an
            access uses half of each sector, and the next access finds the other half in the L1.
 Seen       All kernels take longer than their bytes predict. `straight` of `bank_conflicts_test.py`
-           also uses half of each sector, and it exceeds its bytes by about the same factor. We did
-           not measure which unit limits these kernels. On an H200, eight_blocks is slower than
-           unbounded. We did not measure whether the later loads or the spill make it slower.
+           also uses half of each sector, and takes longer than predicted by about the same factor.
+           We did not measure which unit limits these kernels. On an H200, eight_blocks is slower
+           than unbounded. We did not measure whether the later loads or the spill make it slower.
            library takes many times as long as any of the three kernels. A 4 x 4 product is far too
            small for a tile of a matrix kernel, but we did not examine the kernel that `bmm` picks.
 Use when   Declare the block size if a kernel cannot start because a block needs too many registers,

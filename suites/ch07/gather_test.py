@@ -12,10 +12,10 @@ Optimized  sorted_once: the same kernel on the same draws, sorted. A sum does no
            each value was drawn. With counts of one byte, one pass over the table gives all four
            sums from a quarter of the bytes, but then there is no gather to measure. There is no
            library variant, because `values[index].sum(1)` first writes all 4 n gathered values.
-Bound      DRAM: sorted draws read the table once from begin to end per resample, so each resample
-           reads 4 n bytes of indices and 4 n bytes of values. An unsorted draw reads a sector of 32
-           bytes and uses 4 of them. The table has 268 MB and the L2 has 50 MB, so four of five
-           draws miss the L2.
+Bound      DRAM: sorted draws read the table once from beginning to end per resample, so each
+           resample reads 4 n bytes of indices and 4 n bytes of values. An unsorted draw reads a
+           sector of 32 bytes and uses 4 of them. The table has 268 MB and the L2 has 50 MB, so four
+           of five draws miss the L2.
 Seen       unsorted takes several times as long as its sectors would take at the read rate. The read
            rate was measured with sequential reads. DRAM may be slower with scattered sectors, but
            we did not measure their rate. The L2 may also fetch more than the sector that is missing

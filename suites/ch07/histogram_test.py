@@ -5,8 +5,8 @@ Problem    Count n int32 values from 0 to 255 in 256 bins. At skew=0 all bins ar
 Baseline   global_atomics: each value increments its counter in global memory, by an atomic in the
            L2. test_privatization compares global_atomics with privatized at n = 2^24.
            privatized: a block counts in 1 KiB of shared memory, and adds its 256 counts to the
-           result at the end. Engineers start from this version, so test_histogram compares the
-           other variants with privatized, at n = 2^28.
+           result at the end. Engineers would start from this version, so test_histogram compares
+           the other variants with privatized, at n = 2^28.
            Every kernel starts as many blocks as fit on the GPU at once. They loop over the values,
            and each thread has four coalesced loads in flight.
 Optimized  per_warp: privatized, but each of a block's 8 warps has its own 1 KiB of counters, so no
@@ -16,13 +16,14 @@ Optimized  per_warp: privatized, but each of a block's 8 warps has its own 1 KiB
            library: `torch.histc`, which does more work per value. To find the bin, `torch.histc`
            checks the range, and multiplies and divides 64-bit integers. The other sides use the
            value as the index of the bin. torch does not expose CUB's histogram.
-           benchmarks/cub_test.py compares privatized with CUB's HistogramEven, which also checks
-           the range of each 32-bit value, multiplies and divides.
+           benchmarks/cub_test.py compares privatized with CUB's HistogramEven. For each 32-bit
+           value, HistogramEven also checks the range, multiplies and divides.
            `torch.bincount` makes the host wait for a minimum and a maximum, so it serves as the
            reference, not as a variant.
 Bound      DRAM: the values are read once. Shared memory is fast enough: the busiest of the 32 banks
            gets 3.5 of a warp's 32 random increments on average. The compiler turns an increment by
-           one into ATOMS.POPC.INC, which counts equal lanes at once, so skew does not slow it down.
+           one into ATOMS.POPC.INC, which counts lanes with equal values at once, so skew does not
+           slow the kernel down.
 Seen       global_atomics: the rate `atomics` was measured with 2^18 different counters. At skew=50,
            the measured time is 1 ns per update of the frequent counter, as if the L2 did not merge
            the updates of equal lanes. At skew=0, the 256 counters together get only four times as
@@ -40,8 +41,8 @@ Seen       global_atomics: the rate `atomics` was measured with 2^18 different c
            is 30 at skew=0 and 17 at skew=50. Each different value takes two cycles of an SM. The
            likely reason is that the MATCH instruction handles one value after another. We did not
            confirm this with a profiler.
-           library: the loop of `torch.histc` loads one value at a time, and computes its index and
-           its bin with 64-bit integers. We did not measure which of these takes the time.
+           library: the loop of `torch.histc` loads one value at a time, and computes the value's
+           index and bin with 64-bit integers. We did not measure which of these takes the time.
 Use when   Many values fall into few bins: count in shared memory. Do not aggregate by hand when the
            increment is one, because the hardware already does. If shared memory cannot hold all
            bins, sort first or count in several passes.

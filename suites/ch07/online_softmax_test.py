@@ -10,9 +10,9 @@ Optimized  online: one pass computes the maximum and the sum. When the maximum g
            element instead of 12, and computes three exponentials instead of two. Both sides compute
            an element's exponential for the sum, and again for the result.
            kept: changes online. A cluster of blocks keeps the row in registers and shared memory,
-           so the row is read once, and each element needs one exponential. The kernel is
-           `clustered` of suites/ch09/softmax in CUDA C++, because Triton cannot exchange data
-           within a cluster.
+           so the row is read once, and each element needs one exponential. kept runs the CUDA C++
+           kernel `clustered` of suites/ch09/softmax, because Triton cannot exchange data within a
+           cluster.
            library: `torch.softmax`, which also reads each row three times.
 Bound      DRAM: each pass over a row reads it again. The exponentials take less time than that.
 Use when   A row fits neither in the registers of a block nor in the shared memory of a cluster. If

@@ -16,16 +16,16 @@ Optimized  column: changes in_cache. A thread computes 8 cells along z. The thre
            computes 27 products per cell.
 Bound      DRAM: 4 bytes are read and 4 written per cell. If whole sectors are counted, in_cache
            reads 15 bytes per cell from the L2, and the other three sides read 8.
-Seen       in_cache takes longer than predicted. Each of its threads has one element from DRAM in
-           flight, like `scalar` of vector_width, which copies as many elements with as many
-           threads. scalar takes almost as long as in_cache. So the cause is that too few bytes are
-           in flight, and not the L2. column takes slightly longer than predicted. It also takes
-           longer than tiled, although as many threads are resident. On an H100, planes takes a
-           sixth longer than predicted from its bytes. On an H100, planes gains less than column and
-           tiled gain on an H200. The three sides have not been measured on the same GPU yet. Such a
-           measurement would show which change gains more: column and planes issue loads between
-           their sums, and planes and tiled read shared memory. But planes also waits for loads at
-           each of its 8 barriers.
+Seen       in_cache takes longer than predicted. A thread of in_cache has only one element from DRAM
+           in flight. So does a thread of `scalar` in vector_width, which copies the same number of
+           elements with the same number of threads. scalar takes almost as long as in_cache. So the
+           cause is that too few bytes are in flight, and not the L2. column takes slightly longer
+           than predicted. It also takes longer than tiled, although as many threads are resident.
+           On an H100, planes takes a sixth longer than predicted from its bytes. On an H100, planes
+           gains less than column and tiled gain on an H200. The three sides have not been measured
+           on the same GPU yet. Such a measurement would show which change gains more: column and
+           planes issue loads between their sums, and planes and tiled read shared memory. But
+           planes also waits for loads at each of its 8 barriers.
 Use when   Compute several cells per thread before trying shared memory. Use shared memory if a
            wider stencil reads each cell so often that the L1 becomes the limit.
 """

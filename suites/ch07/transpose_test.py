@@ -1,8 +1,9 @@
 """Transpose: transpose a tile in shared memory, and spread each of its columns over all banks.
 
 Problem    Write the transpose of a (rows, columns) fp32 matrix.
-Baseline   naive: a warp reads along a row and writes down a column, so each of its stores touches
-           32 sectors, 4 bytes each. A block handles a tile of 64 x 64, and a thread 16 elements.
+Baseline   naive: a warp reads along a row and writes down a column, so each store of the warp
+           writes 4 bytes to each of 32 sectors. A block handles a tile of 64 x 64, and a thread 16
+           elements.
 Optimized  tiled: changes naive. The tile is transposed in shared memory, so a warp also writes
            along a row. A warp reads a column of the tile from shared memory, and the 32 floats of
            the column are in one bank.

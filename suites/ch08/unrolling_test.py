@@ -24,8 +24,8 @@ Bound      Issue. A step needs one multiply-add. compiled also needs a quarter o
            four_points would gain.
 Seen       rolled takes as long as predicted, and the other sides take longer. A load of 16 bytes
            does not take four cycles, because the loads of compiled alone would then take longer
-           than its measured time. four_points has few loads and also takes longer than predicted,
-           so the loads are not the only reason. The costs leave out that each block first loads the
+           than the kernel does. four_points has few loads and also takes longer than predicted, so
+           the loads are not the only reason. The costs leave out that each block first loads the
            coefficients and waits at a barrier. We did not measure how long that takes.
 Use when   Look at the machine code before you write a pragma: often the compiler has already
            unrolled the loop. Write a pragma if a loop stays rolled because it contains a branch or
