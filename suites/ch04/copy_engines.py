@@ -14,8 +14,8 @@ class CopiedSums:
 
     Every rank sums a share of each tensor. The rank pulls this share from all other ranks, adds,
     and pushes the sum back to them. The first barrier waits until all ranks have written their
-    tensors. The last barrier waits until all ranks have received every share. The tensors use
-    several streams in turn. These streams have high priority, so a barrier or an addition can start
+    tensors. The last barrier waits until all ranks have received every share. Successive tensors
+    use different streams. These streams have high priority, so a barrier or an addition can start
     as soon as one block of a running product ends, not only when all its blocks have ended.
 
     Attributes:

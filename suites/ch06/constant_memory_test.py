@@ -18,7 +18,7 @@ Optimized  series_in_constant: changes series_in_global. The coefficients are in
            decode_computed: changes decode_in_global. There is no table: shifts and a few additions
            compute each value. There is no library variant, because PyTorch has no call for either
            problem.
-Bound      test_constant_memory: issue. Each coefficient costs one multiply-add, and in
+Bound      test_constant_memory: instruction issue. Each coefficient costs one multiply-add, and in
            series_in_constant also part of a uniform load. The L1 limits series_in_global: each
            coefficient needs one load, and an SM starts one load in the time of four multiply-adds.
            test_table: DRAM. The constant cache limits decode_in_constant, because the 32 codes of a

@@ -19,8 +19,8 @@ Bound      test_ilp: DRAM. The 2048 threads of an SM have 8 KiB in flight with o
            exponential and the division, it has no load in flight, so single would need even more
            bytes in flight. single also starts a block for every 256 elements, and these starts
            alone take longer than the transfers from and to DRAM.
-           test_long_chain: issue. With 16 warps per scheduler, another warp always has a step
-           ready, so the four chains of growth_four gain nothing.
+           test_long_chain: instruction issue. With 16 warps per scheduler, another warp always has
+           a step ready, so the four chains of growth_four gain nothing.
 Seen       in_turn has one load in flight per thread, like single, but it starts a quarter of the
            blocks, so it is faster than single. It takes about as long as scale_stride of
            `grid_stride_test.py`, which has as many bytes in flight and hardly any block starts. So
@@ -101,8 +101,8 @@ def growth_four(x):
 
 
 def squashed(n, each=0):
-    """Return the cost with `each` elements per thread, or 0 for the library, where it is
-    unknown."""
+    """Return the cost with `each` elements per thread. 0 stands for the library's unknown
+    number."""
     blocks = -(-n // (each * BLOCK)) if each else 0
     return Cost(read=4 * n, write=4 * n, sfu=2 * n, ops={"fp32": 4 * n}, blocks=blocks, launches=1)
 

@@ -14,12 +14,12 @@ Optimized  shuffle: changes shared_tree. Each warp adds up its 32 sums with five
            instructions per element.
            library: `torch.sum`.
 Bound      For warp_per_row, DRAM: every element is read once. For the other kernels on rows of 256
-           elements, issue: a thread loads one element, but issues dozens of instructions to find it
-           and to add up the block. These instructions alone take longer than the transfers from
-           DRAM. Starting one block per row also takes longer than the transfers, and longer than
-           the instructions of redux. After its loads, a block also spends time without any load in
-           flight. In rows of 1024, a thread adds up four elements with few additional instructions,
-           so these limits matter less.
+           elements, instruction issue: a thread loads one element, but issues dozens of
+           instructions to find it and to add up the block. These instructions alone take longer
+           than the transfers from DRAM. Starting one block per row also takes longer than the
+           transfers, and longer than the instructions of redux. After its loads, a block also
+           spends time without any load in flight. In rows of 1024, a thread adds up four elements
+           with few additional instructions, so these limits matter less.
 Seen       At n = 256, the three kernels with a block per row take longer than predicted from their
            instructions and their block starts. At n = 1024, shared_tree does too. A block occupies
            its SM during its start, then during its wait for DRAM, then during its additions, and an

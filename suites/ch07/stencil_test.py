@@ -5,8 +5,8 @@ Problem    One step of a 7-point stencil on nz x ny x nx fp32 cells: a cell beco
 Baseline   in_cache: one thread per cell, with seven loads. Blocks are 32 x 8 cells. The L1 serves
            the neighbors along x and y, and the L2 serves the neighbors along z.
 Optimized  column: changes in_cache. A thread computes 8 cells along z. The thread loads all 10
-           cells of its column into registers before it uses any of them. The other four neighbors
-           of each cell come through the L1.
+           cells of its column into registers before it uses any of them. The kernel reads the other
+           four neighbors of each cell through the L1.
            planes: changes column. The neighbors along x and y come from shared memory. A block
            fills the shared memory plane by plane. For each plane, it loads the edges and waits at a
            barrier. So a thread does about 13 loads from global memory instead of 42.

@@ -14,8 +14,8 @@ Optimized  partitioned: changes branching. A block of 256 threads counts its ele
            one_path: changes branching. One loop serves both rules: in each step it selects the
            factor of the element's rule. This works because the rules differ only in this factor.
            The selection adds an instruction, so a step has four.
-Bound      Issue. A warp with both kinds needs 2 + 3 instructions per step. A warp with a single
-           kind needs 2 or 3. So branching takes twice as long with order=random as with
+Bound      Instruction issue. A warp with both kinds needs 2 + 3 instructions per step. A warp with
+           a single kind needs 2 or 3. So branching takes twice as long with order=random as with
            order=sorted. partitioned takes little longer with order=random than with order=sorted.
            In both orders, both_paths takes as long as branching with order=random. one_path takes
            less time than branching with order=random, but more than branching with order=sorted.

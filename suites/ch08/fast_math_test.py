@@ -12,14 +12,14 @@ Optimized  flag: changes accurate. The same kernel, compiled with `--use_fast_ma
            root_and_flag: changes reciprocal_root. The same kernel, compiled with the flag. With the
            flag, rsqrtf is one instruction, without a test for subnormal numbers. There is no
            library variant, because PyTorch would write all m * n distances.
-Bound      For accurate, issue: about 30 instructions per pair, most of them to round the root and
-           the quotient correctly. For flag, the special function unit: each pair needs a root and a
-           reciprocal. An SM computes 16 special functions per cycle, an eighth of its rate of
-           multiply-adds. The flag does not merge the root and the reciprocal into one function. For
-           reciprocal_root and root_and_flag, issue: 13 and 10 instructions per pair. One of these
-           instructions loads a body from shared memory, 16 bytes that all lanes share. If such a
-           load takes four cycles instead of one, shared memory limits reciprocal_root and
-           root_and_flag.
+Bound      For accurate, instruction issue: about 30 instructions per pair, most of them to round
+           the root and the quotient correctly. For flag, the special function unit: each pair needs
+           a root and a reciprocal. An SM computes 16 special functions per cycle, an eighth of its
+           rate of multiply-adds. The flag does not merge the root and the reciprocal into one
+           function. For reciprocal_root and root_and_flag, instruction issue: 13 and 10
+           instructions per pair. One of these instructions loads a body from shared memory, 16
+           bytes that all lanes share. If such a load takes four cycles instead of one, shared
+           memory limits reciprocal_root and root_and_flag.
            Error: CUDA's guide promises 2 units in the last place for rsqrtf and for the approximate
            division. Adding thousands of terms causes a larger error. So all sides must meet the
            same derived bound, and a variant's error may be at most 1.5 times the error of accurate.

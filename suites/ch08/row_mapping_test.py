@@ -18,9 +18,9 @@ Bound      DRAM: every element is read once. All kernels have four loads per thr
            warp, while a load of the other sides needs only one line. The L1 looks up one line per
            cycle, so these lookups are the limit. With long rows, there are also too few threads:
            with fewer than 33792 rows, some SMs have no block.
-           warp_per_row: with rows of 32 elements, the limits are the starts of blocks and issue. A
-           block reads only 1 KiB, and a warp issues dozens of instructions to find its elements and
-           to add up the sums of its lanes.
+           warp_per_row: with rows of 32 elements, the limits are the starts of blocks and
+           instruction issue. A block reads only 1 KiB, and a warp issues dozens of instructions to
+           find its elements and to add up the sums of its lanes.
            block_per_row: with rows of up to a few hundred elements, the limits are the same,
            because there are eight times as many blocks and instructions per row as in warp_per_row.
            With fewer than 1024 elements per row, a thread also has fewer than four loads.

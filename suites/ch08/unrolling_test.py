@@ -14,14 +14,14 @@ Optimized  rolled: changes compiled. `#pragma unroll 1`. This is not an optimiza
            four_points: changes compiled. Four points per thread, so a loaded coefficient is used
            four times, and a thread has four independent chains. There is no library variant,
            because PyTorch has no such function.
-Bound      Issue. A step needs one multiply-add. compiled also needs a quarter of a load and a share
-           of the loop's instructions, so it issues about 1.6 instructions per step. rolled issues 6
-           instructions per step: a multiply-add, a load, two counters, a comparison and a branch.
-           In four_points, four points share the loads and the loop. 64 warps per SM hide the
-           latency of the chains. All lanes load the same 16 bytes at the same time. The costs
-           assume that shared memory needs one cycle for such a load. If it needed four cycles, one
-           per register of a lane, then the loads would limit compiled, by_16 and known, and only
-           four_points would gain.
+Bound      Instruction issue. A step needs one multiply-add. compiled also needs a quarter of a load
+           and a share of the loop's instructions, so it issues about 1.6 instructions per step.
+           rolled issues 6 instructions per step: a multiply-add, a load, two counters, a comparison
+           and a branch. In four_points, four points share the loads and the loop. 64 warps per SM
+           hide the latency of the chains. All lanes load the same 16 bytes at the same time. The
+           costs assume that shared memory needs one cycle for such a load. If it needed four
+           cycles, one per register of a lane, then the loads would limit compiled, by_16 and known,
+           and only four_points would gain.
 Seen       rolled takes as long as predicted, and the other sides take longer. A load of 16 bytes
            does not take four cycles, because the loads of compiled alone would then take longer
            than the kernel does. four_points has few loads and also takes longer than predicted, so
