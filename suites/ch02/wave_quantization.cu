@@ -58,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(256)
   const unsigned begin = min(codes, blockIdx.y * part), end = min(codes, begin + part);
   float best[EACH];
   nearest(vectors + first(), codebook, begin, end, best);
-  // Nonnegative floats sort in the same order as their bits do as integers.
+  // Nonnegative floats have the same order as their bits, read as integers.
 #pragma unroll
   for (unsigned k = 0; k < EACH; ++k) {
     atomicMin(out + first() + k * blockDim.x, __float_as_int(best[k]));

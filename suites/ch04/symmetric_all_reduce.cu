@@ -5,8 +5,8 @@
 // A call replaces -0.0 in x by 0.0 and pushes x into its slot on every other rank. It waits until
 // none of the floats that it needs is -0.0, and sums them in the order of the ranks. Each call uses
 // the next generation. It also sets the slots of the previous call's generation to -0.0 again, and
-// the call after the next reuses these slots. Before that call, each rank has received data from
-// every other rank that was sent after the slots were freed.
+// the call after the next reuses these slots. Before they are reused, each rank has received data
+// from every other rank, which was sent after the slots were freed.
 // Each block has its own part of x and of all slots, and counts its own calls (turns). So no block
 // waits for another block of the same GPU.
 

@@ -2,7 +2,8 @@
 //
 // unbounded: the compiler does not know the size of a block.
 // bounded: __launch_bounds__(256), so the compiler may use up to 255 registers per thread.
-// eight_blocks: __launch_bounds__(256, 8), so the compiler may use 32, and 8 blocks fit on an SM.
+// eight_blocks: __launch_bounds__(256, 8), so the compiler may use 32 registers, and 8 blocks fit
+// on an SM.
 
 constexpr unsigned BLOCK = 256, ROWS = 4;
 

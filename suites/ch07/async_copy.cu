@@ -3,7 +3,7 @@
 //
 // synchronous: tiles of 64 rows and 32 steps, loaded into registers and stored to shared memory.
 // one_stage: the same tiles, loaded with `cp.async`, which copies to shared memory without
-// registers.
+//     registers.
 // two_stages: the next tile is fetched while a block computes the current one.
 // four_stages: the next three tiles are fetched while a block computes the current one.
 //

@@ -1,7 +1,7 @@
 // C = A @ B in fp32 on CUDA cores. All matrices are row-major: (m, n) = (m, k) @ (k, n).
 //
 // naive: one element of C per thread. Neighboring threads have neighboring columns.
-// tiled: naive, but from 32 x 32 tiles of A and B in shared memory.
+// tiled: naive, but with operands from 32 x 32 tiles of A and B in shared memory.
 // register_tiled: tiled, but 8 x 16 elements per thread and 128 x 128 per block. A tile has 8
 //     elements along k.
 // vectorized: register_tiled, but with 16 bytes per access. A is transposed in shared memory.

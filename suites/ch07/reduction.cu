@@ -4,9 +4,9 @@
 //     its row with an atomic.
 // shuffle: shared_tree, but warps reduce with shuffles.
 // persistent: as many blocks as fit on the GPU loop over the rows. A thread has four loads in
-// flight.
+//     flight.
 // vectorized: persistent, but with 16-byte loads.
-// partials: vectorized, but each block stores its sum instead of adding it to the row's.
+// partials: vectorized, but each block stores its sum instead of adding it to the row's sum.
 // finish: one block per row adds up what `partials` stored, always in the same order.
 
 constexpr unsigned BLOCK = 256, EACH = 4, WARPS = BLOCK / 32;

@@ -1,9 +1,9 @@
 // One step of a 7-point stencil on nz x ny x nx floats, fewer than 2^31. Cells outside are 0.
 //
 // in_cache: one thread per cell, seven loads from global memory. The L1 serves the cells that
-// threads share.
+//     threads share.
 // column: a thread computes 8 cells along z, and keeps them and the cells at both ends in
-// registers.
+//     registers.
 // tiled: a block loads 32 x 8 x 8 cells and their faces into shared memory, then computes them.
 
 constexpr int X = 32, Y = 8, Z = 8, WIDE = X + 2, PLANE = WIDE * (Y + 2);
