@@ -147,8 +147,7 @@ class Rounding(TorchDispatchMode):
         self._number = -1
         precision = model.precision
         self._low = UNIT[precision] if precision else 0.0
-        # If there are matrix products, only their operands have 8 bits. If there are none, any
-        # stored value may have 8 bits.
+        # If there are matrix products, only their operands have 8 bits. Else any value may.
         only_operands = precision in EIGHT_BITS and structure.products
         self._stored = 0.0 if precision in OPERANDS_ONLY or only_operands else self._low
         stored = min(structure.unit or UNIT["float32"], model.coarsest)

@@ -309,10 +309,7 @@ class Scheduler:
         return True
 
     def _may(self, node_id: str, work: Work) -> bool:
-        """Return whether a node may run `work`.
-
-        A node that `work` avoids may run it only if the product has no other usable node.
-        """
+        """Return whether a node may run `work`: a node to avoid may, if no other can."""
         if node_id not in self._avoid.get(work.key, ()):
             return True
         return all(node.id == node_id for node in self.usable(work.product))

@@ -286,10 +286,7 @@ def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
 
 
 def _match(own: Shapes, given: Shapes) -> dict[str, str] | None:
-    """Map each name in `own` to one in `given`, by name or else by position.
-
-    Return None if the shapes match neither by name nor by position.
-    """
+    """Map names in `own` to names in `given`, by name or by position, or return None."""
     if all(given.get(name) == shape for name, shape in own.items()):
         return dict(zip(own, own, strict=True))
     if list(own.values()) == list(given.values()):

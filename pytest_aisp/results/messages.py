@@ -168,9 +168,8 @@ class CountTask(CaseTask, frozen=True, kw_only=True, tag="count"):
 class ChangedTask(CaseTask, frozen=True, kw_only=True, tag="changed"):
     """Find the sides whose sources differ from those in `past`, the page at a commit.
 
-    If `arch` is given, also compare the machine code for that arch. If there is no `past`, return
-    digests of the machine code instead. If the role `sass` is given, only return the difference of
-    that side's SASS.
+    If `arch` is given, also compare the machine code for it, or return its digests if there is no
+    `past`. If the role `sass` is given, only return the difference of that side's SASS.
     """
 
     past: PageSource | None
@@ -317,8 +316,7 @@ class Reply(Struct, frozen=True, kw_only=True, tag="reply"):
     Attributes:
         error, message: the kind of error, or None, and its text. The last line is the remedy.
         at, trace: the size, if it is not the task's own, and the page's lines of the traceback.
-        result: an object of `task_results`. After a pipe, it has JSON types, and `read` converts
-            it.
+        result: an object of `task_results`. After a pipe, it has JSON types (see `read`).
         exhausted: True if the process uses more GPU memory than its share and must be replaced.
         code: the exception's `code` attribute, a short word for the reason, for `aisp judge`.
     """

@@ -259,9 +259,8 @@ class CudaPairTimer:
         """Profile both sides. Refuse a side whose kernels run longer than its `seconds` per call.
 
         This runs the sides again. On the graph clock, a side is refused only if a profiled replay
-        takes too long as well. On the host's clock, no side is refused, because windows wait for
-        all work. With several ranks, no side is refused either, because kernels may wait for other
-        ranks' profilers.
+        takes too long as well. No side is refused on the host's clock, because its windows wait for
+        all work, or with several ranks, because kernels may wait for other ranks' profilers.
         """
         profiles = {}
         for side, window, expected in zip(self.sides, self.windows, seconds, strict=True):
@@ -275,8 +274,7 @@ class CudaPairTimer:
         return profiles
 
     def _runs_longer(self, window: CudaWindow, called: KernelProfile, expected: float) -> bool:
-        """Return whether kernels run longer than `expected` seconds, both in calls and in a graph
-        replay.
+        """Return whether kernels run longer than `expected` seconds, in calls and in a replay.
 
         Kernels of several streams, or with programmatic dependent launch, overlap in a graph. When
         Python launches them, they often do not. The replay must run the same kernels.

@@ -1,13 +1,10 @@
 """Record when each rank arrives at its collectives and when they end, with torch's profiler.
 
-The profiler sees every collective, including those that DDP and FSDP start. With Gloo, the
-profiler's range of a collective lasts from the call to the end of the transfer. With NCCL, the
-kernel is used: it starts when the rank's stream reaches the collective, and it ends when the data
-have arrived.
-
-The profiler puts the times of kernels on the host's clock, with an error that differs between
-ranks. To correct this error, each call is preceded by an all-reduce, which ends on all GPUs at
-almost the same time.
+The profiler sees every collective, including those that DDP and FSDP start. With Gloo, a collective
+lasts from the call to the end of the transfer. With NCCL, its kernel is used: it starts when the
+rank's stream reaches the collective, and it ends when the data have arrived. The profiler puts the
+times of kernels on the host's clock, with an error that differs between ranks. To correct this
+error, each call follows an all-reduce, which ends on all GPUs at almost the same time.
 """
 
 from __future__ import annotations
