@@ -86,10 +86,10 @@ class Diagnosis(Struct, frozen=True):
 def diagnosis(arrivals: SideArrivals, clock_error: float) -> Diagnosis:
     """Return the diagnosis of a side's collectives.
 
-    The times of a call are summed over the call's collectives. The diagnosis uses the median sums.
+    The times of a call's collectives are added up. The diagnosis uses the median over all calls.
 
     Args:
-        clock_error: the largest error, in seconds, between the clocks of two ranks.
+        clock_error: the largest possible error, in seconds, between the clocks of two ranks.
     """
     calls, alone = arrivals.calls, arrivals.alone
     verdict, evidence, late = _cause(calls, alone, CLOCK_FACTOR * clock_error * len(calls[0]))
@@ -152,7 +152,7 @@ def _arrivals(meeting: Meeting, own: bool) -> list[float]:
 
 
 def _late_ranks(lateness: Sequence[Sequence[float]], least: float) -> dict[int, float]:
-    """Return the late ranks, with the median seconds by which each is late.
+    """Return the late ranks, each with its median lateness in seconds.
 
     A rank is late if it arrives after the earliest rank in most calls. The rank's median lateness
     must also be at least `least`, and at least half of the largest median lateness.

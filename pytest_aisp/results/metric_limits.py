@@ -122,7 +122,7 @@ def _around(middles: Mapping[str, float], amounts: Sequence[Amounts]) -> Amounts
 
 
 def shares(busy: Amounts, seconds: Sequence[float]) -> dict[str, float]:
-    """Return, by side, the share of a call's time in which the GPU computes; at most 1.
+    """Return, by side, the share of a call's time during which the GPU computes; at most 1.
 
     Args:
         busy: by side, the GPU's busy seconds in a call under the profiler. These seconds can exceed

@@ -121,13 +121,13 @@ class PairUnderTest:
     def assert_goodput(self, *, at_least: float) -> None:
         """Compare the variant's goodput with `at_least` and with the stored result.
 
-        Goodput is the share of the wall time in which the GPU computes. Copies, fills, collectives
-        and gaps do not count. Time in which several kernels run at once counts only once. Call
-        `assert_speedup` first, because it measures the wall time. The profiler measures the
+        Goodput is the share of the wall time during which the GPU computes. Copies, fills,
+        collectives and gaps do not count. If several kernels overlap, their time counts only once.
+        Call `assert_speedup` first, because it measures the wall time. The profiler measures the
         kernels' time.
 
         Args:
-            at_least: the least goodput, as a share of the variant's wall time.
+            at_least: the minimum goodput, as a share of the variant's wall time.
 
         Raises:
             ValueError: if the share is not above 0, or is above 1.

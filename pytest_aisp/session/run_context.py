@@ -127,7 +127,7 @@ class RunContext:
 
     @property
     def seed(self) -> int:
-        """The seed of the checked input values. It is secret by default."""
+        """The seed of the input values on which sides are checked. It is secret by default."""
         if self.settings.seed is not None:
             return self.settings.seed
         return 0 if self.settings.reproducible else self.secret

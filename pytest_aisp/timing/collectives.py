@@ -87,7 +87,7 @@ class Collective:
 def sweep(
     ops: Sequence[str], sizes: Sequence[int], device: str, progress: Callable[[str], object]
 ) -> dict[str, object]:
-    """Return the seconds and the clock of each collective at each size, and the library versions.
+    """Return the time (s) and clock of each collective at each size, and the library versions.
 
     A size is the number of bytes in the buffer that is reduced, gathered into, scattered from, or
     exchanged. It is rounded down so that each rank gets a whole number of elements.

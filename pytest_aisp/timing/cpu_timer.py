@@ -39,8 +39,9 @@ process that has freed a block of 32 MiB or more.
 def reset_malloc() -> None:
     """Set malloc's parameters, unless the user has set some of them for the whole process.
 
-    A side may change the parameters with `mallopt`, so that each large allocation of the other side
-    maps new pages. The current values cannot be read, so they are set before each window.
+    A side could change the parameters with `mallopt` and so force each large allocation of the
+    other side to map new pages. The current values cannot be read, so they are set before each
+    window.
     """
     if MALLOPT is not None and enabled("malloc"):
         for number, value in MALLOC_PARAMETERS.items():
@@ -188,7 +189,7 @@ class CpuPairTimer:
         return call
 
     def _unseen_seconds(self, side: BoundSide, unseen: UnseenValues) -> float:
-        """Return the seconds of a call. If calls are short, the windows take about 1 ms."""
+        """Return how many seconds a call takes. If calls are short, the windows take about 1 ms."""
         single = UnseenWindow(side, 1, 0, unseen)
         seconds = min(single() for _ in range(3))
         calls = min(len(self.pool.slots), int(SHORT_WINDOW / seconds))

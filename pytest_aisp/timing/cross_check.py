@@ -220,7 +220,7 @@ class KernelProfile:
 
 
 def kernel_notes(by_side: Mapping[str, KernelProfile]) -> list[str]:
-    """Return the row's notes about the kernels of both sides."""
+    """Return notes about the kernels that each side launches."""
     notes = []
     for name, profile in by_side.items():
         counts = ", ".join(f"{n:g} x {kernel}" for kernel, n in profile.launches.items())
@@ -281,7 +281,7 @@ def launches_per_call(pool: InputPool, side: Side) -> float:
 
 
 def compute_seconds(pool: InputPool, side: Side) -> float:
-    """Return the seconds of a warm call during which kernels compute (minimum over the ranks)."""
+    """Return how long kernels compute in a warm call, in seconds (minimum over the ranks)."""
     with _warm(pool, side) as call:
 
         def work() -> None:

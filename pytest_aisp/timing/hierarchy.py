@@ -139,11 +139,11 @@ def linked(count: int, stride: int, device: str = "cuda") -> torch.Tensor:
 
 
 def read_rate(nbytes: int) -> float:
-    """Return the bytes per second that all SMs read past the L1 from a table of `nbytes`."""
+    """Return the bytes per second that all SMs read from a table of `nbytes`, bypassing the L1."""
     probe = unit_probes.read_past_l1(nbytes)
     return probe.amount / seconds(probe.run)
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """Return the seconds of one launch."""
+    """Return how many seconds one launch takes."""
     return seconds_per_run(GraphWindow, WINDOW["graph"], run)

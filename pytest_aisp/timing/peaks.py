@@ -69,7 +69,7 @@ class Peaks:
 
 @dataclass(frozen=True)
 class Limit:
-    """The least time that the declared work can take, and the rate that determines it."""
+    """The minimum time that the declared work can take, and the rate that determines it."""
 
     name: str
     seconds: float
@@ -98,7 +98,7 @@ def limit_of(work: Work, bound: str, peaks: Peaks) -> Limit | None:
 
 
 def share(limit: Limit, seconds: float) -> float:
-    """Return the limit's time divided by `seconds`: 0.5 means twice the least time."""
+    """Return the limit's time divided by `seconds`: 0.5 means twice the minimum time."""
     return limit.seconds / seconds if seconds > 0 else math.inf
 
 

@@ -19,7 +19,7 @@ def explains(predicted: float, measured: float) -> bool:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The least time of a call, in seconds.
+    """The minimum time of a call, in seconds.
 
     Attributes:
         parts: seconds by rate, the largest first. They overlap within a phase, so their sum may be
@@ -91,7 +91,7 @@ def _together(work: float, starts: float, *, graph: bool) -> float:
 
 
 def _seconds(phase: Cost, peaks: Peaks) -> list[dict[str, float]]:
-    """Return the seconds of each resource that `phase` uses, keyed by rate. Resources overlap."""
+    """Return how many seconds `phase` uses each resource, keyed by rate. Resources overlap."""
     both = phase.h2d + phase.d2h if phase.h2d and phase.d2h else 0.0
     resources = (
         memory_rates(phase.read, phase.write),
@@ -107,7 +107,7 @@ def _seconds(phase: Cost, peaks: Peaks) -> list[dict[str, float]]:
 
 
 def _divide(amounts: Mapping[str, float], peaks: Peaks) -> dict[str, float]:
-    """Return the seconds for each of `amounts` that is not zero."""
+    """Return the seconds that each nonzero amount takes at its rate."""
     seconds = {}
     for rate, amount in amounts.items():
         if not amount:

@@ -36,7 +36,7 @@ def l2_working_sets(size: int) -> list[int]:
 
 
 def read_past_l1(nbytes: int) -> Probe:
-    """Return a probe that reads a table of `nbytes`, a power of two, past the L1. Unit: bytes."""
+    """Return a probe that reads `nbytes`, a power of two, bypassing the L1. Unit: bytes."""
     import torch
 
     from ..kernels.cuda_cpp import cuda_module

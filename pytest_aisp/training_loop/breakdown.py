@@ -97,7 +97,7 @@ class Breakdown:
 
     @cached_property
     def wait(self) -> float:
-        """The time in which the loop waits for its batch."""
+        """The time that the loop waits for its batch."""
         return sum(step.wait for step in self.steps) / len(self.steps)
 
     @cached_property
@@ -107,7 +107,7 @@ class Breakdown:
 
     @property
     def drain(self) -> float:
-        """The time in which the GPU still works after the host has ended an epoch's last step."""
+        """The time that the GPU keeps working after the host has ended an epoch's last step."""
         return self.drained / len(self.steps)
 
     @cached_property
@@ -121,7 +121,7 @@ class Breakdown:
 
     @property
     def stalls(self) -> float:
-        """The time in which the host waits for the GPU."""
+        """The time that the host waits for the GPU."""
         return 0.0 if self.gpu is None else min(self.gpu.stalls, self.body)
 
     @property
@@ -131,7 +131,7 @@ class Breakdown:
 
     @property
     def idle(self) -> float:
-        """The time in which the GPU has no work, or the whole step if no GPU is used."""
+        """The time during which the GPU has no work, or the whole step if no GPU is used."""
         return self.step if self.gpu is None else max(0.0, self.step - self.gpu.busy)
 
     def share(self, seconds: float) -> float:

@@ -257,11 +257,11 @@ class GpuStep:
     """The GPU's work per step: means over `steps` profiled steps. Times are in seconds.
 
     Attributes:
-        busy: the time in which the GPU ran at least one kernel, copy or fill.
-        kernels: the time in which the GPU ran at least one kernel.
-        copies: the time in which the GPU ran at least one copy.
-        uploads: the time in which the GPU copied from host memory and ran no kernel.
-        pageable: the part of `uploads` in which the host memory was not pinned.
+        busy: the time during which the GPU ran at least one kernel, copy or fill.
+        kernels: the time during which the GPU ran at least one kernel.
+        copies: the time during which the GPU ran at least one copy.
+        uploads: the time during which the GPU copied from host memory and ran no kernel.
+        pageable: the part of `uploads` during which the host memory was not pinned.
         stalls: the time in which the host waited for the GPU during the step's work.
         item, copy: the parts of `stalls` in `.item()` and in copies.
         fusible: the time in elementwise, reduction and normalization kernels of PyTorch.
@@ -339,5 +339,5 @@ def _seconds(events: Iterable[Event]) -> float:
 
 
 def _exposed(copies: Sequence[Event], kernels: Sequence[Event]) -> float:
-    """Return the seconds in which a copy ran but no kernel."""
+    """Return how many seconds a copy ran while no kernel was running."""
     return _seconds([*copies, *kernels]) - _seconds(kernels)

@@ -101,7 +101,7 @@ def load_text() -> str:
 
 
 def _waited() -> float:
-    """Return the seconds that this process's threads have waited for a core; 0 if unknown."""
+    """Return how many seconds this process's threads have waited for a core, or 0 if unknown."""
     waited = 0
     for stat in glob.glob("/proc/self/task/*/schedstat"):
         with suppress(OSError, IndexError, ValueError), open(stat) as file:

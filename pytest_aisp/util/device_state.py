@@ -139,7 +139,7 @@ class Stopwatch:
         self._since, self.seconds = time.perf_counter(), {}
 
     def read(self) -> dict[str, float]:
-        """Return the seconds in each phase since the last reading, and start from zero."""
+        """Return the seconds spent in each phase since the last reading, and reset them."""
         self._switch(self._phase)
         seconds, self.seconds = self.seconds, {}
         return {name: round(value, 4) for name, value in seconds.items()}

@@ -151,7 +151,7 @@ class Ranks(SingleProcess):
     def _round_trips(self, other: int) -> tuple[float, float]:
         """On rank 0, return the offset of the clock of `other` and half of the fastest round trip.
 
-        Half of the round trip is the largest error, because the other clock was read during the
+        The error is at most half of the round trip, because the other clock was read during the
         trip.
         """
         import torch

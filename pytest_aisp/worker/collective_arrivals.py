@@ -232,7 +232,7 @@ def _meetings_of(ranks: Sequence[Sequence[Operation]]) -> Call:
 
 
 def _blocked(ranks: Sequence[Sequence[Operation]], rank: int, since: float, until: float) -> float:
-    """Return the seconds in which `rank` waited to receive while no other rank had begun to send.
+    """Return how long `rank` waited to receive while no other rank had begun to send, in seconds.
 
     An early receive waits for the sender only until the sender begins. The rest of the receive
     does not count, because the rank may have computed meanwhile.
@@ -328,7 +328,7 @@ def _operation(name: str, event: Any, start: float, end: float) -> Operation:
 
 
 def _alone(meeting: Meeting, device: str, offset: float) -> float | None:
-    """Return the median seconds of the transfer of a collective if nothing else runs."""
+    """Return the median transfer time of a collective, in seconds, when nothing else runs."""
     if meeting.name not in OPS or not meeting.nbytes:
         return None
     run = known_collective(meeting.name, meeting.nbytes, device).run

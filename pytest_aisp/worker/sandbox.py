@@ -141,7 +141,7 @@ def seconds_per_call(
     Args:
         work: a function that runs a number of units and returns the seconds until its answer.
         unit: the number of calls in a unit.
-        at_least: the least seconds per request. It makes the time spent in the pipe negligible.
+        at_least: the minimum seconds per request. It makes the time spent in the pipe negligible.
         times: the number of measurements.
     """
     units = 1

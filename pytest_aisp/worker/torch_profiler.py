@@ -181,7 +181,7 @@ def _profile(pool: InputPool, side: Side, role: str) -> profile:
 def _events(profiler: profile, pool: InputPool) -> Iterable[tuple[str, float]]:
     """Yield the name and the seconds of each kernel, copy and fill, or on a CPU of each operator.
 
-    The seconds of an operator exclude the seconds of the operators that it calls.
+    The time of an operator excludes the time of the operators that it calls.
     """
     on_gpu = _on_gpu(pool)
     for event in _on_device(profiler, "CUDA" if on_gpu else "CPU"):
@@ -190,7 +190,7 @@ def _events(profiler: profile, pool: InputPool) -> Iterable[tuple[str, float]]:
 
 
 def _on_device(profiler: profile, device: str) -> Iterator[FunctionEvent]:
-    """Yield the events on the device type ``CUDA`` or ``CPU``, without named ranges."""
+    """Yield the events of device type `device`, ``CUDA`` or ``CPU``. Skip named ranges."""
     for event in profiler.events() or []:
         if event.device_type.name == device and not event.is_user_annotation:
             yield event
