@@ -3,7 +3,7 @@
 //
 // Tiles hold rows of 64 bf16 along k, 128 bytes each, with TMA's 128-byte swizzle, at multiples of
 // 1024 bytes. Of a 64 x N product, thread t of the warpgroup gets row 16 (t / 32) + t % 32 / 4 and
-// the row 8 below. Of each 8 columns, it gets column 2 (t % 4) and the next.
+// the row 8 below. Of every 8 columns, it gets column 2 (t % 4) and the next one.
 
 // The descriptor of a tile: its address / 16, the stride of 1024 bytes per 8 rows, and the swizzle.
 __device__ inline unsigned long long tile_descriptor(const void* tile) {

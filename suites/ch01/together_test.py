@@ -9,7 +9,7 @@ Optimized  fused_optimizer: first_draft with the update in one launch instead of
            copies it back to the GPU is also saved.
            captured: no_item as one CUDA graph.
 Bound      The host on every side except captured: Python, autograd and launches take longer than
-           the kernels. captured has a single launch, so the GPU is the limit, which runs the 28
+           the kernels. captured has a single launch, so the limit is the GPU, which runs the 28
            kernels one after another.
 Seen       In an earlier version of this page, whose baseline had eight micro-batches, all sides
            took longer than predicted. The costs of the first three sides count launches, calls that

@@ -1,4 +1,4 @@
-"""NUMA: put host memory for copies on the node to which the GPU is connected.
+"""NUMA: allocate pinned host memory on the node to which the GPU is connected.
 
 Problem    Copy n fp32 values from the GPU to pinned host memory and back, as in offloading
            activations or optimizer states. The CPU does not touch the values. The page needs a

@@ -25,11 +25,11 @@ Seen       On two GPUs, halves, quarters and eighths take longer than predicted,
            host. For copied, the host makes several calls per part.
            At an inner dimension of 3584, halves gains nothing on two or four GPUs. On four GPUs,
            quarters gains a little more than on two. At 8192, copied gains less on four GPUs than on
-           two. At 3584, it is slower than whole: at the link rates of two GPUs, its predicted time
-           is little more than half of the measured time. On four GPUs, each sum takes three copies
-           in and three copies out, one after another, of half the size. We did not measure whether
-           the copies, the additions or the barriers take so long. At 8192, the longer products hide
-           more of this time.
+           two. At 3584, copied is slower than whole. Its predicted time, which assumes the link
+           rates of two GPUs, is little more than half of the measured time. On four GPUs, each sum
+           takes three copies in and three copies out, one after another, of half the size. We did
+           not measure whether the copies, the additions or the barriers take so long. At 8192, the
+           longer products hide more of this time.
 Use when   The product takes longer than its all-reduce, and both are long enough to be cut into
            parts. With NCCL, use quarters. In CUDA graphs, copied gains the most on two GPUs. On
            four GPUs, it gains only if the products are long.

@@ -104,7 +104,7 @@ LOSS, GRADIENT, BOTH = (284, 301), (328, 51), (625, 312)
 # Instructions per logit, counted in the machine code for sm_90. The counts of ring and pushed
 # include the exchange between blocks.
 CLUSTERED, RING, PUSHED = 404 / 32, 601 / 32, 580 / 32
-BLOCK, MOST_BLOCKS = 256, 8  # clustered: threads per block, and most blocks per cluster
+BLOCK, MOST_BLOCKS = 256, 8  # clustered: threads per block, maximum blocks per cluster
 SLICE = 32 * 2**10  # bytes of a row that a block keeps; more if 8 blocks are not enough
 # For ring and pushed: threads per block, the number of rows that have a part in the block's shared
 # memory, and the bytes of each part.

@@ -81,7 +81,7 @@ LONGEST = 32768  # elements of a row that fused keeps in registers
 LENGTHS = (256, 4096, 32768, 262144)
 RUNNING = 132 * 8  # programs of walked that run on an H200: 32 registers per thread
 L2 = 60 * 2**20
-BLOCK, MOST_BLOCKS = 256, 8  # clustered: threads per block, and most blocks per cluster
+BLOCK, MOST_BLOCKS = 256, 8  # clustered: threads per block, maximum blocks per cluster
 SLICE = 64 * 2**10  # bytes of a row that a block keeps; more if 8 blocks are not enough
 THREADS, STAGES = 512, 3  # ring and pushed: threads per block, and rows in a block's ring buffer
 

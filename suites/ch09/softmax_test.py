@@ -57,7 +57,7 @@ LENGTHS = (256, 4096, 32768, 262144)
 RUNNING = 132 * 4  # programs of online that run on an H200: 60 registers per thread
 TORCH = 132 * 2  # blocks of torch's kernel, of 1024 threads each, that run on an H200
 L2 = 60 * 2**20
-BLOCK, MOST_BLOCKS = 256, 8  # clustered: threads per block, and most blocks per cluster
+BLOCK, MOST_BLOCKS = 256, 8  # clustered: threads per block, maximum blocks per cluster
 HELD = 8 * 16 * BLOCK  # bytes of a row that a block keeps in registers
 SLICE = 64 * 2**10  # bytes of a row that a block keeps; more if 8 blocks are not enough
 
@@ -215,8 +215,8 @@ def library_cost(rows, n):
     inputs=inputs,
     reference=reference,
     sizes=[{"rows": TOTAL // n, "n": n} for n in LENGTHS],
-    # Rows begin at multiples of 16 bytes. With 17000 elements, clustered has two blocks. Some of
-    # their threads have one vector in shared memory, and the others have none.
+    # Rows begin at multiples of 16 bytes. With 17000 elements, clustered uses two blocks per row.
+    # Some of their threads have one vector in shared memory, and the others have none.
     check_sizes=[
         {"rows": 17, "n": 252},
         {"rows": 2, "n": 9004},

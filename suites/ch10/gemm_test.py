@@ -36,16 +36,16 @@ Seen       cp_async takes one and a half times as long as predicted, and tma ove
            We did not measure that. On Hopper, `mma.sync` reaches less than two thirds of the tensor
            cores' peak (arXiv 2501.12084). The cost does not include this lower rate. Even with the
            lower rate, shared memory would take longer than the products. At the power limit, the
-           clock rate drifts, and so does the time of mma_sync. So compare only sides that were
-           timed in turn. In test_gemm, a side's share of the library's rate is the ratio of two
+           clock rate drifts, and so does the time of mma_sync. So compare only sides whose timings
+           alternate. In test_gemm, a side's share of the library's rate is the ratio of two
            speedups over mma_sync, so the share contains the errors of both speedups.
-           test_gemm_beside_the_library times stored and multicast in turn with the library. Both
-           take as long as the library, within two percent, on an H100 and on an H200. The order of
-           the middle rungs depends on the GPU. On an H100, specialized is slower than wgmma, and
-           back_to_back is faster than both. On an H200, specialized is faster than wgmma, and
-           back_to_back is slower than both. four_tiles helps on an H200, but not on an H100.
-           persistent does not help on an H200. multicast does not help on either GPU. We did not
-           measure why.
+           test_gemm_beside_the_library times stored and multicast directly against the library, in
+           alternation. Both take as long as the library, within two percent, on an H100 and on an
+           H200. The order of the middle rungs depends on the GPU. On an H100, specialized is slower
+           than wgmma, and back_to_back is faster than both. On an H200, specialized is faster than
+           wgmma, and back_to_back is slower than both. four_tiles helps on an H200, but not on an
+           H100. persistent does not help on an H200. multicast does not help on either GPU. We did
+           not measure why.
 Use when   Call the library. Write this kernel only for a product that the library does not have,
            and start with wide tiles, a warp that only loads, and TMA. Add multicast only if it is
            faster than stored for your sizes.

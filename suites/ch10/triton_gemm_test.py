@@ -20,10 +20,10 @@ Bound      Tensor cores, at the rate that the power limit allows. On all sides e
            ignores the option in kernels of 8 warps, and in flattened loops on Hopper. This page
            flattens only the loop with TMA loads. If a flattened loop loads through pointers, Triton
            prefetches only some of the loads.
-           library takes longer here than in `pipeline_stages_test.py`, where the same product is
-           timed in turn with a slower side. The slower side may draw less power, so that the GPU
-           runs at a higher clock rate. We did not record power, so we cannot confirm this. Compare
-           only sides of the same page.
+           library takes longer here than in `pipeline_stages_test.py`, where the timing alternates
+           between the same product and a slower side. The slower side may draw less power, which
+           would let the GPU run at a higher clock rate. We did not record power, so we cannot
+           confirm this. Compare only sides of the same page.
 Use when   You need a faster matrix product in Triton. First use descriptors, and then flatten the
            loop. A persistent loop alone does not help. If the library has the operation, call the
            library, which is just as fast.

@@ -15,8 +15,8 @@ Optimized  captured: changes launch_each. The same launches as a CUDA graph. The
            another.
            block_per_segment: changes launch_each. One kernel has a block for each segment. A block
            runs the same code as in launch_each.
-           warp_per_segment: changes block_per_segment. One warp instead of one block sums a
-           segment. A warp needs neither shared memory nor a barrier, but has an eighth of the
+           warp_per_segment: changes block_per_segment. Each segment is summed by one warp, not by a
+           whole block. A warp needs neither shared memory nor a barrier, but has an eighth of the
            threads of a block.
            library: `torch.segment_reduce`, which takes the same table as int64.
 Bound      The host limits launch_each, which launches from Python. A loop in C++ should take the

@@ -12,8 +12,7 @@ Optimized  of_chosen: changes of_all. `topk` first, then a softmax over the 4 ch
            shares are the same, because the sum over all experts cancels out.
            fused: changes of_chosen. One Triton kernel reads the scores once. It finds and removes
            the largest score 4 times. The scores and shares stay in registers. In the test of
-           requests, of_chosen changes looped: it makes the same two calls once, for the whole
-           matrix.
+           requests, of_chosen changes looped. Its two calls process all requests at once.
 Bound      With few tokens, the host limits all sides: it launches a few kernels per call, and in
            looped a few per request. With many tokens, DRAM limits fused. The other sides call
            `topk` of torch, which starts a block of threads for each row. The block finds the fourth

@@ -18,10 +18,10 @@ Bound      split: DRAM, because the cache is read once. per_head: the L2, becaus
            sequence and group. If there are fewer programs than SMs, the limit is the rate at which
            an SM can read.
 Seen       On an H100, library takes one and a half times as long as predicted with one group of
-           heads and 16 sequences. In the same case, split reaches four fifths of the read rate.
-           With few sequences, grouped takes longer than predicted from each SM's share of the L2
-           rate. An SM has only one program of 4 warps. One program probably cannot keep enough
-           bytes in flight to use that share.
+           heads and 16 sequences. In the same case, split reads at four fifths of the rate that
+           DRAM allows. With few sequences, grouped takes longer than predicted from each SM's share
+           of the L2 rate. An SM has only one program of 4 warps. One program probably cannot keep
+           enough bytes in flight to use that share.
 Use when   Always group the heads. Split the context if the number of sequences times groups is
            smaller than the number of SMs. Choose the number of splits by the batch size, because
            the result of every chunk is written and read again. The same kernel on a cache of 8 bits

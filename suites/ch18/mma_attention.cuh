@@ -59,7 +59,7 @@ __device__ float exp2_of(float x) {
 }
 
 // A thread's state of its warp's 32 queries. It has four rows: lane / 4, and the rows 8, 16 and 24
-// below. Of each 8 columns it has two: 2 (lane % 4) and the next.
+// below. Of every 8 columns, it has two: column 2 (lane % 4) and the next one.
 struct Rows {
   float out[TOP][OUT][4] = {};
   float most[TOP][2], total[TOP][2] = {};  // `total` is the thread's own part of the row's sum

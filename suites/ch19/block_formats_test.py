@@ -15,11 +15,11 @@ Optimized  compiled: like eager, through `torch.compile`.
 Bound      DRAM limits MXFP8. One pass reads 2 bytes per element and writes about 1. eager writes
            and reads its intermediate values, most of them in fp32. fused runs 19 instructions per
            element on sm90. On an H200, these instructions take about as long as the reads and
-           writes. Instructions limit NVFP4: fused_fp4 runs 35 instructions per element, because it
-           compares each element with seven midpoints. Comparisons are exact, while a division would
-           round. On an H200, these instructions take almost twice as long as the reads and writes.
-           compiled_fp4 makes the same comparisons, but first stores each code in a byte. A second
-           kernel packs two codes into one byte.
+           writes. NVFP4 is limited by instructions: fused_fp4 runs 35 instructions per element,
+           because it compares each element with seven midpoints. Comparisons are exact, while a
+           division would round. On an H200, these instructions take almost twice as long as the
+           reads and writes. compiled_fp4 makes the same comparisons, but first stores each code in
+           a byte. A second kernel packs two codes into one byte.
 Seen       On an H100, compiled_fp4 takes more than twice as long as predicted. This accounts for
            most of the gain of fused_fp4. The cost of compiled_fp4 assumes as many instructions per
            element as fused_fp4 has. compiled_fp4 probably runs more, but we did not examine its GPU

@@ -13,23 +13,23 @@ Optimized  All variants are one Triton kernel, which converts weights to bf16 in
            one weight and two bits of the fourth code.
            fp4: changes fp6. MXFP4: e2m1, two weights in a byte.
 Bound      DRAM limits bf16, streamed and fp8. The L2 of an H100 is too small for the weights of any
-           side. Instructions limit fp6 and fp4. No GPU before Blackwell converts codes of six or
-           four bits. So the kernel shifts the bits of a code to where fp32 has its exponent and
-           mantissa, and multiplies by the scale. In nvdisasm's listing for sm90, the loop has 6
-           instructions per weight for fp8, 11 for fp6 and 8 for fp4, with the autotuner's largest
-           tile per warp. Smaller tiles take up to one more instruction per weight. So fp6 saves a
-           quarter of fp8's memory but should take longer. The products always have 16 rows, so 1
-           row and 16 rows should take the same time.
+           side. fp6 and fp4 are limited by the number of instructions. No GPU before Blackwell
+           converts codes of six or four bits. So the kernel shifts the bits of a code to where fp32
+           has its exponent and mantissa, and multiplies by the scale. In nvdisasm's listing for
+           sm90, the loop has 6 instructions per weight for fp8, 11 for fp6 and 8 for fp4, with the
+           autotuner's largest tile per warp. Smaller tiles take up to one more instruction per
+           weight. So fp6 saves a quarter of fp8's memory but should take longer. The products
+           always have 16 rows, so 1 row and 16 rows should take the same time.
 Seen       On an H100, streamed takes as long as bf16 and as long as predicted. fp8 takes a third
            longer than predicted, and fp4 takes one and a half times as long as predicted. fp6 takes
            almost twice as long as predicted and is slower than bf16. 1 row and 16 rows take the
            same time, as expected. Loads and conversions probably overlap only in part. We did not
            profile the loop. On an H200, bf16 gains from the faster DRAM, but fp4 takes as long as
-           on an H100, because instructions limit it. So on an H200, fp4 is slightly slower than
-           bf16.
+           on an H100, because it is limited by instructions. So on an H200, fp4 is slightly slower
+           than bf16.
 Use when   A product has few rows and large weights, as in a decode step. Use fp6 if memory is
            scarce and four bits lose too much accuracy. e2m3 has as many mantissa bits as e4m3, and
-           the scale of each 32 weights makes up for its smaller range. int4 with a scale per 128
+           the scale for every 32 weights makes up for its smaller range. int4 with a scale per 128
            weights takes fewer instructions than fp4 (`../ch13/weight_only_test.py`), but the
            numbers of int4 are evenly spaced. Weights must be below 2^63. The check accepts the
            error that rounding would cause: of each operand by 2^-4 of its value (fp8, fp6), or of
@@ -174,7 +174,7 @@ def linear(x, w, scales, bits):
 
 
 def quantized(w, bits):
-    """Return the codes of W in e2m3 or e2m1, one to a byte, and the scale of each 32."""
+    """Return W's codes in e2m3 or e2m1, one per byte, and a scale for every 32 codes."""
     blocks = w.float().view(len(w), -1, GROUP)
     # The exponent of the largest number is 2. So the largest element is below 8.
     exponent = ((blocks.abs().amax(dim=-1).view(torch.int32) >> 23) - 2).clamp(min=MANTISSA[bits])

@@ -10,9 +10,9 @@ Optimized  All variants multiply in e4m3. Triton kernels quantize x in the call,
            by_rows: a scale for each row of x and of W. Tensor cores sum over all of k.
            summed: changes by_rows. Tensor cores sum over 128 channels at a time, starting at 0.
            CUDA cores add up these sums.
-           by_blocks: changes summed. A scale for each 128 elements of a row of x, and for each 128
-           x 128 elements of W, as in DeepSeek-V3 (arXiv:2412.19437). Each sum over 128 channels is
-           multiplied by its two scales.
+           by_blocks: changes summed. One scale for every 128 elements of a row of x, and one for
+           every tile of 128 x 128 in W, as in DeepSeek-V3 (arXiv:2412.19437). Each sum over 128
+           channels is multiplied by its two scales.
            hopper_rows: changes by_rows. The product is a kernel in CUDA C++, with TMA, tiles of
            128 x 256, a warp that only loads, and one block per SM.
            hopper_summed: changes summed. The same kind of kernel in CUDA C++, but its tiles are 128

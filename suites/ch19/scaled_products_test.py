@@ -5,14 +5,15 @@ Baseline   bf16: `torch.nn.functional.linear`, which is cuBLASLt.
 Optimized  Both variants quantize x in the call, with the kernels of block_formats_test.py. W is
            quantized once, before the timed part. One Triton kernel multiplies, with
            `tl.dot_scaled`.
-           mxfp8: e4m3 codes, and a scale, a power of two, for each 32 elements of a row.
-           nvfp4: changes mxfp8. e2m1 codes, two in a byte, and an e4m3 scale for each 16 elements.
+           mxfp8: e4m3 codes, and one power-of-two scale for every 32 elements of a row.
+           nvfp4: changes mxfp8. e2m1 codes, two per byte, and an e4m3 scale for every 16 elements.
            The scale of the whole tensor is 1 here.
 Bound      Tensor cores, at twice the rate of bf16 for mxfp8 and at four times that rate for nvfp4.
            Tensor cores also apply the scales. In fp8_blocks_test.py, CUDA cores do that. The scales
            increase the bytes of mxfp8 by a 32nd, and the bytes of nvfp4 by an eighth. x is
-           quantized in one pass. For nvfp4, instructions limit this pass. According to its cost and
-           a B200's data sheet, the pass takes almost half as long as the product.
+           quantized in one pass. For nvfp4, this pass is limited by the number of instructions.
+           According to its cost and a B200's data sheet, the pass takes almost half as long as the
+           product.
 Use when   You have a Blackwell GPU, and the layers tolerate four or eight bits. Other GPUs have no
            instruction for these products. On them, Triton first converts both operands to bf16.
            That is slower than multiplying in bf16, so the variants are not timed on those GPUs.
@@ -162,7 +163,7 @@ def scaled_product(m, n, k, kind, code, block):
     # The tolerance for four bits is wide. So many elements are needed to detect a stale answer.
     check_sizes=[{"m": 35, "n": 200, "k": 384}, {"m": 9, "n": 130, "k": 224}],
     work=lambda m, n, k: Work(
-        # The least traffic: x in bf16, and W in four bits. mxfp8 reads more.
+        # The minimum traffic: x in bf16, and W in four bits. mxfp8 reads more.
         read=2 * m * k + n * k * (0.5 + 1 / NV),
         write=2 * m * n,
         flops={"nvfp4": 2 * m * n * k},
