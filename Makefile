@@ -17,8 +17,8 @@ PY := $(VENV)/bin/python
 # The tests start pytest hundreds of times: keep compiled modules and rewritten assertions.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Several processes on few cores, each with a thread for every core, mostly wait for one another. The
-# project's own tests keep their threads, because exploits try to take threads away.
+# Several processes on few cores, each with a thread for every core, mostly wait for one another.
+# tests/conftest.py sets this, too: `exploits_test.py` needs two threads where exploits take one away.
 ONE_THREAD := OMP_NUM_THREADS=1
 
 bench: $(VENV)/.ready

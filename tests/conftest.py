@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 os.environ["HYPOTHESIS_NO_PLUGINS"] = "1"  # selenium brings trio, whose plugin each run imports
+os.environ["OMP_NUM_THREADS"] = "1"  # the tensors are small, and further threads mostly wait
 import hypothesis
 import pytest
 import torch  # once, at module level: pytester's in-process runs would load it twice and crash
