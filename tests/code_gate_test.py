@@ -47,7 +47,14 @@ def rewritten(path, out, change):
     return out
 
 
-@pytest.mark.parametrize("recording", RECORDINGS, ids=lambda path: path.stem)
+FIRST, *OTHERS = RECORDINGS
+
+
+@pytest.mark.parametrize(
+    "recording",
+    [FIRST, *(pytest.param(path, marks=pytest.mark.slow) for path in OTHERS)],
+    ids=lambda path: path.stem,
+)
 def test_stored_recordings_give_the_stored_table(recording, capsys):
     table = recording.with_suffix(".md")
     same = code_gate.main(["judge", str(recording), "--check", str(table)]) == 0
