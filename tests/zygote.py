@@ -86,7 +86,7 @@ class Zygote:
 
     @classmethod
     def new(cls, *modules: str) -> Zygote:
-        """Start a zygote that also imports `modules`."""
+        """Start a zygote that also imports `modules`, and pytest's plugins with `RUN_MODULES`."""
         ours, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, __file__, str(theirs.fileno()), *modules]
@@ -325,12 +325,12 @@ def _run_rank(args: list[str]) -> NoReturn:
     raise SystemExit(0)
 
 
-def _import(modules: Sequence[str]) -> None:
-    """Import pytest's plugins and `modules` as a run does: with rewritten assertions."""
+def _import_plugins() -> None:
+    """Import pytest's plugins and `RUN_MODULES` as a run does: with rewritten assertions."""
     from _pytest.config import _prepareconfig
 
     config = _prepareconfig(["-c", os.devnull, "--noconftest", "-p", "no:benchmark"])
-    for name in modules:
+    for name in RUN_MODULES:
         importlib.import_module(name)
     config._ensure_unconfigure()
 
@@ -340,9 +340,13 @@ def _prctl(option: int, value: Any) -> None:
 
 
 if __name__ == "__main__":
+    import pytest  # noqa: F401
     import torch  # noqa: F401
 
-    _import(sys.argv[2:])
+    if sys.argv[2:] == [*RUN_MODULES]:
+        _import_plugins()
+    for name in sys.argv[2:]:
+        importlib.import_module(name)
     gc.freeze()  # the objects that all processes share are never garbage
     _serve(socket.socket(fileno=int(sys.argv[1])))
     os._exit(0)  # at a regular exit, triton's binding prints what it leaks
