@@ -157,6 +157,7 @@ def test_a_suite_runs_on_two_products(suite, products, fleet, commit, monkeypatc
     (folder / "note.txt").write_text("committed")
     commit()
     (folder / "note.txt").write_text("changed")
+    monkeypatch.delenv("OMP_NUM_THREADS")  # a fleet ships it, and Ray sets it
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hidden")
     monkeypatch.setenv("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
     files = ("--aisp-artifacts=kept-run", "--junitxml=junit.xml", "--aisp-against=HEAD")

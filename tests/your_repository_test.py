@@ -19,6 +19,8 @@ GUIDE = ROOT / "docs/how-to/your-repository.md"
 LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info", "artifacts")
 OFFLINE = {"wheel": "--no-build-isolation -q", "install": "--no-deps --no-index -q --target lib"}
 """Further options of pip: everything is installed, and nothing is downloaded."""
+PYTEST = (sys.executable, "-m", "pytest")
+"""A new process, because a forked one has imported the plugin of this clone."""
 MINE = "\n\nimport pytest_aisp\n\nassert 'lib/pytest_aisp' in pytest_aisp.__file__\n"
 """Appended to the page: pytest and worker processes import the installed plugin."""
 
@@ -27,7 +29,6 @@ def blocks(document, language):
     return re.findall(rf"```{language}\n(.*?)```", document.read_text(), re.DOTALL)
 
 
-@pytest.mark.new_processes  # the plugin comes from the folder of the test
 def test_the_guides_commands_work_in_a_new_repository(pytester, gpu, monkeypatch):
     pytest.importorskip("setuptools", minversion="77")
     monkeypatch.setenv("EDITOR", "true")
@@ -46,7 +47,7 @@ def test_the_guides_commands_work_in_a_new_repository(pytester, gpu, monkeypatch
         words = shlex.split(line, comments=True)
         if words[0] == "pytest":
             fewer = ["--aisp-processes=2"] if "--aisp-update-expectations" in words else []
-            result = pytester.runpytest_subprocess(*words[1:], *fewer)
+            result = pytester.run(*PYTEST, *words[1:], *fewer)
             assert result.ret == 0
             continue
         if words[0] == "pip":
@@ -59,7 +60,7 @@ def test_the_guides_commands_work_in_a_new_repository(pytester, gpu, monkeypatch
     holds_the_plugin_alone(wheel)
 
     gpu(chained=2e-5, reduced=3.6e-6)
-    result = pytester.runpytest_subprocess("bench", "--aisp-artifacts=out")
+    result = pytester.run(*PYTEST, "bench", "--aisp-artifacts=out")
     assert result.ret == 1
     why = "5.5??x against 6.6??x (stored in baselines/simulated-gpu/bench.json), margin *-> red"
     result.stdout.fnmatch_lines([f"*{why}", "*REGRESSED 5.5??x*row_sums_test.py*reduced-n1024*"])

@@ -22,6 +22,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -54,6 +55,7 @@ class Forked:
         self._connection, self._lines = connection, connection.makefile("rb")
         self.pid = int(self._lines.readline())
         self.returncode: int | None = None
+        self._lock = threading.Lock()
 
     def poll(self) -> int | None:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -64,7 +66,9 @@ class Forked:
         if self.returncode is None:
             if not select.select([self._connection], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired("forked", timeout or 0.0)
-            self.returncode = int(self._lines.readline())
+            with self._lock:  # another thread may have waited, too
+                if self.returncode is None:
+                    self.returncode = int(self._lines.readline())
         return self.returncode
 
     def kill(self) -> None:
