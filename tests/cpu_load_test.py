@@ -72,14 +72,14 @@ def test_time_that_the_host_took_is_reported(load):
 
 
 def test_a_competitor_on_this_machine_is_counted_and_a_child_is_not(monkeypatch):
-    """Uses real counters. They only grow, and a child's CPU time counts as this process's own."""
+    """Uses real counters. A child's CPU time counts as this process's own."""
     before = cpu_load.read_cpu()
     spin = "import time; t = time.process_time()\nwhile time.process_time() < t + 0.3: pass"
     subprocess.run([sys.executable, "-c", spin], check=True)
     after = cpu_load.read_cpu()
     assert after.own - before.own >= 0.29
     assert after.busy - before.busy >= 0.2
-    assert after.waited >= before.waited
+    assert after.waited >= 0.0  # a thread that ends takes its waits along
     child = subprocess.Popen([sys.executable, "-c", spin + "\ninput()"], stdin=subprocess.PIPE)
     try:
         while cpu_load.read_cpu().own - after.own < 0.25:
