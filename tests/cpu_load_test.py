@@ -72,20 +72,32 @@ def test_time_that_the_host_took_is_reported(load):
 
 
 def test_a_competitor_on_this_machine_is_counted_and_a_child_is_not(monkeypatch):
-    """Uses real counters. A child's CPU time counts as this process's own."""
+    """Uses real counters. They only grow, and a child's CPU time counts as this process's own."""
     before = cpu_load.read_cpu()
     spin = "import time; t = time.process_time()\nwhile time.process_time() < t + 0.3: pass"
     subprocess.run([sys.executable, "-c", spin], check=True)
     after = cpu_load.read_cpu()
     assert after.own - before.own >= 0.29
     assert after.busy - before.busy >= 0.2
-    assert after.waited >= 0.0  # a thread that ends takes its waits along
+    assert after.waited >= before.waited
     child = subprocess.Popen([sys.executable, "-c", spin + "\ninput()"], stdin=subprocess.PIPE)
     try:
         while cpu_load.read_cpu().own - after.own < 0.25:
             assert child.poll() is None
     finally:
         child.communicate(b"\n")
+
+
+def test_the_waits_of_a_thread_that_has_ended_still_count(monkeypatch, tmp_path):
+    monkeypatch.setattr(cpu_load, "_waited_ns", {})
+    ended, running = tmp_path / "1", tmp_path / "2"
+    ended.write_text("7 3000000000 1")
+    running.write_text("7 1000000000 1")
+    monkeypatch.setattr(cpu_load.glob, "glob", lambda pattern: [*map(str, tmp_path.iterdir())])
+    assert cpu_load._waited() == pytest.approx(4.0)
+    ended.unlink()
+    running.write_text("7 2000000000 1")
+    assert cpu_load._waited() == pytest.approx(5.0)
 
 
 def test_without_proc_nothing_is_known(monkeypatch):

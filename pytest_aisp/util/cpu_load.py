@@ -22,6 +22,8 @@ it.
 WINDOW = 0.25
 """Seconds over which other processes' CPU time is counted. Linux counts it in steps of 10 ms."""
 TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+_waited_ns: dict[str, int] = {}
+"""Nanoseconds that each thread has waited for a core, also if it has ended, by its file in /proc."""
 
 
 @dataclass(frozen=True)
@@ -102,11 +104,13 @@ def load_text() -> str:
 
 def _waited() -> float:
     """Return how many seconds this process's threads have waited for a core, or 0 if unknown."""
-    waited = 0
+    known = False
     for stat in glob.glob("/proc/self/task/*/schedstat"):
         with suppress(OSError, IndexError, ValueError), open(stat) as file:
-            waited += int(file.read().split()[1])
-    return waited * 1e-9
+            waited = int(file.read().split()[1])
+            _waited_ns[stat] = max(_waited_ns.get(stat, 0), waited)
+            known = True
+    return sum(_waited_ns.values()) * 1e-9 if known else 0.0
 
 
 def _all_processes() -> tuple[float | None, float]:
