@@ -21,7 +21,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from ..isolation.monkeypatches import now
 from ..page.pair import SideError
@@ -33,6 +33,8 @@ from .page_values import Inputs, make_inputs
 if TYPE_CHECKING:
     import torch
 
+Alter: TypeAlias = "Callable[[torch.Tensor], torch.Tensor]"
+"""Returns a floating-point tensor with other values, and other tensors as they are."""
 ROUNDS = 3
 """Number of sets of new values on which every side is timed."""
 REPEATS, REPEATING_SECONDS = 16, 0.3
@@ -82,40 +84,46 @@ def _longer(unseen: float, seen: float) -> bool:
 
 
 def _check_altered(timer: _SideTimer, seed: int) -> None:
-    """Refuse a side that is slow in its first call on altered values, and fast in repeated calls.
+    """Refuse a side that is slow in its first call on altered values, and then fast."""
+    if _work_changes(timer, seed, _halved):
+        _work_changes(timer, seed, _largest_rounded)
+
+
+def _work_changes(timer: _SideTimer, seed: int, alter: Alter) -> bool:
+    """Return True if a side is slow on altered values because its work depends on the values.
 
     Other processes can slow some calls. If the repeated calls were slow, the times allow no
     decision, and more rounds follow. If there is still no decision, the side is not refused.
+
+    Raises:
+        SideError: the side is slow only in its first call on altered values.
     """
-    for alter in (_halved, _largest_rounded):
-        unseen: list[float] = []
-        seen: list[float] = []
-        again: list[float] = []  # repeated calls on altered values
-        for number in range(seed, seed + BATCHES * ALTERED_ROUNDS):
-            values = _draw(timer.pool, number)
-            altered = _altered(values, alter)
-            if altered is None:
-                return
-            timer.seconds(values, after=timer.pool.value_set(0))
-            seen.append(timer.repeated(values))
-            try:
-                unseen.append(timer.seconds(altered, after=values))
-                again.append(timer.repeated(altered))
-            except Exception:  # altered values may violate a precondition of the side
-                return
-            if not _longer(min(unseen), min(seen)):
-                return
-            if len(seen) % ALTERED_ROUNDS or not _longer(min(unseen), median(seen)):
-                continue
+    unseen: list[float] = []
+    seen: list[float] = []
+    again: list[float] = []  # repeated calls on altered values
+    for number in range(seed, seed + BATCHES * ALTERED_ROUNDS):
+        values = _draw(timer.pool, number)
+        altered = _altered(values, alter)
+        if altered is None:
+            return False
+        timer.seconds(values, after=timer.pool.value_set(0))
+        seen.append(timer.repeated(values))
+        try:
+            unseen.append(timer.seconds(altered, after=values))
+            again.append(timer.repeated(altered))
+        except Exception:  # altered values may violate a precondition of the side
+            return False
+        if not _longer(min(unseen), min(seen)):
+            return False
+        if len(seen) % ALTERED_ROUNDS == 0 and _longer(min(unseen), median(seen)):
             if _longer(min(again), min(seen)) or _longer(min(seen), min(again)):
-                break  # the altered values need more work, or less
+                return True
             raise SideError(
                 f"{timer.side.name} takes {median(seen):.3g} s on values that it has seen before,"
                 f" and at least {min(unseen):.3g} s if they are altered slightly: it remembers"
                 " answers instead of computing them"
             )
-        else:
-            return
+    return False
 
 
 @dataclass
@@ -161,7 +169,7 @@ class _SideTimer:
         return self.seconds(values, after=values)
 
 
-def _altered(values: Inputs, alter: Callable[[torch.Tensor], torch.Tensor]) -> Inputs | None:
+def _altered(values: Inputs, alter: Alter) -> Inputs | None:
     """Return slightly different values, or None if nothing in `values` can be altered.
 
     Integers may be indices, and other indices would read other memory. So integers change only if
