@@ -88,9 +88,9 @@ def _prepare_language_once() -> None:
     from triton import language
     from triton.runtime import interpreter
 
-    if not hasattr(interpreter, "_LangPatchScope") or hasattr(interpreter._patch_lang, "always"):
+    always = getattr(interpreter, "_patch_lang", None)
+    if always is None or hasattr(always, "always") or not hasattr(interpreter, "_LangPatchScope"):
         return
-    always = interpreter._patch_lang
 
     def patch(function: Any) -> object:
         named = [m for m in function.__globals__.values() if m is language or m is language.core]
