@@ -76,7 +76,7 @@ def compare_all(
 ) -> list[Comparison]:
     """Compare outputs with the expected ones, in order. The shapes must be equal.
 
-    Small outputs are compared together first. Outputs that fail are compared again one by one.
+    Small outputs are first compared as a group. Each output that fails is compared again by itself.
     """
     accepted: dict[int, Comparison] = {}
     if not rule.exact:

@@ -31,7 +31,7 @@ class RayNode:
     def told(self) -> bool:
         """Whether the run accepts or refuses this node.
 
-        The run ignores nodes with neither a GPU nor `LABEL`, such as many head nodes.
+        The run ignores a node that has no GPU and no `LABEL`. Many head nodes are like that.
         """
         return self.gpus > 0 or LABEL in self.labels
 

@@ -77,7 +77,7 @@ def snapshot() -> dict[str, object]:
 def restore(before: Mapping[str, object]) -> None:
     """Reset every setting that has changed to its value in `before`."""
     for name, setting in _settings().items():
-        # A setting that is missing in `before` did not exist until CUDA was initialized.
+        # CUDA adds settings when it is initialized, so `before` may lack some of them.
         if name in before and setting.read() != before[name]:
             with suppress(OSError):  # only root can raise a priority
                 setting.write(before[name])

@@ -2,8 +2,9 @@
 
 Problem    Multiply `count` fp32 matrices (n, n), which are in pinned host memory, by one (n, n)
            weight on the GPU.
-Baseline   one_stream: copy a chunk (a matrix), multiply it, copy the next one. The host never
-           waits, but copies and products are in the same stream, so they never overlap.
+Baseline   one_stream: copy a chunk, which is one matrix, multiply it, and go to the next chunk.
+           The host never waits, but copies and products are in the same stream, so they never
+           overlap.
 Optimized  double_buffered: one_stream, but with the copies on a second stream. They alternate
            between two buffers. A product waits for its chunk. A copy waits until the previous
            product has read the buffer.
