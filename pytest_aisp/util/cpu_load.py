@@ -23,7 +23,7 @@ WINDOW = 0.25
 """Seconds over which other processes' CPU time is counted. Linux counts it in steps of 10 ms."""
 TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 _waited_ns: dict[str, int] = {}
-"""Nanoseconds that each thread has waited for a core, also if it has ended, by its file in /proc."""
+"""Nanoseconds that each thread has waited for a core, by its file. Ended threads stay."""
 
 
 @dataclass(frozen=True)
