@@ -72,7 +72,8 @@ def state(device, layers, width, steps, drafted, percent):
     order = torch.randperm(tokens, device=device)
     table = torch.empty_like(order).index_copy_(0, order, order.roll(-1))
     missed = torch.randperm(tokens, device=device)[: round((1 - percent / 100) * tokens)]
-    guess = table.index_copy(0, missed, table[table[missed]])
+    # No two tokens have the same guess, so `plant` adds at most one row to each row of the head.
+    guess = table.index_copy(0, missed, table[missed.roll(1)])
     plant(model, table)
     model.small = Decoder(draft_size(width, config.length), device=device)
     plant(model.small, guess)
