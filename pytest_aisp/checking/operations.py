@@ -78,7 +78,28 @@ def decompositions() -> Mapping[object, Callable[..., object]]:
 
     packets = [getattr(torch.ops.aten, name, None) for name in DECOMPOSED]
     found = get_decompositions([packet for packet in packets if packet is not None])
-    return {operation: function for operation, function in found.items()}
+    aten = torch.ops.aten
+    # PyTorch's decompositions of these two import sympy, which takes seconds in each process.
+    own = {aten._softmax.default: _softmax, aten._log_softmax.default: _log_softmax}
+    return {**found, **own}
+
+
+def _shifted(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return `x` less its maximum along `dim`, in fp32 if `x` has a smaller format."""
+    wide = x.to(torch.float32) if x.dtype in (torch.bfloat16, torch.float16) else x
+    return wide - wide.amax(dim, keepdim=True) if x.numel() else wide
+
+
+def _softmax(x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
+    exponentials = torch.exp(_shifted(x, dim))
+    shares = exponentials / exponentials.sum(dim, keepdim=True)
+    return shares if half_to_float else shares.to(x.dtype)
+
+
+def _log_softmax(x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
+    shifted = _shifted(x, dim)
+    logarithms = shifted - shifted.exp().sum(dim, keepdim=True).log()
+    return logarithms if half_to_float else logarithms.to(x.dtype)
 
 
 @functools.cache

@@ -257,13 +257,13 @@ def profile_kernels(
         counts: returns True for the names of kernels that are included.
     """
     import torch
-    from torch.profiler import ProfilerActivity, profile
+    from torch.autograd.profiler import profile  # torch.profiler imports all of torch.compile
 
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+    with profile(use_cpu=False, use_device="cuda", use_kineto=True) as profiler:
         work()
         torch.cuda.synchronize()
-    events = profiler.events() or []
+    events = profiler.function_events or []
     on_gpu = [e for e in events if e.device_type.name == "CUDA" and counts(str(e.name))]
     spans = ((str(e.name), e.time_range.start * 1e-6, e.time_range.end * 1e-6) for e in on_gpu)
     return summarize(spans, calls)
