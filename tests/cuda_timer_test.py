@@ -55,7 +55,7 @@ def gpu(monkeypatch):
     """Replace torch's CUDA functions. `gpu.captures` is whether sides can be captured."""
     latency = [270.0, 620.0, 270.0, 620.0] * 20  # before the work, after it, again, after a flush
     state = SimpleNamespace(captures=True, latency=latency, nodes="KERNEL")
-    state.allocated = state.peak = 0
+    state.allocated, state.peak, state.driver = 0, 0, Driver()
 
     def capture(run):
         if not state.captures:
@@ -78,6 +78,7 @@ def gpu(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(cuda_graph, "capture_graph", capture)
     monkeypatch.setattr(cuda_graph, "import_module", lambda name: Driver())
+    monkeypatch.setattr(memory, "import_module", lambda name: state.driver)
     monkeypatch.setattr(l2, "flush_l2", lambda l2_bytes: None)
     monkeypatch.setattr(device, "load_nvml", lambda: None)
     monkeypatch.setattr(cross_check, "gpu_timestamps", lambda: None)
@@ -220,6 +221,20 @@ def test_peak_memory_of_a_call_excludes_earlier_allocations(gpu):
         side.run = run
     gpu.peak = 10**9  # of earlier work
     assert timer.memory() == {"peak_bytes": {"baseline": 64, "optimized": 564}}
+
+
+@pytest.mark.parametrize("resets", [True, False])
+def test_peak_memory_includes_the_memory_nodes_of_this_side_only(gpu, resets):
+    gpu.driver = Driver(resets=resets)
+    gpu.driver.keep_graph_memory(50)
+    timer = timer_of(pool_of())
+    nodes = {"added": 6000, "doubled": 2000}
+    for side in timer.sides:
+        side.run = lambda slot, side=side: gpu.driver.use_graph_memory(nodes[side.name])
+    for side in timer.sides:
+        side.run(0)  # both sides were timed before
+    gpu.peak = gpu.allocated
+    assert timer.memory() == {"peak_bytes": {"baseline": 6000, "optimized": 2000}}
 
 
 def test_memory_held_by_preparation_is_counted_per_slot(gpu, monkeypatch):

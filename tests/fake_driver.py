@@ -1,4 +1,4 @@
-"""A fake of `cuda.bindings.driver` that has only graphs."""
+"""A fake of `cuda.bindings.driver` that has only graphs and the memory of their nodes."""
 
 from __future__ import annotations
 
@@ -22,6 +22,15 @@ class Type(enum.Enum):
     CU_GRAPH_NODE_TYPE_CONDITIONAL = 13
 
 
+class MemoryAttribute(enum.Enum):
+    """Attributes of the memory of graphs, by the driver's names."""
+
+    CU_GRAPH_MEM_ATTR_USED_MEM_CURRENT = 0
+    CU_GRAPH_MEM_ATTR_USED_MEM_HIGH = 1
+    CU_GRAPH_MEM_ATTR_RESERVED_MEM_CURRENT = 2
+    CU_GRAPH_MEM_ATTR_RESERVED_MEM_HIGH = 3
+
+
 class Result(enum.Enum):
     """Status codes of the driver."""
 
@@ -30,12 +39,31 @@ class Result(enum.Enum):
 
 
 class Driver:
-    """A driver whose graphs are lists of node types. A nested list is a child graph."""
+    """A driver whose graphs are lists of node types. A nested list is a child graph.
 
-    CUresult, CUgraphNodeType = Result, Type
+    Args:
+        fails: the function that fails.
+        resets: False for a driver that does not reset the peak of the memory of graphs.
+    """
 
-    def __init__(self, fails=""):
-        self.fails = fails
+    CUresult, CUgraphNodeType, CUgraphMem_attribute = Result, Type, MemoryAttribute
+    cuuint64_t = int
+
+    def __init__(self, fails="", *, resets=True):
+        self.fails, self.resets = fails, resets
+        self.memory = dict.fromkeys(MemoryAttribute, 0)
+        self.unfreed = 0
+
+    def use_graph_memory(self, used):
+        """Launch a graph whose memory nodes use `used` bytes. All graphs share their memory."""
+        for attribute, value in self.memory.items():
+            pages = "RESERVED" in attribute.name and used  # the driver takes memory in pages
+            self.memory[attribute] = max(value, self.unfreed + used + bool(pages))
+
+    def keep_graph_memory(self, used):
+        """Launch a graph with a memory node of `used` bytes that is not freed."""
+        self.unfreed += used
+        self.use_graph_memory(0)
 
     def CUgraph(self, raw):
         return raw
@@ -53,6 +81,22 @@ class Driver:
 
     def cuGraphChildGraphNodeGetGraph(self, node):
         return self._status("cuGraphChildGraphNodeGetGraph"), node
+
+    def cuDeviceGetGraphMemAttribute(self, device, attribute):
+        return self._status("cuDeviceGetGraphMemAttribute"), self.memory[attribute]
+
+    def cuDeviceSetGraphMemAttribute(self, device, attribute, value):
+        assert (attribute, value) == (MemoryAttribute.CU_GRAPH_MEM_ATTR_USED_MEM_HIGH, 0)
+        if self.resets:
+            now = self.memory[MemoryAttribute.CU_GRAPH_MEM_ATTR_USED_MEM_CURRENT]
+            self.memory[attribute] = now
+        return (self._status("cuDeviceSetGraphMemAttribute"),)
+
+    def cuDeviceGraphMemTrim(self, device):
+        for attribute in MemoryAttribute:
+            if "CURRENT" in attribute.name:
+                self.memory[attribute] = self.unfreed
+        return (self._status("cuDeviceGraphMemTrim"),)
 
 
 def nodes(words):

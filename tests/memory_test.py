@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fake_driver import Driver, MemoryAttribute
 
 from pytest_aisp.results import store
 from pytest_aisp.results.messages import CountTask
@@ -131,6 +132,7 @@ class Allocator:
     def __init__(self, monkeypatch):
         self.now = self.peak = self.reserved = 0
         for name, value in {
+            "current_device": lambda: 0,
             "synchronize": lambda: None,
             "reset_peak_memory_stats": self.reset,
             "memory_allocated": lambda: self.now,
@@ -157,17 +159,21 @@ SIDE, LEAN = (5, 40, 300), (0, 20, 100)
 
 
 class Pool:
-    """An input pool whose sides allocate, the first one a library workspace too."""
+    """An input pool whose sides allocate, the first one a library workspace too.
 
-    def __init__(self, monkeypatch, workspace=0):
+    A side may have a fourth number: the bytes of the memory nodes of its graph.
+    """
+
+    def __init__(self, monkeypatch, workspace=0, driver=None):
         self.slots, self.allocator, self.workspace = [], Allocator(monkeypatch), workspace
-        self.device = "cpu"
+        self.device, self.driver = "cpu", driver or Driver()
+        monkeypatch.setattr(memory, "import_module", lambda name: self.driver)
 
     def lay_slots(self, count):
         self.slots = [count]
 
     def bind(self, side):
-        held, kept, temporary = side
+        held, kept, temporary, *nodes = side
         allocated = []
 
         def allocate(count):
@@ -181,6 +187,8 @@ class Pool:
                 allocate(kept)
             self.allocator.take(temporary)
             self.allocator.take(-temporary)
+            for used in nodes:
+                self.driver.use_graph_memory(used)
 
         def close():
             self.allocator.take(-sum(allocated))
@@ -201,6 +209,66 @@ def test_kept_and_temporary_memory_count_but_no_library_workspace(monkeypatch):
 def test_reserved_memory_counts_from_the_first_call(monkeypatch):
     assert memory.reserved(Pool(monkeypatch), SIDE) == 352
     assert memory.fragmentation(Pool(monkeypatch), SIDE) == 7
+
+
+NODES, FEW_NODES = (*LEAN, 6000), (*LEAN, 2000)
+"""Sides whose graphs have memory nodes."""
+
+
+def test_memory_nodes_of_graphs_count(monkeypatch):
+    pool = Pool(monkeypatch)
+    assert memory.allocated(pool, NODES) == 120 + 6000
+    assert memory.reserved(pool, NODES) == 127 + 6001
+    assert memory.fragmentation(pool, NODES) == 8
+
+
+@pytest.mark.parametrize("resets", [True, False])
+def test_memory_nodes_of_another_side_do_not_count(monkeypatch, resets):
+    pool = Pool(monkeypatch, driver=Driver(resets=resets))
+    pool.driver.keep_graph_memory(50)
+    trial = SimpleNamespace(pool=pool, sides=[(NODES, None), (FEW_NODES, None)])
+    assert metrics.count(CountTask(metric="memory"), trial) == {"baseline": 6120, "optimized": 2120}
+    assert memory.reserved(pool, FEW_NODES) == 127 + 2001
+    assert memory.allocated(pool, LEAN) == 120
+
+
+def test_memory_nodes_that_a_call_frees_count(monkeypatch):
+    pool = Pool(monkeypatch)
+    bound = pool.bind(LEAN)
+
+    def run(slot):
+        pool.driver.use_graph_memory(700)
+        pool.driver.cuDeviceGraphMemTrim(0)
+
+    bound.run, bound.restore = run, lambda: None
+    assert memory.peak_bytes(bound) == 700
+
+
+def test_without_memory_nodes_only_the_allocator_counts(monkeypatch):
+    pool = Pool(monkeypatch, driver=Driver(fails="cuDeviceGetGraphMemAttribute"))
+    assert memory.allocated(pool, NODES) == 120
+    assert memory.reserved(pool, NODES) == 127
+
+
+@pytest.mark.parametrize("error", [ImportError("cuda.bindings"), RuntimeError("no driver")])
+def test_without_a_driver_only_the_allocator_counts(monkeypatch, error):
+    def missing(name):
+        raise error
+
+    pool = Pool(monkeypatch)
+    monkeypatch.setattr(memory, "import_module", missing)
+    assert memory.allocated(pool, NODES) == 120
+    assert memory.reserved(pool, NODES) == 127
+
+
+def test_the_driver_has_the_names_of_the_memory_of_graphs():
+    driver = pytest.importorskip("cuda.bindings.driver")
+    for name in MemoryAttribute.__members__:
+        assert hasattr(driver.CUgraphMem_attribute, name)
+    for function in ("Get", "Set"):
+        assert callable(getattr(driver, f"cuDevice{function}GraphMemAttribute"))
+    assert callable(driver.cuDeviceGraphMemTrim)
+    assert int(driver.cuuint64_t(7)) == 7
 
 
 def test_the_rank_that_needs_most_counts(monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import closing
+from importlib import import_module
 
 from ..checking.inputs import BoundSide, InputPool, alone, one_slot
 from ..page.pair import Side
@@ -12,6 +13,66 @@ from ..util.process_group import current_group
 
 WATCHDOG = 0.25
 """Seconds to wait for NCCL's watchdog. It polls every 0.1 s, so it has then seen every send."""
+
+
+class GraphMemory:
+    """The memory that the driver gives to the memory nodes of graphs on the current GPU.
+
+    During a capture, `cudaMallocAsync` adds such a node to the graph. torch's statistics do not
+    include the memory of these nodes. A driver that does not report it has no memory nodes, so all
+    amounts are then 0.
+
+    Source: the CUDA programming guide, "Graph Memory Nodes".
+    """
+
+    def __init__(self) -> None:
+        import torch
+
+        self._device, self._mark = torch.cuda.current_device(), 0
+
+    def used(self) -> int:
+        """Return the bytes that graphs use. A graph keeps its memory between launches."""
+        return self._read("USED_MEM_CURRENT")
+
+    def reserved(self) -> int:
+        """Return the bytes that the driver has taken from the GPU for memory nodes."""
+        return self._read("RESERVED_MEM_CURRENT")
+
+    def trim(self) -> None:
+        """Free the memory of all graphs that do not run. Their next launch takes it again."""
+        self._call("cuDeviceGraphMemTrim")
+
+    def start_peak(self) -> None:
+        """Begin the period whose peak `peak` returns."""
+        self._call("cuDeviceSetGraphMemAttribute", "USED_MEM_HIGH", 0)
+        self._mark = self._read("USED_MEM_HIGH")
+
+    def peak(self) -> int:
+        """Return the peak of `used` since `start_peak`.
+
+        Some platforms do not reset the driver's peak, as the tests of cuda.core say. A peak that
+        has not risen may be older, so it is not used.
+        """
+        high = self._read("USED_MEM_HIGH")
+        return high if high > self._mark else self.used()
+
+    def _read(self, attribute: str) -> int:
+        return self._call("cuDeviceGetGraphMemAttribute", attribute)
+
+    def _call(self, function: str, attribute: str = "", value: int | None = None) -> int:
+        """Call the driver and return its result. If there is none, or the call fails, return 0."""
+        try:
+            driver = import_module("cuda.bindings.driver")
+            args: list[object] = [self._device]
+            if attribute:
+                args.append(getattr(driver.CUgraphMem_attribute, f"CU_GRAPH_MEM_ATTR_{attribute}"))
+            if value is not None:
+                args.append(driver.cuuint64_t(value))
+            status, *results = getattr(driver, function)(*args)
+        except (ImportError, RuntimeError):  # cuda.bindings or the driver is not installed
+            return 0
+        succeeded = status == driver.CUresult.CUDA_SUCCESS
+        return int(results[0]) if succeeded and results else 0
 
 
 def drop_sent_tensors() -> None:
@@ -33,18 +94,22 @@ def drop_sent_tensors() -> None:
 def peak_bytes(side: BoundSide) -> int:
     """Return the peak GPU memory of one call beyond its inputs, in bytes.
 
-    This includes the outputs and the memory that the side's preparation keeps. It does not include
-    memory kept since an earlier call, memory of the side's own graph, or memory that torch did not
-    allocate.
+    This includes the outputs, the memory that the side's preparation keeps, and the memory nodes of
+    its graphs. It does not include memory kept since an earlier call, temporaries that torch
+    allocated during a capture, or other memory that torch did not allocate.
     """
     import torch
 
     drop_sent_tensors()
+    graphs = GraphMemory()
+    graphs.trim()  # otherwise the side might reuse memory of the other side's graphs
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    graphs.start_peak()
+    before = torch.cuda.memory_allocated() + graphs.used()
     side.run(0)
     peak = torch.cuda.max_memory_allocated()
     torch.cuda.synchronize()
+    peak += graphs.peak()
     side.restore()
     return int(current_group().max(float(side.held_bytes + peak - before)))
 
@@ -52,9 +117,9 @@ def peak_bytes(side: BoundSide) -> int:
 def allocated(pool: InputPool, side: Side) -> float:
     """Return the peak GPU memory of calls of `side` beyond inputs and state, in bytes.
 
-    This includes outputs, temporaries, the memory that preparation keeps, and memory that the first
-    call leaves for the second, such as an optimizer's moments. With several ranks, this is the peak
-    of the rank that needs the most memory.
+    This includes outputs, temporaries, the memory that preparation keeps, memory that the first
+    call leaves for the second, such as an optimizer's moments, and the memory nodes of graphs. With
+    several ranks, this is the peak of the rank that needs the most memory.
     """
     return current_group().max(_peaks(pool, side)[0])
 
@@ -62,7 +127,8 @@ def allocated(pool: InputPool, side: Side) -> float:
 def reserved(pool: InputPool, side: Side) -> float:
     """Return the peak of the bytes that the allocator reserves on a GPU for calls of `side`.
 
-    The initial state is included, but the inputs are not.
+    This includes the initial state, and the memory that the driver reserves for memory nodes of
+    graphs. It does not include the inputs.
     """
     return current_group().max(_peaks(pool, side)[1])
 
@@ -78,26 +144,32 @@ def _peaks(pool: InputPool, side: Side) -> tuple[float, float]:
 
     The side has run before, so the workspaces of libraries already exist and are not included.
     Allocated memory is measured at the second call. Reserved memory is measured from the first
-    call on, because the allocator does not return it.
+    call on, because neither the allocator nor the driver's pool for graphs returns it.
     """
     import torch
 
+    graphs = GraphMemory()
     with alone(pool, side) as bound:
-        _allocated_by_second_call(bound)
+        _allocated_by_second_call(bound, graphs)
 
     drop_sent_tensors()
     release(pool.device)
     with one_slot(pool):
         torch.cuda.synchronize()
-        before = torch.cuda.memory_reserved()
+        graphs.trim()
+        in_graphs = graphs.used()
+        before = torch.cuda.memory_reserved() + graphs.reserved()
         with closing(pool.bind(side)) as bound:
-            held = _allocated_by_second_call(bound)
+            held = _allocated_by_second_call(bound, graphs) - in_graphs
             torch.cuda.synchronize()
-            return held, float(torch.cuda.memory_reserved() - before)
+            return held, float(torch.cuda.memory_reserved() + graphs.reserved() - before)
 
 
-def _allocated_by_second_call(side: BoundSide) -> float:
-    """Return the peak of allocated memory in a second call beyond inputs and state, in bytes."""
+def _allocated_by_second_call(side: BoundSide, graphs: GraphMemory) -> float:
+    """Return the peak of allocated memory in a second call, in bytes.
+
+    Inputs and state are not included. All memory of the memory nodes of graphs is included.
+    """
     import torch
 
     before = torch.cuda.memory_allocated() - side.held_bytes
@@ -105,6 +177,7 @@ def _allocated_by_second_call(side: BoundSide) -> float:
     side.outputs[0] = None
     drop_sent_tensors()
     torch.cuda.reset_peak_memory_stats()
+    graphs.start_peak()
     side.run(0)
     torch.cuda.synchronize()
-    return float(torch.cuda.max_memory_allocated() - before)
+    return float(torch.cuda.max_memory_allocated() + graphs.peak() - before)
