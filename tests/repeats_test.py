@@ -267,6 +267,38 @@ def test_warm_rows_are_no_memory_of_answers(machine, inputs):
     check(cache_of_rows(machine), inputs)
 
 
+def tokens_and_lengths(device, n):
+    return torch.randint(256, (8, n)), torch.randint(1, n, (8,))
+
+
+def batched(machine):
+    """Return a side that prepares each new shape, as cuDNN does, and computes the rest anew."""
+    plans = set()
+
+    def side(tokens, lengths):
+        longest = int(lengths.max())
+        machine.spend(1e-4 if longest in plans else 0.0101)
+        plans.add(longest)
+        return sum(row[:length].sum() for row, length in zip(tokens, lengths, strict=True))
+
+    return side
+
+
+def test_plans_for_new_shapes_are_no_memory_of_answers(machine):
+    check(batched(machine), tokens_and_lengths)
+
+
+def test_answers_to_tokens_and_lengths_are_refused(machine):
+    with pytest.raises(SideError, match=REMEMBERS):
+        check(memo(machine), tokens_and_lengths)
+
+
+def test_an_integer_without_influence_excuses_nobody(machine):
+    known = memo(machine)
+    with pytest.raises(SideError, match=REMEMBERS):
+        check(lambda tokens, lengths: known(tokens), tokens_and_lengths)
+
+
 def test_values_that_cannot_be_altered_accuse_nobody(machine):
     times = iter([1.0, 1.0, 0.01, 0.01] * 100)
 

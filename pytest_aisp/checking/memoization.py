@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from statistics import median
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -48,6 +49,7 @@ REPEAT_RATIO = 1.5
 """A side caches answers if it takes longer by this factor on values that it has not seen."""
 REPEAT_SECONDS = 20e-6
 """A side is refused only if it also takes longer by this many seconds."""
+WORK_CHANGES = "the work of the side depends on its values"
 LOWERED = 64
 """When integers are altered, one out of this many is lowered by 1."""
 
@@ -84,46 +86,74 @@ def _longer(unseen: float, seen: float) -> bool:
 
 
 def _check_altered(timer: _SideTimer, seed: int) -> None:
-    """Refuse a side that is slow in its first call on altered values, and then fast."""
-    if _work_changes(timer, seed, _halved):
-        _work_changes(timer, seed, _largest_rounded)
+    """Refuse a side that is slow in its first call on altered values, and then fast.
 
-
-def _work_changes(timer: _SideTimer, seed: int, alter: Alter) -> bool:
-    """Return True if a side is slow on altered values because its work depends on the values.
-
-    Other processes can slow some calls. If the repeated calls were slow, the times allow no
-    decision, and more rounds follow. If there is still no decision, the side is not refused.
+    Integers may be lengths. Altering them changes the shapes inside the side, and the first call
+    with new shapes may be slow (cuDNN builds a plan for each of them). So if all inputs are
+    integers, the tensors are altered one at a time, too. A side that caches answers has to look at
+    every tensor that its outputs depend on. A side that stays fast when one of these tensors is
+    altered caches no answers.
 
     Raises:
-        SideError: the side is slow only in its first call on altered values.
+        SideError: if the side is refused. The message has both times.
+    """
+    accusation = _slow_once(timer, seed, _Change(_halved))
+    if accusation == WORK_CHANGES:
+        accusation = _slow_once(timer, seed, _Change(_largest_rounded))
+    if accusation in (None, WORK_CHANGES):
+        return
+    for only in _integers_alone(timer, seed):
+        seed += BATCHES * ALTERED_ROUNDS  # values that the side has not seen yet
+        if _slow_once(timer, seed, only) is None:
+            return
+    raise SideError(accusation)
+
+
+def _integers_alone(timer: _SideTimer, seed: int) -> list[_Change]:
+    """Return one change for each tensor that the outputs depend on, if all tensors are integers."""
+    values = _draw(timer.pool, seed)
+    tensors = _tensors(values)
+    if any(t.is_floating_point() or t.is_complex() for t in tensors):
+        return []
+    changes = [_Change(_lowered, only) for only in range(len(tensors))]
+    return [change for change in changes if timer.outputs_change(values, change.of(values))]
+
+
+def _slow_once(timer: _SideTimer, seed: int, change: _Change) -> str | None:
+    """Return a message if a side is slow in its first call on altered values, and then fast.
+
+    Other processes can slow some calls. If the repeated calls were slow, the times allow no
+    decision, and more rounds follow. If there is still no decision, the result is None.
+
+    Returns:
+        `WORK_CHANGES` if a side is slow on altered values because its work depends on the values.
     """
     unseen: list[float] = []
     seen: list[float] = []
     again: list[float] = []  # repeated calls on altered values
     for number in range(seed, seed + BATCHES * ALTERED_ROUNDS):
         values = _draw(timer.pool, number)
-        altered = _altered(values, alter)
+        altered = change.of(values)
         if altered is None:
-            return False
+            return None
         timer.seconds(values, after=timer.pool.value_set(0))
         seen.append(timer.repeated(values))
         try:
             unseen.append(timer.seconds(altered, after=values))
             again.append(timer.repeated(altered))
         except Exception:  # altered values may violate a precondition of the side
-            return False
+            return None
         if not _longer(min(unseen), min(seen)):
-            return False
+            return None
         if len(seen) % ALTERED_ROUNDS == 0 and _longer(min(unseen), median(seen)):
             if _longer(min(again), min(seen)) or _longer(min(seen), min(again)):
-                return True
-            raise SideError(
+                return WORK_CHANGES
+            return (
                 f"{timer.side.name} takes {median(seen):.3g} s on values that it has seen before,"
                 f" and at least {min(unseen):.3g} s if they are altered slightly: it remembers"
                 " answers instead of computing them"
             )
-    return False
+    return None
 
 
 @dataclass
@@ -158,6 +188,17 @@ class _SideTimer:
         self.fastest = max(min(self.fastest, seconds), 1e-9)
         return seconds
 
+    def outputs_change(self, values: Inputs, altered: Inputs | None) -> bool:
+        """Return whether the outputs for `altered` differ from those for `values` on any rank."""
+        if altered is None:
+            return False
+        outputs = []
+        for new in (values, altered):
+            pytree.copy_into(self.pool.slots[0], new)
+            self.side.restore()
+            outputs.append(dict(pytree.leaves(pytree.clone(self.side.run(0)))))
+        return current_group().max(not pytree.equal_values(*outputs)) > 0
+
     def repeated(self, values: Inputs) -> float:
         """Return how many seconds a call on `values` takes after many calls on the same values.
 
@@ -169,26 +210,53 @@ class _SideTimer:
         return self.seconds(values, after=values)
 
 
-def _altered(values: Inputs, alter: Alter) -> Inputs | None:
-    """Return slightly different values, or None if nothing in `values` can be altered.
+def _tensors(values: Inputs) -> list[torch.Tensor]:
+    """Return the tensors in the order in which `map_tensors` visits them."""
+    tensors: list[torch.Tensor] = []
 
-    Integers may be indices, and other indices would read other memory. So integers change only if
-    there are no floats: a few of the largest integers are lowered, which keeps all of them in
-    range.
+    def visit(tensor: torch.Tensor) -> torch.Tensor:
+        tensors.append(tensor)
+        return tensor
 
-    Args:
-        values: the arguments that the page's `inputs` returned.
+    pytree.map_tensors(visit, values)
+    return tensors
+
+
+@dataclass(frozen=True)
+class _Change:
+    """A way to alter values slightly.
+
+    Attributes:
         alter: returns a floating-point tensor with other values, and other tensors as they are.
+        only: the number of the only tensor that is altered, or None for all tensors.
     """
-    import torch
 
-    tensors = [tensor for _, tensor in pytree.tensors(values)]
-    floating = any(t.is_floating_point() or t.is_complex() for t in tensors)
-    with torch.no_grad():
-        altered = pytree.map_tensors(alter if floating else _lowered, values)
-    after = (tensor for _, tensor in pytree.tensors(altered))
-    same = all(torch.equal(old, new) for old, new in zip(tensors, after, strict=True))
-    return None if same else altered
+    alter: Alter
+    only: int | None = None
+
+    def of(self, values: Inputs) -> Inputs | None:
+        """Return slightly different values, or None if nothing in `values` can be altered.
+
+        Integers may be indices, and other indices would read other memory. So integers change only
+        if there are no floats: a few of the largest integers are lowered, which keeps all of them
+        in range.
+
+        Args:
+            values: the arguments that the page's `inputs` returned.
+        """
+        import torch
+
+        tensors = _tensors(values)
+        floating = any(t.is_floating_point() or t.is_complex() for t in tensors)
+        alter, numbers = (self.alter if floating else _lowered), count()
+
+        def altered_or_not(tensor: torch.Tensor) -> torch.Tensor:
+            return alter(tensor) if next(numbers) == self.only or self.only is None else tensor
+
+        with torch.no_grad():
+            altered = pytree.map_tensors(altered_or_not, values)
+        same = all(map(torch.equal, tensors, _tensors(altered)))
+        return None if same else altered
 
 
 def _halved(tensor: torch.Tensor) -> torch.Tensor:

@@ -81,7 +81,7 @@ def decompositions() -> Mapping[object, Callable[..., object]]:
     aten = torch.ops.aten
     # PyTorch's decompositions of these two import sympy, which takes seconds in each process.
     own = {aten._softmax.default: _softmax, aten._log_softmax.default: _log_softmax}
-    return {**found, **own}
+    return {operation: function for pairs in (found, own) for operation, function in pairs.items()}
 
 
 def _shifted(x: torch.Tensor, dim: int) -> torch.Tensor:
