@@ -120,7 +120,7 @@ def sends_files(pictures, side):
     inputs=inputs,
     reference=reference,
     sizes=[{"pictures": 32, "side": 512}],
-    check_sizes=[{"pictures": 3, "side": 40}],
+    check_sizes=[{"pictures": 7, "side": 40}],
     work=lambda pictures, side: Work(wire=packed(pictures, side), write=12 * pictures * side**2),
     bound="host",
     costs={one_thread: sends_pictures, threads: sends_pictures, on_gpu: sends_files},
