@@ -1,15 +1,15 @@
 """Coalescing: store values next to each other if they are used together.
 
-Problem    n particles of 8 fp32 fields (position, velocity, mass, charge). Compute their new
-           positions along x.
+Problem    Compute the new positions along x of n particles. A particle has 8 fp32 fields (position,
+           velocity, mass, charge).
 Baseline   array_of_structs: the fields of one particle are next to each other in memory, 32 bytes
            per particle.
-Optimized  struct_of_arrays: the values of one field are next to each other. The operation and the
-           shape do not change, only the strides.
+Optimized  struct_of_arrays: the values of one field are next to each other. Only the strides
+           change.
 Bound      DRAM, which moves sectors of 32 bytes. A particle fills exactly one sector, so reading 2
-           of its 8 fields moves all 8. torch loads neighboring values as vectors, but strided
-           values one by one. This difference does not add to the gain, because array_of_structs
-           already reads at the DRAM rate.
+           of its 8 fields moves all 8. torch loads neighboring values as vectors, and strided
+           values one by one. Vector loads add nothing to the gain, because array_of_structs already
+           reads at the DRAM rate.
 Use when   A kernel reads a few fields of many records. If it reads nearly all fields, there is
            little to gain. For example, new positions along all three axes need 6 of the 8 fields.
            Create the data as a struct of arrays, because a later conversion moves more bytes than

@@ -1,6 +1,6 @@
 // relu(a * b + c) on n floats: the same arithmetic, with the data moved in five ways.
 //
-// multiply, add, relu: one step each, one element per thread.
+// multiply, add, relu: one step per kernel, one element per thread.
 // multiply_unrolled, add_unrolled, relu_unrolled: one step, four elements per thread, with a stride
 // of the whole grid.
 // multiply_vectorized, add_vectorized, relu_vectorized: one step, four neighbors per thread.
@@ -9,8 +9,8 @@
 
 __device__ float product(float a, float b) { return a * b; }
 __device__ float sum(float a, float b) { return a + b; }
-// NaN stays NaN, as in torch. fmaxf would turn NaN into 0, which could hide elements that a broken
-// pass never wrote.
+// NaN stays NaN, as in torch. fmaxf would turn NaN into 0, and a check could then miss elements
+// that were never written.
 __device__ float positive(float x) { return x < 0.0f ? 0.0f : x; }
 __device__ float all_three(float a, float b, float c) { return positive(sum(product(a, b), c)); }
 

@@ -15,10 +15,9 @@ Bound      DRAM on every side. On an H200, fp32 arithmetic is the limit only abo
            fit in the L2.
 Seen       three_passes takes longer than its bytes predict. The reason is too few bytes in flight:
            unrolled and vectorized load 16 bytes per thread and array, and both take the predicted
-           time. In fused, a thread loads one element per array, but from three arrays. Its time is
-           closer to the prediction than the time of three_passes. unrolled and vectorized also
-           start only a quarter of the blocks. We did not measure how much of their gain comes from
-           this.
+           time. In fused, a thread loads one element from each of three arrays, and the time is
+           closer to the prediction than in three_passes. unrolled and vectorized also start only a
+           quarter of the blocks. We did not measure how much they gain from starting fewer blocks.
 Use when   Several kernels in a row pass large arrays through DRAM: fuse them first. If a kernel
            that only moves data is slower than the copy rate, give each thread more loads. A kernel
            that is limited by arithmetic gains nothing from fusing or from more loads.

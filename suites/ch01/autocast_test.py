@@ -9,8 +9,8 @@ Optimized  tf32: fp32 with TF32 switched on. Tensor cores round the operands to 
            the result back to fp32.
 Bound      Matrix products, which run on CUDA cores in fp32 and on tensor cores in the variants. The
            DRAM traffic of GELU and of the casts takes additional time.
-Seen       On an H200, fp32 takes longer than predicted, but the variants do not. The rate `fp32`
-           was measured with multiply-adds that load nothing. Matrix products do not reach this rate
+Seen       On an H200, fp32 takes longer than predicted. The variants do not. The rate `fp32` was
+           measured with multiply-adds that load nothing. Matrix products do not reach this rate
            (`../ch11/chunk_count_test.py`).
 Use when   Training or inference spends its time in fp32 products. TF32 needs one flag and changes
            no tensor. bf16 is faster than TF32, if 8 significant bits are enough. Weights that are

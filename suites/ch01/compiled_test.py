@@ -1,10 +1,10 @@
 """Pointwise operations: one generated kernel instead of six.
 
-Problem    residual + scale * (silu(gate + bias) * (up + shift)), fp32. This is the gated
+Problem    Compute residual + scale * (silu(gate + bias) * (up + shift)) in fp32. This is the gated
            activation, layer scale and residual of an MLP block. gate, up and residual are (rows,
            4096), and bias, shift and scale are (4096,).
 Baseline   chain: eager torch, six kernels. Each kernel reads its operands from DRAM and writes its
-           result to DRAM. In total, they read or write a (rows, 4096) matrix 14 times.
+           result to DRAM. In total, the kernels read or write a (rows, 4096) matrix 14 times.
 Optimized  compiled: chain through `torch.compile`. One kernel keeps intermediate results in
            registers, so a matrix is read or written only 4 times. The time does not include the
            compilation.

@@ -4,7 +4,8 @@ Problem    Multiply (tokens, k) bf16 rows in `groups` consecutive groups. Each g
            n) weights, as in a mixture of experts. Group sizes grow evenly from 0 to twice their
            mean. The offsets at which groups end are available on the GPU and on the host, so no
            side has to wait for them.
-Baseline   looped: one `torch.mm` per group. Each writes into its rows of a preallocated result.
+Baseline   looped: one `torch.mm` per group, which writes into the group's rows of a preallocated
+           result.
 Optimized  padded: the rows are scattered into a tensor (groups, longest, k), multiplied by one
            `torch.bmm`, and gathered again. This takes 11 launches and twice as many FLOPs as
            looped.
@@ -13,10 +14,10 @@ Bound      The host limits looped and padded. grouped takes at least the time of
            from DRAM.
 Seen       padded takes somewhat longer than predicted. Its time is the mean of two recordings, and
            the later one is close to the prediction. We cannot explain the difference. grouped takes
-           longer than predicted from its bytes. We cannot explain this, because we did not measure
-           its kernel and the host's part of the call separately. The speedup of grouped over looped
-           differs by up to half between processes, which we cannot explain either.
-Use when   Groups differ in size and there are many of them. Pad when no grouped kernel supports the
+           longer than predicted from its bytes. We cannot explain why, because we did not time the
+           kernel and the host separately. The speedup of grouped over looped differs by up to half
+           between processes, which we cannot explain either.
+Use when   There are many groups, and they differ in size. Pad when no grouped kernel supports the
            data type. A few large groups can stay in a loop.
 """
 

@@ -7,12 +7,12 @@ Baseline   every_step: `.item()` after each batch. The host waits until the GPU 
 Optimized  every_sixteenth: every_step with a wait only after every 16 steps. Until then, the losses
            stay on the GPU. They are copied to the host 16 at a time.
            at_the_end: every_sixteenth with one copy for all losses.
-Bound      The host on every side. It launches three small kernels per batch, and every_step adds a
-           wait for the GPU.
+Bound      The host on every side: the host launches three small kernels per batch. In every_step,
+           it also waits for the GPU.
 Seen       every_step takes longer than predicted. The predicted time of a wait was measured while
-           the GPU was idle. Here each wait includes the remaining kernels of the batch, whose times
-           we did not measure. The result is the mean of two recordings. The host's time differed a
-           lot between the two recordings, and we cannot explain this.
+           the GPU was idle. Here, each wait includes the kernels of the batch that are still
+           running. We did not measure their times. The result is the mean of two recordings. The
+           host's time differed a lot between the two recordings, and we cannot explain why.
 Use when   A loop of small kernels reads a value in every step. When each step takes milliseconds on
            the GPU, a wait costs little. When the next step depends on the value, keep the wait.
 """

@@ -1,9 +1,9 @@
 """Gradient accumulation: one batch of 256 rows instead of 8 micro-batches of 32.
 
-Problem    Gradients of the mean loss over 256 rows of an MLP width -> width -> width -> 10, fp32.
-           Both sides compute the same gradients. Only the order of the sums differs.
-Baseline   accumulated: 8 backward passes of 32 rows, each from an eighth of the mean loss of its
-           rows. `.grad` accumulates the gradients. Every pass reads all weights and writes all
+Problem    Compute the fp32 gradients of the mean loss over 256 rows of an MLP width -> width ->
+           width -> 10. Both sides compute the same gradients. Only the order of the sums differs.
+Baseline   accumulated: 8 backward passes of 32 rows. Each pass divides the mean loss of its rows by
+           8. `.grad` accumulates the gradients. Every pass reads all weights and writes all
            gradients. 7 of the 8 passes also add the new gradients to the old ones.
 Optimized  fused: accumulated with all rows in one pass.
 Bound      fp32 arithmetic for fused. accumulated does the same FLOPs, but reads and writes the

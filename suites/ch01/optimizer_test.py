@@ -1,9 +1,8 @@
 """AdamW on many small parameters: update all of them with a few launches.
 
-Problem    One AdamW step of `count` parameters of (n, n), fp32. The gradients arrive in one bucket,
-           as in data-parallel training, and every `.grad` is a view of the bucket.
-Baseline   looped: `foreach=False`, 8 launches per parameter. This is not torch's default, which is
-           foreach on a GPU.
+Problem    Take one AdamW step for `count` fp32 parameters of (n, n). The gradients arrive in one
+           bucket, as in data-parallel training, and every `.grad` is a view of the bucket.
+Baseline   looped: `foreach=False`, 8 launches per parameter. On a GPU, torch's default is foreach.
 Optimized  foreach: looped with each of the 8 operations applied to lists of tensors, in 10
            launches.
            fused: foreach with one kernel for the whole update, in 3 launches.

@@ -1,8 +1,7 @@
 """A list of results: write each result straight into the final tensor.
 
-Problem    Exponential smoothing over `frames` frames of n fp32 values. The result has the state
-           after every frame. Each state depends on the previous one, so every side loops over the
-           frames.
+Problem    Smooth `frames` frames of n fp32 values exponentially. The result has the state after
+           every frame. Each state depends on the previous one, so every side loops over the frames.
 Baseline   stacked: collect the states in a list and join them with `torch.stack`.
 Optimized  preallocated: stacked with the whole result allocated before the loop. `out=` writes each
            state into its slice of the result.
@@ -50,7 +49,7 @@ def preallocated(x):
 
 
 def smoothing(frames, n):
-    """Return the cost of one step per frame. (For the first frame, stacked computes nothing.)
+    """Return the cost of one step per frame. (stacked computes nothing for the first frame.)
 
     The state before a step is in the L2.
     """

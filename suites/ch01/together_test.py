@@ -1,7 +1,7 @@
 """This chapter's ideas in one training step: the CUDA graph gives nearly all of the gain.
 
-Problem    One SGD step with momentum on the mean loss of 256 rows, MLP of 4 linear layers, fp32.
-           Every side takes the same step and returns the same loss, on the GPU.
+Problem    Take one SGD step with momentum on the mean loss of 256 rows, for an fp32 MLP of 4 linear
+           layers. Every side takes the same step and returns the same loss, on the GPU.
 Baseline   first_draft: the whole batch at once, the default optimizer (foreach on a GPU), and
            `.item()` after the step for the log. A step takes 31 launches and one wait for the GPU.
 Optimized  fused_optimizer: first_draft with the update in one launch instead of three.
@@ -23,7 +23,7 @@ Seen       In an earlier version of this page, whose baseline had eight micro-ba
 Use when   A step is so small that the host is the limit: capture it. fused_optimizer and no_item
            gain little by themselves, but captured needs no_item, because a CUDA graph cannot
            contain a wait. Larger steps keep the GPU busy while the host launches, so they gain
-           little. `microbatch_test.py` shows how much time is lost by splitting the batch.
+           little. `microbatch_test.py` shows how much time splitting the batch costs.
 """
 
 from types import SimpleNamespace

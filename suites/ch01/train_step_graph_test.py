@@ -1,8 +1,8 @@
 """Training step as one CUDA graph: the host launches once, not 36 times.
 
-Problem    One SGD step with momentum on a small MLP, with a batch too small to fill the GPU.
+Problem    Take one SGD step with momentum on a small MLP. The batch is too small to fill the GPU.
 Baseline   eager: forward, backward and a foreach optimizer, 36 launches per step. 12 of these
-           launches zero the gradients and add to them. torch's default, which frees the gradients,
+           launches zero the gradients and add to them. By default, torch frees the gradients, which
            would save these 12 launches on both sides.
 Optimized  captured: eager as a CUDA graph, replayed with one launch. The time does not include the
            capture.

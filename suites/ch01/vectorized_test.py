@@ -1,18 +1,18 @@
 """A Python loop over rows: replace it with one operation on all rows.
 
-Problem    The Euclidean distances between `queries` query points and `points` other points, fp32,
-           in `dims` dimensions.
+Problem    Compute the fp32 Euclidean distances between `queries` query points and `points` other
+           points in `dims` dimensions.
 Baseline   looped: the distances of one query to all points at a time, with four launches per query.
 Optimized  broadcast: the four operations of looped applied to all queries at once, four launches in
            total.
            cdist: `torch.cdist`. It computes |q|^2 + |p|^2 - 2qp with one matrix product, in 12
            launches.
 Bound      The host on every side.
-Use when   A Python loop does the same small operation on every row. The gain becomes smaller with
-           larger rows, and there is none if one row is enough to fill the GPU. broadcast needs
-           memory for queries x points x dims differences. Use cdist if this is too much. cdist
-           loses precision if points are close to each other, as some random points are in few
-           dimensions.
+Use when   A Python loop does the same small operation on every row. The gain shrinks as rows grow.
+           If one row is enough to fill the GPU, there is no gain. broadcast needs memory for
+           queries x points x dims differences. Use cdist if this is too much. cdist loses precision
+           for points that are close to each other. In few dimensions, random points include such
+           pairs.
 """
 
 import torch

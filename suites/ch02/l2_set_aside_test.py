@@ -13,19 +13,19 @@ Optimized  set_aside: changes normal. The process sets aside the largest part of
            from the previous call. The cost of set_aside still counts one read of the table from
            DRAM per call.
 Bound      DRAM. If the table stays in the L2, only x, the index and the results are transferred. In
-           normal, a row stays in the L2 until newer rows have filled the L2. A row of the table
-           that is read again later than that comes from DRAM. With a larger table, more reads come
-           from DRAM. The costs treat the L2 as one cache. In fact it has two halves. If SMs on both
-           sides read a line, both halves may keep the line, and then less of the table fits.
+           normal, a row stays in the L2 until newer rows have filled the L2. If a row of the table
+           is read again after that, it comes from DRAM. With a larger table, more reads come from
+           DRAM. The costs treat the L2 as one cache. In fact, the L2 has two halves. If SMs near
+           both halves read a line, both halves may keep it, and less of the table fits.
 Seen       On an H100, normal takes almost 1.5 times its predicted time, and set_aside takes 1.5
            times its predicted time or more. The speedup of set_aside is the same with both tables,
            but the costs predict a larger speedup with the larger table. Lines that are in both
            halves of the L2 may be the reason. We did not count the sectors that come from DRAM.
-Use when   A table of at most half the L2 is read many times while much more data passes through the
-           L2, and you control the whole process. All other kernels lose the part of the L2 that is
-           set aside. When the table is no longer used, call `cuCtxResetPersistingL2Cache`. A slice
-           of a GPU (MIG) has no set-aside. `../ch07/l2_persistence_test.py` uses hints on single
-           loads, which work without a set-aside.
+Use when   You control the whole process, and a table of at most half the L2 is read many times
+           while much more data passes through the L2. All other kernels lose the part of the L2
+           that is set aside. When the table is no longer used, call `cuCtxResetPersistingL2Cache`.
+           A slice of a GPU (MIG) has no set-aside. `../ch07/l2_persistence_test.py` uses hints on
+           single loads, which work without a set-aside.
 """
 
 import functools
@@ -64,7 +64,7 @@ def own_stream():
 
 
 def on_own_stream(x, table, index, before):
-    """Call `before` with a new stream, and return the scores, which are computed on this stream.
+    """Call `before` with a new stream, compute the scores on this stream, and return them.
 
     Each side has a stream of its own, because the access policy window is an attribute of a stream.
     Without a GPU, compute the scores without a stream, and do not call `before`.
@@ -88,7 +88,7 @@ def driver_call(name, *arguments):
     return result[0] if result else None
 
 
-@functools.lru_cache(maxsize=1)  # set the window again only for a new table or stream
+@functools.lru_cache(maxsize=1)  # only a new table or stream needs a new window
 def persist(gpu, address, size, stream):
     """Set a part of the L2 aside, and make accesses of `stream` to the table persisting."""
     driver = import_module("cuda.bindings.driver")
@@ -137,8 +137,7 @@ def missing(entries):
 
 
 def read_once(rows, entries, again=0.0):
-    """Return the cost if `again` reads of the table come from DRAM, but at least one read per row
-    of the table."""
+    """Return the cost if `again` reads of the table come from DRAM, and at least one per row."""
     return Cost(
         read=4 * WIDTH * (rows + max(entries, again)) + 4 * rows,
         write=4 * rows,

@@ -14,15 +14,15 @@ Bound      PCIe. copied always moves the whole table. mapped moves 256 bytes for
            row that is read twice may cross PCIe twice. So mapped should be faster if there are
            fewer reads than rows, and copied if there are more. gathered moves as many bytes as
            mapped, but the CPU selects the rows first. The costs assume that a kernel reads host
-           memory at the rate of copies. These reads may be slower, because each is a separate PCIe
-           request. The cost of gathered leaves out the CPU's work, because its rate was not
-           measured.
-Use when   Only a small part of a table is read, and the table does not fit on the GPU or the host
-           changes it between reads. Rows should be aligned and at least 128 bytes long: each load
-           moves at least 32 bytes, even if fewer are used. Copy the table if most of it is read, or
-           if several kernels read it. If the table fits on the GPU and does not change, keep it on
-           the GPU. Machines such as GH200 and GB200 connect CPU and GPU by NVLink-C2C, so reads
-           from the host are much faster. Measure again on such a machine.
+           memory at the rate of copies. In fact, such a read may be slower, because it is a
+           separate PCIe request. The cost of gathered leaves out the gathering on the CPU, because
+           no rate for it was measured.
+Use when   Only a small part of a table is read, and the table cannot stay on the GPU: it does not
+           fit, or the host changes it between reads. Rows should be aligned and at least 128 bytes
+           long: each load moves at least 32 bytes, even if fewer are used. Copy the table if most
+           of it is read, or if several kernels read it. If the table fits on the GPU and does not
+           change, keep it on the GPU. Machines such as GH200 and GB200 connect CPU and GPU by
+           NVLink-C2C, so reads from the host are much faster. Measure again on such a machine.
 """
 
 import math

@@ -8,15 +8,15 @@ Baseline   far: the host memory is on a different NUMA node from the GPU, usuall
            socket. This can happen to any process that is not bound to a node, because the node of
            the memory depends on the core that runs the pinning thread.
 Optimized  near: changes far. The host memory is on the GPU's node.
-           unbound: changes far. torch allocates the pinned memory, on whichever node Linux chooses.
+           unbound: changes far. torch allocates the pinned memory, and Linux chooses the node.
 Bound      For near, PCIe. In far, each byte also crosses the link between the sockets. If this link
-           is faster than PCIe and idle, near gains nothing. So near claims only that it is not
-           slower than far. The costs count only PCIe, so they predict no gain.
+           is faster than PCIe and idle, near gains nothing. So the page claims only that near is
+           not slower than far. The costs count only PCIe, so they predict no gain.
 Use when   A machine has several NUMA nodes and moves much data between host and GPUs. Start the
            process of each GPU with `numactl --cpunodebind=N --membind=N`. `nvidia-smi topo -m`
-           shows the node number N of each GPU. Expect a larger gain when several GPUs copy at once,
-           because copies to the far node share the link between the sockets. On this page only one
-           GPU copies.
+           shows the node number N of each GPU. On this page, only one GPU copies. Expect a larger
+           gain when several GPUs copy at once, because their copies to the far node share the link
+           between the sockets.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ def reference(x):
 
 
 def numbers(text):
-    """Return the numbers in a list as Linux writes it, such as ``0-1,3``."""
+    """Return the numbers in a list that Linux writes as ``0-1,3``."""
     ranges = (part.split("-") for part in text.strip().split(",") if part)
     return {n for ends in ranges for n in range(int(ends[0]), int(ends[-1]) + 1)}
 
@@ -91,7 +91,7 @@ def bind(memory, node):
 
 
 def why_not():
-    """Return why this machine cannot run the page, or an empty string if it can."""
+    """Return the reason why this machine cannot run the page, or an empty string."""
     if not os.path.exists("/dev/nvidiactl"):
         return ""  # without a GPU, no memory is bound, so the page can be checked
     nodes = host_nodes()

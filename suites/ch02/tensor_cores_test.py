@@ -14,8 +14,8 @@ Optimized  tf32: fp32 with TF32 switched on. The tensor cores read the same tens
            0.0003 for tf32. Some TF32 kernels truncate the extra bits of fp32 instead of rounding,
            which raises the error to 0.0008. The error did not depend on k.
 Bound      test_tensor_cores: arithmetic, on CUDA cores for fp32 and on tensor cores for the
-           variants. bf16 and fp16 also spend time on the casts. The casts take a smaller share of
-           the time as n grows.
+           variants. bf16 and fp16 also spend time on the casts, whose share of the time shrinks as
+           n grows.
            test_one_row: DRAM. Each element of B is read for a single multiply-add, and the read
            takes longer than the multiply-add on CUDA cores.
 Use when   An fp32 product is large in all three dimensions, and its inputs are not accurate to 24

@@ -38,8 +38,8 @@ __device__ void nearest(const float4* vectors, const float4* codebook, unsigned 
   }
 }
 
-// Return the index of the thread's first vector. The thread's other vectors follow with a stride of
-// blockDim.x.
+// Return the index of the thread's first vector. The other vectors of the thread follow with a
+// stride of blockDim.x.
 __device__ unsigned first() { return blockIdx.x * EACH * blockDim.x + threadIdx.x; }
 
 extern "C" __global__ void __launch_bounds__(256)

@@ -5,15 +5,14 @@ Problem    For each of 1024 * blocks vectors of 4 floats, find the squared dista
            page measures a curve over this number, at points chosen for the 132 SMs of an H200.
 Baseline   whole: blocks of 256 threads, with 4 vectors per thread. So a block has 1024 vectors, and
            a thread uses each codeword four times after loading it from shared memory.
-Optimized  halves: changes whole. The same kernel, but with blocks of 128 threads, so there are
-           twice as many blocks.
-           quarters: changes halves. Blocks of 64 threads, so there are four times as many blocks as
-           in whole.
+Optimized  halves: changes whole. Blocks have 128 threads, so there are twice as many blocks.
+           quarters: changes halves. Blocks have 64 threads, so there are four times as many blocks
+           as in whole.
            split: changes whole. Four blocks share 1024 vectors, and each of the four compares these
            vectors with a quarter of the codewords. An atomic minimum combines the four results. A
            separate kernel first sets all results to infinity. There is no library variant, because
-           no library offers this search as one call. In torch, it takes a product and a minimum,
-           which write and read all distances.
+           no library offers this search as one call. In torch, the search takes a product and a
+           minimum, which write and read all distances.
 Bound      Instruction issue. An SM has four schedulers, and each warp belongs to one of them. A
            block of whole gives each scheduler two warps, which keep the scheduler busy nearly all
            the time. So two blocks on one SM take twice as long as one block. The scheduler with the
@@ -37,9 +36,9 @@ Use when   A grid has few blocks per SM, and the number of blocks is not a multi
            quotient is just above 1 or 2, split the inner loop, or choose a smaller tile with at
            least four warps per block. If the quotient is just below 1 or 2, or above about 10, keep
            the large tile, because a large tile reuses more data. The time of a persistent kernel
-           that processes whole tiles one after another has the same steps. In a kernel that waits
-           for memory, the blocks of an SM do not slow each other down, so a step comes only when no
-           SM has room for another block.
+           that processes whole tiles one after another has the same steps. If a kernel is limited
+           by memory latency, the blocks of an SM do not slow each other down. Its time rises in a
+           step only when no SM has room for another block.
 """
 
 import torch
@@ -50,9 +49,9 @@ from pytest_aisp import Cost, Sweep, Work, compare, cuda_module
 kernels = cuda_module("wave_quantization.cu")
 SMS, SCHEDULERS, LANES = 132, 4, 32  # on an H200, for costs
 THREADS, EACH, PARTS = 256, 4, 4
-# Instructions for one vector and one codeword: 4 subtractions, 4 multiplications or multiply-adds,
-# a minimum, and a fourth of a load. The loop adds 5 instructions per 16 pairs of vector and
-# codeword. Each instruction takes an issue slot, in which a multiply-add would do 2 FLOPs.
+# Instructions per vector and codeword: 4 subtractions, 4 multiplications or multiply-adds, a
+# minimum, and a fourth of a load. The loop adds 5 instructions per 16 pairs of vector and codeword.
+# Each instruction takes an issue slot, in which a multiply-add would do 2 FLOPs.
 SLOTS = 9.25 + 5 / 16
 
 

@@ -1,6 +1,6 @@
 """Affinity: bind the threads of an OpenMP team to neighboring cores.
 
-Problem    A chain of short fp32 operations on the CPU. The threads of an OpenMP team share each
+Problem    Run a chain of short fp32 operations on the CPU. The threads of an OpenMP team share each
            operation. The team has half as many threads as the process has cores, as if the process
            were one of two workers on a host. An operation uses at most 32 threads, because torch
            gives each thread at least 32,768 values.
@@ -15,8 +15,8 @@ Bound      Latency. The data stays in the caches of the cores, and each operatio
            another core's cache. On an idle machine the kernel rarely moves threads, so close is
            neutral.
 Use when   Each process has its own cores, on a host with several sockets or with other busy
-           processes. Make sure that two processes do not bind their threads to the same cores: each
-           process binds its first thread to the first core that it may use. Sharing cores is far
+           processes. A process binds its first thread to the first core that it may use. So make
+           sure that two processes do not bind their threads to the same cores. Sharing cores is far
            slower than no binding. A team that streams data from memory and has few barriers may be
            faster with spread, because it uses the memory channels of both sockets.
 """

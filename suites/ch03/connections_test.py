@@ -1,6 +1,6 @@
 """Hardware queues: give each of several overlapping streams its own queue.
 
-Problem    16 independent chains of four layer norms, each chain in its own stream. A matrix has few
+Problem    Run 16 independent chains of four layer norms, each in its own stream. A matrix has few
            rows, and a kernel has one block per row, so a single kernel leaves most SMs idle. The
            host launches all kernels of a chain before the kernels of the next chain, as in a loop
            over streams.
@@ -14,9 +14,9 @@ Optimized  eight_queues: one_queue without the variable. The default is 8 queues
            a_queue_each: eight_queues with the variable set to 32, its largest value.
 Bound      Latency: a block reads its row, waits for the mean, and reads it again. one_queue runs
            the chains almost one after another, because a chain can start only when the previous
-           chain has reached its last kernel. If each chain has its own queue, all chains run at
-           once. The costs count bytes and operations at the rates of a whole GPU, and leave out
-           latency and queues. So the costs predict no gain, and all sides take longer than
+           chain has reached its last kernel. If each chain has its own queue, all chains run at the
+           same time. The costs count bytes and operations at the rates of a whole GPU, and leave
+           out latency and queues. So the costs predict no gain, and all sides take longer than
            predicted, especially one_queue.
 Use when   Several streams of small kernels run at once. Set the variable to 1 only if a framework
            requires it. With one stream, or with kernels that fill the GPU, the number of queues

@@ -13,9 +13,9 @@ Optimized  frozen: collected with `gc.freeze()` before the loop. Collections the
 Bound      The host: the Python loop. The cost of a collection grows with the number of objects that
            it visits. A full collection starts when the number of new objects reaches a quarter of
            the number of old objects. So with more old objects, full collections are less frequent
-           but longer.
-Use when   A loop creates many Python objects in a process that already has millions, or all ranks
-           of a job wait while a collection delays one rank. Call `gc.freeze()` once, after
+           but take longer.
+Use when   A loop creates many Python objects in a process that already has millions of them. Or all
+           ranks of a job wait because a collection delays one rank. Call `gc.freeze()` once, after
            everything is loaded. With collections disabled, reference cycles are never freed, so
            call `gc.collect()` at a time that suits all ranks. A loop that only launches kernels
            creates few objects and gains nothing.

@@ -3,7 +3,7 @@
 Problem    Two uses of large buffers on the CPU. test_huge_pages turns a batch of uint8 images into
            fp32. The result is larger than 32 MiB, so malloc maps new memory for it at every call.
            torch first converts the images in a separate step, so there is a second large buffer.
-           test_lookups adds up random rows of a table, which is allocated only once.
+           test_lookups adds up random rows of a table that is allocated only once.
 Baseline   small_pages: the default. The kernel maps each 4 KiB page at its first touch.
            table_in_small_pages: the table is in pages of 4 KiB.
 Optimized  torch_setting: small_pages with `THP_MEM_ALLOC_ENABLE=1`. torch then calls `madvise` with
@@ -11,14 +11,14 @@ Optimized  torch_setting: small_pages with `THP_MEM_ALLOC_ENABLE=1`. torch then 
            malloc_setting: small_pages with `GLIBC_TUNABLES=glibc.malloc.hugetlb=1`, so malloc calls
            `madvise` for all memory that it gets from the kernel, not only for tensors.
            table_in_huge_pages: table_in_small_pages with torch's setting.
-Bound      Memory. A huge page takes one page fault, while the same memory in small pages takes 512.
-           A huge page also needs only one TLB entry, so reading random rows of a large table needs
+Bound      Memory. A huge page takes one page fault, and the same memory in small pages takes 512. A
+           huge page also needs only one TLB entry, so reading random rows of a large table needs
            fewer page table walks. In both cases, the kernel fills the same number of bytes with
            zeros.
 Use when   The machine's setting for transparent huge pages is `madvise`, and large host buffers are
            allocated again and again, or are read at random. There is no gain if the setting is
            `always`, if memory is so fragmented that the kernel finds no huge pages, or if buffers
-           are reused. Reusing buffers is better than huge pages (`malloc_test.py`). Huge pages that
+           are reused. Reused buffers are better than huge pages (`malloc_test.py`). Huge pages that
            are only partly used waste memory.
 """
 

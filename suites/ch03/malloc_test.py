@@ -1,9 +1,9 @@
 """Malloc: keep freed memory in the process.
 
 Problem    Turn a batch of uint8 images into fp32 on the CPU. A data loader does this for every
-           batch. The result is larger than 32 MiB, and is freed before the next call or soon after
-           it starts. On a CPU, torch first converts the images in a separate step, so there is a
-           second large block.
+           batch. The result is larger than 32 MiB. It is freed before the next call, or soon after
+           the next call starts. On a CPU, torch first converts the images in a separate step, so
+           there is a second large block.
 Baseline   returned: glibc's default. A block of more than 32 MiB always comes from the Linux
            kernel, and is returned to the kernel when it is freed. So each call takes a page fault
            for every page. A page has 4 KiB, or 2 MiB if the kernel's setting for huge pages is
@@ -12,15 +12,15 @@ Optimized  kept: changes returned. `MALLOC_MMAP_MAX_=0` makes large blocks come 
            `MALLOC_TRIM_THRESHOLD_` keeps the heap from shrinking when the block at its end is
            freed. `MALLOC_TRIM_THRESHOLD_` alone changes nothing.
            jemalloc: changes returned. jemalloc is preloaded with `dirty_decay_ms:-1`, so it never
-           returns pages to the kernel. Without this setting, it returns large blocks when they are
-           freed.
+           returns pages to the kernel. Without this setting, jemalloc returns large blocks when
+           they are freed.
            jemalloc_advised: jemalloc with the settings that guides for torch recommend. These
-           guides set a large decay time instead of -1. For large blocks, jemalloc replaces any
-           decay time above 0 by 0, so it keeps none of them.
+           guides set a large decay time instead of -1. For large blocks, jemalloc treats any decay
+           time above 0 as 0, so it keeps none of them.
            tcmalloc: changes returned. tcmalloc is preloaded. By default, it keeps freed pages and
            returns them to the kernel little by little.
-Bound      For kept, DRAM: it only reads and writes both blocks. returned also waits for the Linux
-           kernel.
+Bound      DRAM limits kept, which only reads and writes both blocks. returned also waits for the
+           Linux kernel.
 Use when   A process allocates large host tensors again and again, and its memory may stay at the
            peak. A program that reuses its buffers needs no setting
            (`../ch01/preallocated_test.py`). Blocks below 32 MiB gain little: after the first such

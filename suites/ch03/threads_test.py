@@ -1,13 +1,14 @@
 """Threads: remove `OMP_NUM_THREADS=1` from the container's environment.
 
-Problem    An (n, n) fp32 product on the CPU, 2 n^3 FLOPs, in a process that is already running.
+Problem    Compute an (n, n) fp32 product (2 n^3 FLOPs) on the CPU, in a process that is already
+           running.
 Baseline   one_thread: `OMP_NUM_THREADS=1`. Container images and launchers such as `torchrun` set
            this variable, so that many workers on a host do not compete for its cores. On this page
            there is only one worker.
 Optimized  every_core: one_thread without the variable. torch starts one thread per core.
-Bound      Instruction issue. The cores share the FLOPs, so the gain grows with the number of cores,
-           until a core's share of the work takes less time than waking a thread. On a machine with
-           one core, there is no gain.
+Bound      Instruction issue. The cores share the FLOPs, so the gain grows with the number of cores.
+           The gain stops growing when a core's share of the work takes less time than waking a
+           thread.
 Use when   One process has the host's cores to itself. If several workers share a host, give each
            worker its share of the cores instead.
 """
