@@ -10,15 +10,15 @@ Optimized  views: listed, but the list's tensors are views of the result, so `ca
            into_tensor: `all_gather_into_tensor` writes straight into the result, without any copy.
 Bound      NVLink. A copy reads and writes the whole result in DRAM, which takes about a quarter of
            the time of the transfer over NVLink. NVLink multicast was off (README). With multicast,
-           a rank would send its rows only once. It would still receive the same bytes, so multicast
-           would save no time.
-Seen       On two GPUs, all three sides take longer than predicted, by about the same amount. The
+           a rank would send its rows only once but still receive the same bytes, so multicast would
+           save no time.
+Seen       On two GPUs, all three sides take about the same amount longer than predicted. The
            predictions use the rate of NCCL's all-reduce. NCCL's all-gather is slower, as the
            README's plot shows for this size. At the plot's rate, all three predictions are within 5
            % of the measured times. On four GPUs, the gains are almost the same. No link rates are
-           stored for four GPUs. At the all-reduce rate of two GPUs, the predictions for all three
-           sides are within a few percent of the times on four GPUs. So NCCL's all-gather comes
-           closer to the all-reduce rate on four GPUs than on two.
+           stored for four GPUs, but predictions at the all-reduce rate of two GPUs are within a few
+           percent of all three times. So NCCL's all-gather comes closer to the all-reduce rate on
+           four GPUs than on two.
 Use when   Always gather into one tensor if the next kernel reads one tensor. A list costs two
            additional copies of the whole result.
 """

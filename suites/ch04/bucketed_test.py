@@ -7,19 +7,17 @@ Baseline   per_tensor: one all-reduce per gradient, on a copy of the gradient, b
 Optimized  bucketed: the gradients are concatenated, reduced in one all-reduce, and split into
            views.
            coalesced: per_tensor, but all all-reduces are passed to NCCL as one group.
-Bound      The host. So the page times ordinary calls without a CUDA graph, as in a training step.
-           per_tensor needs `count` calls and handshakes. bucketed moves the same bytes in one call.
-           NVLink multicast was off (README). It would hardly matter, because the host is the limit.
-           Half of the launches of per_tensor and nearly all launches of coalesced are copies of
-           inputs. A training step has no such copies, so bucketed gains less in a training step
-           than here.
+Bound      The host. So the page times ordinary calls, without a CUDA graph. per_tensor needs
+           `count` calls and handshakes. bucketed moves the same bytes in one call. NVLink multicast
+           was off (README), but would hardly matter, because the host is the limit. Half of the
+           launches of per_tensor and nearly all launches of coalesced are copies of inputs. A
+           training step does not need these copies, so bucketed gains less there than here.
 Seen       Every side takes longer than predicted. A call of `all_reduce` takes the host longer than
            a launch, and peaks.json has no rate for such a call. per_tensor and coalesced differ
-           only in how they call the all-reduces. Per all-reduce, the difference between their times
-           is as long as several launches. We cannot explain why coalesced and bucketed take longer
-           than predicted. CUDA graphs did not help to find the reason: an all-reduce of this size
-           took several times longer in a graph of many all-reduces than in a graph of few. We
-           cannot explain that either.
+           only in how they call the all-reduces, but their times differ by several launches per
+           all-reduce. We cannot explain why coalesced and bucketed take longer than predicted. CUDA
+           graphs gave no answer: an all-reduce of this size took several times longer in a graph of
+           many all-reduces than in a graph of few. We cannot explain that either.
 Use when   There are many gradients of less than a few MB. DDP and FSDP bucket gradients for you.
            Large gradients gain nothing, because the copy into the bucket takes longer than the
            calls that it saves.

@@ -5,22 +5,22 @@ Baseline   fp32: an all-reduce of a copy of the gradients.
 Optimized  bf16: cast to bf16, all-reduce in bf16, and cast back. This sends half as many bytes as
            fp32.
            int8: blocks of 32 elements share a power of two as their scale (MXINT8 of the OCP
-           formats). Each rank sums one part of the gradients: it receives this part from all other
-           ranks, adds in fp32, and quantizes the sum. Then all ranks gather the sums. A plain
-           all-reduce of int8 would overflow, and the scales differ between ranks.
-Bound      NVLink. In each of its two phases, int8 sends 33 bytes per 32 elements. Its three kernels
-           add DRAM traffic, as do the casts of bf16. bf16 keeps 8 significant bits of each addend
-           and of the sum. int8 keeps 7 bits of the largest element in each block. NVLink multicast
-           was off (README). With four GPUs or more, multicast could shorten fp32 and bf16, but not
-           int8, because the switch cannot add blocks with scales.
+           formats). Each rank receives one part of the gradients from all other ranks, adds in
+           fp32, and quantizes the sum. Then all ranks gather the sums. A plain all-reduce of int8
+           would overflow, and the scales differ between ranks.
+Bound      NVLink. int8 sends 33 bytes per 32 elements in each of its two phases. The three kernels
+           of int8 and the casts of bf16 add DRAM traffic. bf16 keeps 8 significant bits of each
+           addend and of the sum. int8 keeps 7 bits of the largest element in each block. NVLink
+           multicast was off (README). With four GPUs or more, multicast could shorten fp32 and
+           bf16, but not int8, because the switch cannot add blocks with scales.
 Seen       On two GPUs, fp32 takes slightly longer than predicted, and the gap is larger for bf16
-           and int8. The predictions use the rate of an all-reduce of the size of fp32's. bf16 has a
-           smaller message, and int8 uses all-to-all and all-gather, so both reach only a lower
+           and int8. The predictions use the rate of an all-reduce of the same size as in fp32. bf16
+           sends smaller messages, and int8 uses all-to-all and all-gather, so both run at a lower
            rate. With the rates that the README's plot shows for these sizes, the predictions are
            within 20 % of the measured times. On four GPUs, both variants gain more, because each
            rank sends more bytes, and casts and scales take a smaller part of the time. No link
-           rates are stored for four GPUs. At the rates of two GPUs, all three predictions are
-           within a tenth of the times on four GPUs.
+           rates are stored for four GPUs, but predictions at the rates of two GPUs are within a
+           tenth of the times on four.
 Use when   The links limit the step, and the optimizer tolerates the error. Data-parallel training
            usually tolerates bf16 gradients. On NVLink, int8 is rarely worth its error. int8 pays
            off between machines, where links are many times slower.
@@ -172,7 +172,7 @@ def in_int8(n, world):
     reference=reference,
     sizes=[{"n": 1 << 27}],
     check_sizes=[{"n": 33}, {"n": 10007}],
-    # The smallest number of bytes that a side sends is 33 per 32 elements.
+    # No side sends fewer than 33 bytes per 32 elements.
     work=lambda n, world: Work(wire=2 * (world - 1) / world * 33 / 32 * n, terms=world),
     bound="nvlink",
     costs={fp32: in_fp32, bf16: in_bf16, int8: in_int8},

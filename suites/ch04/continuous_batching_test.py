@@ -4,19 +4,19 @@ Problem    Serve `requests` requests of 1 to `longest` steps with 16 slots. Most
            In a step, one token of each slot attends to the slot's cache and goes through an MLP.
            All sides return the result of every step of every request. The host knows only after a
            step which requests have ended.
-Baseline   static: 16 requests start together, and the next 16 start when the longest of them has
-           ended. When a shorter request ends, its slot keeps computing, and these results are
+Baseline   static: 16 requests start together, and the next 16 start when the longest request has
+           ended. After the end of a shorter request, its slot keeps computing, and the results are
            discarded.
 Optimized  continuous: after each step, the next requests take the slots that have become free.
            Both sides run the same step and read 16 flags from the GPU after it.
 Bound      The host. A step takes about twenty launches and one read of flags, no matter how many
            slots are in use. So the time depends on the number of steps. Lengths are `longest` times
-           the cube of a uniform random number. Their mean is a quarter of `longest`, but the
+           the cube of a uniform random number. The mean length is a quarter of `longest`, but the
            longest of 16 requests nearly reaches `longest`. With several GPUs, each GPU can serve
            its own requests in this way.
-Seen       On both sides, a step takes longer than predicted from its launches and its read of
-           flags, by about the same factor. We cannot explain this. The predicted speedup is close
-           to the measured speedup.
+Seen       On both sides, a step takes about the same factor longer than predicted from its launches
+           and its read of flags. We cannot explain this. The measured speedup is close to the
+           prediction.
 Use when   The lengths of requests differ a lot, as in serving a language model. vLLM, SGLang and
            TensorRT-LLM use continuous batching. If all requests have the same length, static is as
            fast.

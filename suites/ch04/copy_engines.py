@@ -1,4 +1,4 @@
-"""Sums over all ranks. Copy engines move the data, and the SMs only add."""
+"""Sum over all ranks: copy engines move the data, and the SMs only add."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class CopiedSums:
     and pushes the sum back to them. The first barrier waits until all ranks have written their
     tensors. The last barrier waits until all ranks have received every share. Successive tensors
     use different streams. These streams have high priority, so a barrier or an addition can start
-    as soon as one block of a running product ends, not only when all its blocks have ended.
+    as soon as one block of a running product ends.
 
     Attributes:
         mine: this rank's tensors, in symmetric memory. The caller writes them before `start`. After

@@ -16,12 +16,12 @@ Bound      Tensor cores. pipelined hides every message except the last behind th
            layer. PCIe limits staged: each layer's cache crosses PCIe before the next layer begins.
            These layers have no attention and no MLP. A whole transformer layer would compute about
            nine times as much for a cache of this size, so both gains are smaller in a real model.
-           NVLink multicast was off (README). A message to one GPU does not use it.
+           NVLink multicast was off (README). A message to one GPU does not use multicast.
 Seen       All sides take as long as predicted. sent gains mostly because staged waits for each
            copy, not because NVLink is faster. Copying a layer's cache to the host takes about as
-           long as computing a layer. According to the costs, staged would take only about a fifth
-           longer than sent if it copied on a separate stream during the next layer. We did not
-           measure this.
+           long as computing a layer. If staged copied on a separate stream during the next layer,
+           it would take only about a fifth longer than sent, according to the costs. We did not
+           measure such a version.
 Use when   Prefill and decode run on different GPUs. Overlap each layer's message with the next
            layer, whatever path the message takes. If the GPUs have peer access, send the messages
            over NVLink.

@@ -1,26 +1,26 @@
 """NVSHMEM pipeline: a put with a signal needs no handshake with the receiver.
 
-Problem    Two ranks compute one stage each. `batches` micro-batches of `rows` rows are multiplied
-           by a matrix in the first stage, and by another matrix in the second stage. Each stage
-           returns its results.
+Problem    Each of two ranks computes one stage. The first stage multiplies `batches` micro-batches
+           of `rows` rows by a matrix, and the second stage multiplies the results by another
+           matrix. Each stage returns its results.
 Baseline   exchanged: the first rank sends each micro-batch as soon as it is computed. The receives
            are posted in advance, on NCCL's stream, so both stages and the link can work at the same
            time.
-Optimized  whole: the first stage computes everything and sends it as one message. Then the second
-           stage begins. There is one handshake and no overlap.
+Optimized  whole: the first stage computes all micro-batches and sends them as one message. Then the
+           second stage begins. There is one handshake and no overlap.
            signalled: exchanged, but with NVSHMEM. On its own stream, the first rank puts each
            micro-batch into the second rank's memory and sets a signal after it. The second rank's
            stream waits for the signal. An all-reduce of a flag ends each call.
 Bound      The host. A product and a message of this size take the GPU a few microseconds, less than
            the host needs to start them. exchanged and signalled make several calls from Python per
-           micro-batch. whole needs only one call to send everything. All sides are timed as
+           micro-batch. whole makes only one call to send everything. All sides are timed as
            ordinary calls, because a replay of signalled as a CUDA graph never finished. NVLink
-           multicast was off (README). A put to one GPU does not use it.
+           multicast was off (README). A put to one GPU does not use multicast.
 Seen       Every side takes several times as long as predicted. The prediction counts launches and
            views. A call of `isend` or of a put takes the host longer than a launch, and peaks.json
            has no rate for such calls. whole makes only one such call, so launching its products
-           must also take the host longer than predicted. We cannot explain this. The two
-           measured times of exchanged, the baseline of both pairs, differ a lot. So the gain of
+           must also take the host longer than predicted. We cannot explain this. exchanged, the
+           baseline of both variants, was measured twice. The two times differ a lot, so the gain of
            signalled is uncertain.
 Use when   Use one message if the second stage can wait for the first. Use puts with signals inside
            a kernel, where a put needs no Python call. From Python, puts gain little over NCCL.
@@ -44,7 +44,7 @@ def inputs(device, batches, rows, width):
 
 
 def reference(ranks):
-    """Return the first stage's results on its rank, and the second stage's on the other."""
+    """Return the first stage's results on rank 0, and the second stage's results on rank 1."""
     x, first, _ = ranks[FIRST]
     *_, second = ranks[SECOND]
     between = x.double() @ first.double()

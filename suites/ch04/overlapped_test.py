@@ -6,7 +6,7 @@ Baseline   after_backward: first the whole backward, then one all-reduce per lay
            another.
 Optimized  per_layer: a hook starts a layer's all-reduce as soon as the layer's gradient exists.
            prioritized: per_layer, in a process group whose stream has high priority. So NCCL's
-           kernels do not wait until a running product has started all its blocks.
+           kernels can start before a running product has started all its blocks.
            bucketed: per_layer, but the gradients of 4 layers are concatenated and reduced as one.
            copied: per_layer, but copy engines move the gradients in symmetric memory
            ([copy_engines](copy_engines.py)). The SMs only add.
@@ -15,28 +15,27 @@ Bound      NVLink, which the products of backward can hide. A layer's all-reduce
            backward take about the same time. So at best, a call takes only as long as forward,
            backward and a single all-reduce. bucketed also copies gradients into buckets, which pays
            off only if layers are smaller than here. NVLink multicast was off (README). With four
-           GPUs or more, it could shorten NCCL's all-reduces.
+           GPUs or more, multicast could shorten NCCL's all-reduces.
 Seen       On two GPUs, every side takes longer than predicted. The prediction uses the rate of an
            all-reduce of 512 MiB. A layer has 32 MiB and a bucket has 128 MiB, and NCCL is slower at
            these sizes (see the README's plot). At the plot's rates, after_backward is within about
            5 % of its prediction. The sides that overlap NCCL's all-reduces still take about a tenth
            longer than predicted. copied, which does not use NCCL, takes a quarter longer. On all of
-           these sides, products and reductions slow each other down. The README's table shows this
-           for copied: products hide only part of the sums, and products take longer while sums run.
-           Neither a high priority nor fewer NCCL channels helped. All sides were timed as CUDA
-           graphs, except ddp, which cannot be captured. Without a graph, copied is slower than
-           after_backward, because the host makes several calls per layer for it. Without a graph,
-           bucketed is the fastest.
+           these sides, products and reductions slow each other down. The README's table for copied
+           shows that products hide only part of the sums and take longer while sums run. Neither a
+           high priority nor fewer NCCL channels helped. All sides were timed as CUDA graphs, except
+           ddp, which cannot be captured. Without a graph, bucketed is the fastest side, and copied
+           is slower than after_backward, because copied makes several host calls per layer.
            On four GPUs, bucketed gains as much as on two, and per_layer and prioritized gain a
-           little less. copied, the fastest side on two GPUs, gains nothing on four, even in its
-           graph. At the link rates of two GPUs, its predicted time is less than two thirds of the
-           measured time. On four GPUs, each sum takes three copies in and three copies out, one
-           after another, and each share is half as large. We did not measure whether the copies,
-           the additions or the barriers take so long. ddp takes longer than after_backward on four
-           GPUs, but its interval also allows equal times. ddp is the only side that is timed as an
-           ordinary call. As an ordinary call on four GPUs, per_layer takes almost twice as long as
-           in its graph, so it would then be slower than after_backward, too. So the host's work for
-           hooks and calls probably explains why ddp does not gain.
+           little less. copied, the fastest side on two GPUs, gains nothing on four, even in a
+           graph. At the link rates of two GPUs, the predicted time of copied is less than two
+           thirds of the measured time. On four GPUs, each sum takes three copies in and three
+           copies out, one after another, and each share is half as large. We did not measure
+           whether the copies, the additions or the barriers take so long. ddp takes longer than
+           after_backward on four GPUs, but the interval of its speedup includes 1. Only ddp is
+           timed as an ordinary call. As an ordinary call on four GPUs, per_layer takes almost twice
+           as long as in a graph, and would also be slower than after_backward. So ddp probably does
+           not gain because of the host's work for hooks and calls.
 Use when   Always overlap the reduction with backward in data-parallel training. DDP already does
            this, but measure it: on four GPUs, it gains nothing here. Use copy engines only in a
            CUDA graph, and only on two GPUs.
@@ -199,7 +198,7 @@ def scaled_forward(layers, width):
 
 
 def overlapped(layers, width, beside, last):
-    """Return the cost if `beside` runs during every layer's backward except the last layer's.
+    """Return the cost if `beside` runs during the backward of every layer except the last layer.
 
     Backward ends with the first layer. This layer needs no gradient of its input, and nothing hides
     the reduction of its weight's gradient.

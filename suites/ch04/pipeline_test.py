@@ -14,20 +14,21 @@ Optimized  one_forward_one_backward: gpipe, but in 1F1B order. A rank runs a mic
            + world, so each microbatch visits every rank twice.
 Bound      Tensor cores, and the bubble, in which a rank has nothing to do. m microbatches on p
            ranks take m + p - 1 times as long as one microbatch on one rank. 1F1B takes the same
-           time but less memory: rank r keeps the activations of p - r microbatches. In gpipe, it
-           keeps the activations of all m microbatches. With v blocks per rank, interleaving takes m
-           + (p - 1) / v times as long. NVLink multicast was off (README). Only the gather could use
-           multicast, and it would not become faster.
+           time but less memory: rank r keeps the activations of p - r microbatches. In gpipe, each
+           rank keeps the activations of all m microbatches. With v blocks per rank, interleaving
+           takes m + (p - 1) / v times as long as one microbatch on one rank. NVLink multicast was
+           off (README). Only the gather could use multicast, and multicast would not make it
+           faster.
 Seen       On two GPUs, each time is within 25 % of its prediction. But interleaved is slower than
            gpipe_gathered, although the costs predict the opposite. On four GPUs, interleaved loses
-           even more. At the link rates of two GPUs, its predicted time is two thirds of the
-           measured time, while the predictions for the other sides are within 15 %. interleaved
+           even more. At the link rates of two GPUs, the predicted time of interleaved is two thirds
+           of the measured time. The predictions for the other sides are within 15 %. interleaved
            sends each microbatch over NVLink more often: it makes 24 transfers on two ranks and 112
-           on four, while gpipe makes 8 and 48. The prediction includes a wait only for the
-           transfers that fill and drain the pipeline. If the ranks waited for all transfers, they
-           would lose more than the smaller bubble saves. We did not measure how long they wait, so
-           we cannot explain the loss. 1F1B takes as long as gpipe on two GPUs, and is slightly
-           faster on four. It needs less memory than gpipe on both.
+           on four. gpipe makes 8 and 48. The prediction includes a wait only for the transfers that
+           fill and drain the pipeline. If the ranks waited for all transfers, they would lose more
+           than the smaller bubble saves. We did not measure how long the ranks wait, so we cannot
+           explain the loss. 1F1B takes as long as gpipe on two GPUs, and is slightly faster on
+           four. On both, 1F1B needs less memory than gpipe.
 Use when   Use 1F1B instead of GPipe whenever activations limit the batch. Interleave when there are
            few microbatches per rank, and computing a microbatch takes much longer than its
            transfer. At the sizes of this page, interleaving loses on two and on four GPUs.
@@ -110,7 +111,7 @@ def stages(groups, placed, x):
 
 
 def gradients(schedule, blocks, x, y):
-    """Run `schedule`, take the gradients off the parameters of `blocks`, and return them."""
+    """Run `schedule`, remove the gradients from the parameters of `blocks`, and return them."""
     first, last = dist.get_rank() == 0, dist.get_rank() == dist.get_world_size() - 1
     schedule.step(*[x] * first, target=y if last else None, return_outputs=False)
     found = []

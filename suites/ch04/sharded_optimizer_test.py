@@ -1,7 +1,7 @@
 """Sharded optimizer: each rank updates its shard, and keeps moments only for its shard.
 
-Problem    One AdamW step on `n` fp32 parameters, with the mean of the ranks' gradients. Every rank
-           has all parameters.
+Problem    Take one AdamW step on `n` fp32 parameters, with the mean of the ranks' gradients. Every
+           rank has all parameters.
 Baseline   replicated: all-reduce the gradients. Then every rank updates every parameter.
 Optimized  sharded: reduce-scatter the gradients, update the rank's own shard, all-gather the
            parameters. Reduce-scatter and all-gather are the two halves of an all-reduce, and the
@@ -10,17 +10,17 @@ Bound      NVLink. Both sides send the same number of bytes, so the gain is memo
            takes 8 bytes for moments, 4 for the gradient, and 4 for its value. sharded splits only
            the moments, so it needs 8 + 8 / world bytes instead of 16. Mixed precision saves more,
            because the fp32 copies of the weights are sharded too. The update takes 1 / world of the
-           time. NVLink multicast was off (README). With four GPUs or more, it could shorten the
-           all-reduce of replicated, but not the reduce-scatter and the all-gather. Then sharded
+           time. NVLink multicast was off (README). With four GPUs or more, multicast could shorten
+           the all-reduce of replicated, but not the reduce-scatter and the all-gather. Then sharded
            could be slower than replicated.
 Seen       On two GPUs, sharded takes longer than predicted. The prediction uses the rate of NCCL's
-           all-reduce. NCCL's reduce-scatter and all-gather are slower. With their rates from the
-           README's plot, the prediction is within 5 % of the measured time. On four GPUs, sharded
-           gains more than on two, because a rank updates only a quarter of the parameters. No link
-           rates are stored for four GPUs. At the rate of two GPUs, both predictions are within a
-           few percent of the times on four GPUs.
+           all-reduce. NCCL's reduce-scatter and all-gather are slower. With the rates of these two
+           from the README's plot, the prediction is within 5 % of the measured time. On four GPUs,
+           sharded gains more than on two, because a rank updates only a quarter of the parameters.
+           No link rates are stored for four GPUs, but predictions at the rate of two GPUs are
+           within a few percent of the times on four.
 Use when   Moments and master weights limit the size of the model or the batch. Without multicast,
-           sharding them cost no time on two or four GPUs. If you need still more memory, also shard
+           sharding cost no time on two or four GPUs. If you need still more memory, also shard
            gradients and parameters (ZeRO stages 2 and 3, FSDP).
 """
 
@@ -33,7 +33,7 @@ from pytest_aisp import Conditions, Cost, Work, compare
 
 from .wire_costs import all_reduce_of, exchange
 
-BETAS = 0.9, 1 - 2**-10  # the fused kernel's 1 - beta is fp32: 1.3e-5 off for 0.999
+BETAS = 0.9, 1 - 2**-10  # the fused kernel computes 1 - beta in fp32, which is 1.3e-5 off for 0.999
 
 
 def state(device, n, world):

@@ -1,19 +1,19 @@
-// Lamport's all-reduce: no handshake, because the data itself shows that it has arrived.
+// Lamport's all-reduce: it needs no handshake, because the data itself shows that it has arrived.
 //
 // A rank has three generations of slots, each with a slot for every rank. Every float of a free
 // slot is -0.0.
-// A call replaces -0.0 in x by 0.0 and pushes x into its slot on every other rank. It waits until
-// none of the floats that it needs is -0.0, and sums them in the order of the ranks. Each call uses
-// the next generation. It also sets the slots of the previous call's generation to -0.0 again, and
-// the call after the next reuses these slots. Before they are reused, each rank has received data
-// from every other rank, which was sent after the slots were freed.
+// A call replaces -0.0 in x by 0.0 and pushes x into its slot on every other rank. The call waits
+// until every float that it needs differs from -0.0, and sums the floats in the order of the ranks.
+// Each call uses the next generation. A call also sets the slots of the previous call's generation
+// to -0.0 again. The call after the next reuses these slots. By then, each rank has received data
+// that every other rank sent after freeing its slots.
 // Each block has its own part of x and of all slots, and counts its own calls (turns). So no block
 // waits for another block of the same GPU.
 
 constexpr unsigned BLOCK = 256, GENERATIONS = 3, FREE = 0x80000000;  // the bits of -0.0f
 
-// Strong loads and stores at system scope, four floats at once. A reader never sees half of a
-// float.
+// Strong loads and stores at system scope, four floats at once. Each float is read or written
+// whole.
 __device__ void push(float4* at, float4 value) {
   asm volatile("st.relaxed.sys.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(at), "f"(value.x),
                "f"(value.y), "f"(value.z), "f"(value.w)

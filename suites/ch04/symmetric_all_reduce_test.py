@@ -26,26 +26,26 @@ Bound      Up to 1 MiB, latency: launches, handshakes, and one crossing of NVLin
            `multimem_all_reduce_` is not compared here, and ring and windowed have fewer kernels to
            choose from.
 Seen       On two GPUs up to 64 KiB, all sides except pushed take only a third to two thirds of the
-           predicted time. two_shot at 1 MiB does too. The prediction uses the time of NCCL's
+           predicted time, as does two_shot at 1 MiB. The prediction uses the time of NCCL's
            smallest all-reduce in peaks.json. This time was measured in a graph that contains only
-           all-reduces. Here a copy comes before each all-reduce, and even NCCL's all-reduce takes
-           less than the time in peaks.json. We cannot explain why. At every size, pushed takes less
-           than 2 us longer than predicted. peaks.json has no rate for the latency of a crossing of
-           NVLink. At 16 MiB, ring and gathered take longer than predicted. The prediction uses
-           NCCL's rate at 512 MiB, and NCCL is slower with smaller messages (see the README's plot).
-           windowed uses other kernels of NCCL, and peaks.json has no rate for them.
+           all-reduces. Here, a copy comes before each all-reduce, and even ring takes less than the
+           time in peaks.json. We cannot explain why. At every size, pushed takes less than 2 us
+           longer than predicted. peaks.json has no rate for the latency of a crossing of NVLink. At
+           16 MiB, ring and gathered take longer than predicted. The prediction uses NCCL's rate at
+           512 MiB, and NCCL is slower with smaller messages (see the README's plot). windowed uses
+           NCCL kernels whose rate is not in peaks.json.
            On four GPUs, peaks.json has no link rates, so nothing is predicted. Up to 64 KiB, ring
-           takes over two fifths longer than on two GPUs, and the other sides slow down less than
-           ring. So all variants gain more than on two GPUs, except pushed at 64 KiB, which gains as
-           much. From 1 MiB on, gathered takes twice as long as ring, because a rank receives three
+           takes over two fifths longer than on two GPUs. The other sides slow down less than ring.
+           So all variants gain more than on two GPUs, except pushed at 64 KiB, which gains as much.
+           From 1 MiB on, gathered takes twice as long as ring, because a rank receives three
            inputs. one_shot also reads three inputs, and is a little slower than ring at 1 MiB.
            fused_copy and windowed are within three percent of ring at 1 MiB. pushed is faster than
            ring at 1 MiB, but gains far less than on two GPUs. Only two_shot is clearly faster than
            ring at both 1 and 16 MiB.
 Use when   Small all-reduces follow each other on the critical path, as in decoding with tensor
            parallelism, and run in a CUDA graph. In a graph, torch's one-shot is about as fast as
-           NCCL on two GPUs, and faster on four up to 64 KiB. Without a graph, torch's one-shot took
-           half of NCCL's time on two GPUs, in a run that is not stored. Leave messages of many MB
+           NCCL on two GPUs, and faster on four up to 64 KiB. Without a graph, in a run on two GPUs
+           that is not stored, torch's one-shot took half of NCCL's time. Leave messages of many MB
            to NCCL. Do not use gathered for large messages: the more ranks there are, the more time
            it loses.
 """

@@ -13,26 +13,27 @@ Optimized  halves: whole, but with the rows split into two halves. The all-reduc
 Bound      Tensor cores. The products hide the transfers over NVLink, except for the last part's
            all-reduce. With more parts, the last all-reduce is shorter, but each product is smaller
            and leaves more SMs idle in its last wave. NCCL's kernels also occupy some SMs. NVLink
-           multicast was off (README). With four GPUs or more, it could shorten NCCL's all-reduces.
+           multicast was off (README). With four GPUs or more, multicast could shorten NCCL's
+           all-reduces.
 Seen       On two GPUs, halves, quarters and eighths take longer than predicted, by over 25 % at an
            inner dimension of 3584 and by less at 8192. The prediction uses the rate of an
            all-reduce of 512 MiB, and NCCL is slower with the smaller parts (see the README's plot).
            But even at the plot's rates, the products should hide the all-reduces of all parts
-           except the last. copied is within an eighth of its prediction. It sends the same bytes
-           during the products, but without NCCL's kernels. So most of the loss probably occurs
-           because NCCL's kernels and the products slow each other down. Neither a high priority nor
-           fewer NCCL channels helped. All sides were timed as CUDA graphs, without the work of the
-           host. For copied, the host makes several calls per part.
+           except the last. copied, which sends the same bytes without NCCL's kernels, is within an
+           eighth of its prediction. So most of the loss probably occurs because NCCL's kernels and
+           the products slow each other down. Neither a high priority nor fewer NCCL channels
+           helped. All sides were timed as CUDA graphs, so the times leave out the host, which makes
+           several calls per part for copied.
            At an inner dimension of 3584, halves gains nothing on two or four GPUs. On four GPUs,
            quarters gains a little more than on two. At 8192, copied gains less on four GPUs than on
-           two. At 3584, copied is slower than whole. Its predicted time, which assumes the link
-           rates of two GPUs, is little more than half of the measured time. On four GPUs, each sum
-           takes three copies in and three copies out, one after another, of half the size. We did
-           not measure whether the copies, the additions or the barriers take so long. At 8192, the
-           longer products hide more of this time.
+           two. At 3584, copied is slower than whole on four GPUs. At the link rates of two GPUs,
+           its predicted time is little more than half of the measured time. On four GPUs, each sum
+           takes three copies in and three copies out, one after another. Each copy is half as large
+           as on two. We did not measure whether the copies, the additions or the barriers take so
+           long. At 8192, the longer products hide more of this time.
 Use when   The product takes longer than its all-reduce, and both are long enough to be cut into
            parts. With NCCL, use quarters. In CUDA graphs, copied gains the most on two GPUs. On
-           four GPUs, it gains only if the products are long.
+           four GPUs, copied gains only if the products are long.
 """
 
 import torch

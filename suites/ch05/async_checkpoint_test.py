@@ -1,19 +1,18 @@
 """Asynchronous checkpoint: let a thread write while the next steps run.
 
-Problem    Nine steps of SGD on a model of linear layers, in fp32. After steps 3 and 6, the weights
-           are saved to a new file. The batches are the input. Each side returns the tensors of the
-           files, mapped into memory, so the check compares what was written. The check also
-           compares the losses and the weights after the last step.
+Problem    Take nine steps of SGD on an fp32 model of linear layers. The batches are the input.
+           After steps 3 and 6, save the weights to a new file. Each side returns the losses, the
+           final weights, and the tensors of the files, mapped into memory. So the check also
+           compares what was written.
 Baseline   blocking: `torch.save` of the weights, before the next step starts.
 Optimized  staged: blocking, but the weights are first copied into pinned memory that is reused.
            threaded: staged, but `torch.save` runs in a thread during the next steps. The loop waits
            for the copy into pinned memory. Before the loop reuses this memory, it waits until the
            previous file has been written.
-Bound      For blocking and staged, the host: the GPU has nothing to do while a file is written.
-           For threaded, the steps, or the writing if a file takes longer than the steps between two
-           files. The costs count the steps and the copies from the GPU. They do not count the
-           writing, because its rate was not measured. So blocking and staged take longer than
-           predicted.
+Bound      The host limits blocking and staged: the GPU is idle while a file is written. The steps
+           limit threaded, unless writing a file takes longer than the steps between two files. The
+           costs count the steps and the copies from the GPU. They leave out the writing, because
+           its rate was not measured. So blocking and staged take longer than predicted.
 Use when   Writing a checkpoint takes a noticeable time, and host memory has room for a second copy
            of the weights. On a CPU, the thread takes cores from the steps. Write to a temporary
            name, and rename the file when it is complete. Then the last complete file remains if the

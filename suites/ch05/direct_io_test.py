@@ -1,25 +1,25 @@
 """Direct I/O: read a file that is not in the page cache, several blocks at a time.
 
 Problem    Load blocks of a file into one tensor on the GPU. The input says which blocks, and in
-           which order. The file is not in the page cache, as with data larger than memory. To
-           ensure this, every call ends by dropping the file's pages. The time includes this,
-           because the kernel would also have to drop pages if memory were full. All sides read into
-           pinned memory that is reused from call to call.
+           which order. The file is not in the page cache, as with data larger than memory. So every
+           call ends by dropping the file's pages. The time includes the drop, because the kernel
+           would also have to drop pages if memory were full. All sides read into pinned memory that
+           is reused from call to call.
 Baseline   buffered: one read at a time, through the page cache.
 Optimized  mapped: buffered, but the file is mapped before the timed part. Page faults then read the
-           file in pieces whose size the kernel chooses. That may be slower than buffered, so mapped
-           claims no speedup. If torch copies a block with several threads, several page faults may
-           occur at a time.
+           file in pieces whose size the kernel chooses. That may be slower than buffered, so the
+           page claims no speedup for mapped. If torch copies a block with several threads, several
+           page faults may occur at a time.
            advised: buffered with `POSIX_FADV_RANDOM`, so the kernel reads only the block. Without
            this advice, the kernel also reads the data after the block, which is rarely the next
            block of the order.
            threads: changes advised. Eight threads read, so the disk has several requests at a time.
            direct: changes threads. Files are opened with `O_DIRECT`: the disk writes to the pinned
            memory, and no byte passes through the page cache.
-Bound      The disk. buffered, mapped and advised leave it idle between two requests. All sides
-           except direct also copy all bytes on the CPU, and fill and drop pages of the page cache.
-           The costs count only the copy to the GPU, because the disk's rate was not measured. So
-           all sides take longer than predicted.
+Bound      The disk. buffered, mapped and advised leave the disk idle between two requests. All
+           sides except direct also copy all bytes on the CPU, and fill and drop pages of the page
+           cache. The costs count only the copy to the GPU, because the disk's rate was not
+           measured. So all sides take longer than predicted.
 Use when   The data is larger than memory and each byte is read once. direct needs addresses,
            offsets and sizes that are multiples of the disk's block size. If data is read again soon
            and fits in memory, the page cache is faster than any disk.

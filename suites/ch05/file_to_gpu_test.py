@@ -15,14 +15,15 @@ Optimized  mapped: pageable, but the file is mapped before the timed part. Each 
            two_buffers: per_block, but with pinned memory for only two blocks. Before the host reads
            into a buffer again, it waits for the last copy from that buffer.
 Bound      The host's copy out of the page cache. In per_block and two_buffers, the transfer over
-           PCIe runs at the same time. In pageable and kept, the driver copies all bytes on the CPU
-           a second time. In mapped, the driver's copy is the only copy on the CPU. The costs count
-           only PCIe, because no rate of copies on the CPU was measured. So all sides take longer
-           than predicted.
+           PCIe overlaps with this copy. In pageable and kept, the driver copies all bytes on the
+           CPU a second time. In mapped, the driver's copy is the only copy on the CPU. The costs
+           count only PCIe, because no rate of copies on the CPU was measured. So all sides take
+           longer than predicted.
 Use when   Large files go to the GPU again and again. Use two_buffers, which needs little pinned
            memory, or mapped if all files fit in the page cache. If a process loads one file once,
            pinning memory takes longer than it saves. With GPUDirect Storage, a disk writes to the
-           GPU without any copy on the CPU. It needs a driver and a file system that support it.
+           GPU without any copy on the CPU. GPUDirect Storage needs a driver and a file system that
+           support it.
 """
 
 from types import SimpleNamespace

@@ -1,10 +1,10 @@
 """JPEG decoding: send the files to the GPU, and decode there.
 
 Problem    Decode JPEG files of pictures (3, side, side) into one fp32 tensor on the GPU. All sides
-           convert the decoded bytes to fp32 on the GPU. The files are in host memory, and their
-           order is the input. They are valid JPEG files of synthetic pictures, with about as many
-           nonzero coefficients as a photo. Their colours have full resolution, because decoders
-           differ in how they enlarge colours of lower resolution.
+           convert the decoded bytes to fp32 on the GPU. The files are in host memory, and the order
+           of the files is the input. The JPEG files are valid and contain synthetic pictures, with
+           about as many nonzero coefficients as a photo. The colours have full resolution, because
+           decoders differ in how they enlarge colours of lower resolution.
 Baseline   one_thread: torchvision's `decode_jpeg` on the CPU, one file after another. Then the
            pictures are copied to the GPU.
 Optimized  threads: one_thread, but with a thread per core. The decoder releases Python's GIL.
@@ -14,7 +14,7 @@ Bound      The CPU limits one_thread and threads. The GPU's JPEG engines limit o
            JPEG engines decodes with its SMs and the CPU together. With on_gpu, the files cross PCIe
            instead of the decoded pictures. The costs leave out the decoding, because its rate was
            not measured. So all sides take longer than predicted.
-Use when   The GPU waits for data because the CPU decodes too slowly. Use threads or worker
+Use when   The GPU waits for data because the CPU decodes too slowly. Try threads or worker
            processes first: they cost nothing if cores are idle. Use on_gpu if the cores are not
            enough. If the GPU has no JPEG engines, its SMs decode, and the training step gets fewer
            SMs.

@@ -10,14 +10,14 @@ Baseline   whole: `torch.load` reads all weights into memory. Then the rank's we
 Optimized  mapped: whole with `mmap=True`. Only the pages of the rank's weights are read.
            safetensors: mapped, but in the safetensors format, by `safe_open` and `get_tensor`. The
            format contains no pickle. Without the library safetensors, the variant is skipped.
-Bound      For whole, host memory, because it copies every byte of the file. The other sides read
-           the list of all weights, touch new pages, and copy the rank's weights to the GPU one by
-           one. The costs count only the copies to the GPU, because no rate of the host's work was
-           measured. So all sides take longer than predicted.
-Use when   A process needs part of a large file, such as some experts or layers. If it needs the
-           whole file, a mapping still saves one copy in memory. From a disk, page faults read small
-           pieces, so a mapping may load more slowly than one long read. Also use safetensors for
-           files that you do not trust.
+Bound      Host memory limits whole, which copies every byte of the file. mapped and safetensors
+           read the list of all weights, touch new pages, and copy the rank's weights to the GPU one
+           by one. The costs count only the copies to the GPU, because no rate of the host's work
+           was measured. So all sides take longer than predicted.
+Use when   A process needs part of a large file, such as some experts or layers. For a whole file, a
+           mapping still saves one copy in memory. From a disk, page faults read small pieces, so a
+           mapping may load more slowly than one long read. Also use safetensors for files that you
+           do not trust.
 """
 
 import importlib.util
@@ -56,7 +56,7 @@ def reference(state, chosen):
 
 
 def named(weights):
-    """Return the weights as a dict by name, each a tensor with its own memory."""
+    """Return a dict from names to weights. Each weight is a tensor with its own memory."""
     return {
         f"layers.{layer}.experts.{expert}": weight.clone()
         for layer, experts in enumerate(weights)

@@ -1,8 +1,8 @@
 """Read or map: map a table that fits in memory, and index it like a tensor.
 
-Problem    Copy rows of an (n, 256) fp32 table to the GPU. The table is a file. The input is a list
-           of random row numbers. The file was written just before, so all sides read it from the
-           page cache.
+Problem    Copy rows of an (n, 256) fp32 table to the GPU. The table is a file, and the input is a
+           list of random row numbers. The file was written just before, so all sides read it from
+           the page cache.
 Baseline   seek: one `seek` and one `read` of a Python file per row. The file's buffer is one row
            long.
 Optimized  into: seek, but with `os.preadv`, which reads straight into the row of the result,
@@ -10,10 +10,10 @@ Optimized  into: seek, but with `os.preadv`, which reads straight into the row o
            mapped: into, but the file is mapped into memory before the timed part. One
            `index_select` copies all rows, so no Python code runs per row, and torch may use several
            threads. Once each page has been touched, no system calls are needed either.
-Bound      For seek and into, the host: each row costs Python code and system calls. For mapped,
-           memory latency and the copy to the GPU. The costs count only the copy to the GPU, at the
-           rate of pinned memory, because no rate of the host's work was measured. So all sides take
-           longer than predicted.
+Bound      The host limits seek and into: each row costs Python code and system calls. Memory
+           latency and the copy to the GPU limit mapped. The costs count only the copy to the GPU,
+           at the rate of pinned memory, because no rate of the host's work was measured. So all
+           sides take longer than predicted.
 Use when   A file fits in the page cache and is often read at random: map it. If the data comes from
            a disk, read larger pieces instead. A mapping waits for one page at a time, and an I/O
            error in a mapping kills the process.

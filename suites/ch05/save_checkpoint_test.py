@@ -1,18 +1,18 @@
 """Save a checkpoint: skip a checksum that nobody checks, and copy into pinned memory.
 
-Problem    Write the weights (width, width) of a number of layers in bf16 from the GPU to a new
-           file. The values are the input. Each side returns the tensors of the file, mapped into
-           memory, so the check compares what was written. The file stays in the page cache, so no
-           side waits for a disk.
+Problem    Write the bf16 weights (width, width) of several layers from the GPU to a new file. The
+           weights are the input. Each side returns the tensors of the file, mapped into memory, so
+           the check compares what was written. The file stays in the page cache, so no side waits
+           for a disk.
 Baseline   saved: `torch.save` to the file.
 Optimized  unchecked: saved without the CRC-32 of each tensor, by `set_crc32_options(False)`.
            `torch.load` does not check the CRC-32, but zip programs do.
            staged: unchecked, but the weights are first copied into pinned memory that is reused. On
            the other sides, `torch.save` copies each weight into new pageable memory.
-Bound      The host: it copies all bytes into the page cache, and for saved it also computes the
-           CRC-32. In saved and unchecked, the driver also copies all bytes out of its own pinned
-           memory. The costs count only the copies from the GPU, because no rate of the host's work
-           was measured. So all sides take longer than predicted.
+Bound      The host, which copies all bytes into the page cache. In saved, the host also computes
+           the CRC-32. In saved and unchecked, the driver also copies all bytes out of its own
+           pinned memory. The costs count only the copies from the GPU, because no rate of the
+           host's work was measured. So all sides take longer than predicted.
 Use when   The training loop waits for the checkpoint. staged needs pinned memory of the
            checkpoint's size, and gains nothing for a model on a CPU. If the disk or the network is
            the limit, use `async_checkpoint_test.py`.

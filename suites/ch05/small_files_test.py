@@ -1,8 +1,8 @@
 """Small files: pack them into one file and read a whole shard at a time.
 
 Problem    Load images of 3 x 32 x 32 bytes into one tensor on the GPU. The input is the order of
-           the images: shards of 64 images in random order, and a random order within each shard.
-           The files were written just before, so all sides read from the page cache.
+           the images: shards of 64 images come in random order, and so do the images within each
+           shard. The files were written just before, so all sides read from the page cache.
 Baseline   files: one file per image, which Python's `open` and `read` load.
 Optimized  unbuffered: files, but with `os.open` and `os.preadv`, which reads straight into the
            image's row of the result. So Python creates no buffer and no `bytes` object.
@@ -15,10 +15,10 @@ Bound      The host: each image costs system calls and Python code. shards makes
            measured. So all sides take longer than predicted.
 Use when   A data set has many small files. Use shards if shuffling within a shard is random enough.
            packed works with any order. The gain is larger on a disk or a network, where each file
-           costs a round trip. It is smaller with larger images, because all sides copy the same
-           bytes.
+           costs a round trip. The gain is smaller with larger images, because all sides copy the
+           same bytes.
 
-The files have no names, so no file can be left behind. They are opened through /proc. On one
+The files have no names, so no file can be left behind. The page opens them through /proc. On one
 machine, opening a file through /proc took 4 us. Opening a named file took 2 us, in a folder of
 20,000 files whose names the kernel had cached. So packed and shards gain less if the files have
 names.
