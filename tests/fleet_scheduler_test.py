@@ -10,8 +10,8 @@ from time import perf_counter
 
 import pytest
 
-from pytest_aisp.fleet import scheduler
-from pytest_aisp.fleet.scheduler import Node, Scheduler, Work
+from pytest_aisp.fleet.actions import Node, Start, Work
+from pytest_aisp.fleet.scheduler import Scheduler
 
 START, CANARY, WAY = 5.0, 3.0, 0.005
 """Seconds that pytest takes to start, that a canary takes, and that a message takes."""
@@ -20,8 +20,10 @@ START, CANARY, WAY = 5.0, 3.0, 0.005
 class Cluster:
     """Carries out the scheduler's actions. `log` has an entry for each run of a case."""
 
-    def __init__(self, works, nodes, *, patience=60.0, seconds=lambda key: 10.0, killers=()):
-        self.plan = Scheduler(works, patience)
+    def __init__(
+        self, works, nodes, *, patience=60.0, seconds=lambda key: 10.0, killers=(), span=False
+    ):
+        self.plan = Scheduler(works, patience, span=span)
         self.seconds, self.killers = seconds, set(killers)
         self.now, self.queues, self.dead, self.hung = 0.0, {}, set(), set()
         self.log, self.red, self.notes, self.unproved = [], {}, [], []
@@ -41,8 +43,9 @@ class Cluster:
             )
             event(*args)
             for seat in self.plan.seats.values():
-                if seat.node.id not in self.hung:
-                    seat.heard = self.now
+                for part, node in enumerate(seat.nodes):
+                    if node.id not in self.hung:
+                        self.plan.heard(seat.id, self.now, part)
             self._act()
             assert self.now < 1e6
         return self
@@ -55,8 +58,9 @@ class Cluster:
             getattr(self, f"_{type(action).__name__.lower()}")(action)
 
     def _start(self, action):
-        node = self.plan.nodes[action.node]
-        assert node.gpus >= sum(s.width for s in self.plan.seats.values() if s.node is node)
+        for name in action.nodes:
+            node = self.plan.nodes[name]
+            assert node.gpus >= sum(s.width for s in self.plan.seats.values() if node in s.nodes)
         self.queues[action.seat] = []
         self.at(self.now + START, self._ready, action.seat)
 
@@ -66,7 +70,8 @@ class Cluster:
 
     def _alive(self, seat):
         live = self.plan.seats.get(seat)
-        return live is not None and live.node.id not in self.dead | self.hung
+        down = self.dead | self.hung
+        return live is not None and not any(node.id in down for node in live.nodes)
 
     def _give(self, action):
         queue = self.queues[action.seat]
@@ -76,7 +81,8 @@ class Cluster:
 
     def _begin(self, seat):
         work = self.queues[seat][0]
-        self.log.append((work.key, self.plan.seats[seat].node.name, work.again))
+        where = "+".join(node.name for node in self.plan.seats[seat].nodes)
+        self.log.append((work.key, where, work.again))
         if work.key in self.killers:
             self.at(self.now + 1, self.plan.lost, seat, "its pytest ended with code -9")
         else:
@@ -217,7 +223,7 @@ def test_a_case_before_one_that_kills_its_node_is_not_blamed():
     def begin_at_once(seat):
         queue = fleet.queues[seat]
         if len(queue) > 1 and queue[1].key == "case7":
-            fleet.log.append(("case7", fleet.plan.seats[seat].node.name, False))
+            fleet.log.append(("case7", fleet.plan.seats[seat].nodes[0].name, False))
             fleet.at(fleet.now + 1, fleet.plan.lost, seat, "killed")
         else:
             begin(seat)
@@ -234,7 +240,7 @@ def test_a_node_that_keeps_losing_workers_is_avoided():
     start = fleet._ready
 
     def ready(seat):
-        if fleet.plan.seats[seat].node.name == "bad":
+        if fleet.plan.seats[seat].nodes[0].name == "bad":
             fleet.plan.lost(seat, "No space left on device")
         else:
             start(seat)
@@ -327,7 +333,7 @@ def test_a_hundred_nodes_plan_in_time():
     for number in range(100):
         plan.node_joined(node(f"n{number}", 8))
     started = plan.plan(0.0)
-    assert sum(isinstance(action, scheduler.Start) for action in started) == 800
+    assert sum(isinstance(action, Start) for action in started) == 800
     for seat in list(plan.seats):
         plan.ready(seat, 0.0)
     plan.plan(0.0)

@@ -47,7 +47,7 @@ GRACE_SECONDS = 3.0
 OUTPUT_LINES = 20
 """The maximum number of lines of the ranks' output in a failure message."""
 LOST_HINT = "See what the launcher of that machine says: the rank or the machine has failed"
-_CONNECTION_LOST = re.compile("Connection (closed|reset) by peer")
+_CONNECTION_LOST = re.compile("Connection (closed|reset) by peer|ncclRemoteError")
 _EXIT = re.compile(r"rank\s*:\s*(\d+) .*\n\s*exitcode\s*:\s*(-?\d+)")
 
 
@@ -141,7 +141,8 @@ class RankSet:
         except BaseException:
             self.kill()
             raise
-        reply = failure or self._merged_reply()
+        replies = [rank.reply for rank in self._in_order() if rank.reply is not None]
+        reply = failure or merged(replies)
         if reply.exhausted:
             self.kill()
         return reply
@@ -241,7 +242,7 @@ class RankSet:
         failures = [rank.reply for rank in failed_ranks if rank.reply is not None]
         if not failures:
             return None
-        all_failed = len(failures) == self.count
+        all_failed = self.nodes is None and len(failures) == self.count
         if not all_failed or any(reply.error in ERRORS_IN_COLLECTIVES for reply in failures):
             self.kill()  # a rank may wait for a collective that will never complete
         first, number = failures[0], failed_ranks[0].number
@@ -257,18 +258,6 @@ class RankSet:
             names = " and ".join(str(rank.number) for rank in failed_ranks)
             message += f"\n(ranks {names} failed; this is rank {number})"
         return replace(first, message=message)
-
-    def _merged_reply(self) -> Reply:
-        """Return rank 0's result, but with the largest error that any rank measured."""
-        replies = [rank.reply for rank in self._in_order() if rank.reply is not None]
-        results = [reply.result for reply in replies]
-        merged = dict(results[0])
-        if "errors" in merged:
-            merged["errors"] = {
-                name: max(result["errors"].get(name, 0.0) for result in results)
-                for name in merged["errors"]
-            }
-        return Reply(result=merged, exhausted=any(reply.exhausted for reply in replies))
 
     def _in_order(self) -> list[Member]:
         return [self._ranks[number] for number in sorted(self._ranks)]
@@ -326,6 +315,18 @@ class RankSet:
         self._listener.close()
         self._output.file.close()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def merged(replies: Sequence[Reply]) -> Reply:
+    """Return the first rank's result, but with the largest error that any rank measured."""
+    results = [reply.result for reply in replies]
+    first = dict(results[0])
+    if "errors" in first:
+        first["errors"] = {
+            name: max(result["errors"].get(name, 0.0) for result in results)
+            for name in first["errors"]
+        }
+    return Reply(result=first, exhausted=any(reply.exhausted for reply in replies))
 
 
 def _new_folder() -> str:

@@ -1,4 +1,4 @@
 """Run one suite on many GPU machines with Ray. Only `bridge` imports Ray."""
 
-PROTOCOL = 1
+PROTOCOL = 2
 """The version of the messages between the main pytest process and pytest on a node."""

@@ -10,19 +10,20 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import pickle
 import queue
 import socket
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from . import probe as probe_module
 from .nodes import LABEL, RayNode
-from .seat import Seat, die_with, uuids_of
+from .seat import Seat, SharedStart, die_with, uuids_of
 
 SCAN_SECONDS = 1.0
 HEAD_SECONDS = 20.0
@@ -42,12 +43,14 @@ THREADS = 4
 class Bridge:
     """Executes commands with Ray, and sends events.
 
-    Commands: ``("tree", data)``, ``("start", seat, node, gpus, spec)``,
+    Commands: ``("tree", data)``, ``("start", seat, nodes, gpus, spec)``,
     ``("send", seat, message)``, ``("kill", seats)``.
 
     Events: ``("connected",)``, ``("listed", nodes)``, ``("fatal", why)``, ``("gone", node)``,
-    ``("node", RayNode, facts, time)``, ``("refused", RayNode, why)``, ``("lost", seat, why)``,
-    ``("alive", seat, [messages])``, ``("killed", seats)``.
+    ``("node", RayNode, facts, time)``, ``("refused", RayNode, why)``,
+    ``("lost", seat, why, part)``, ``("alive", seat, [messages], part)``, ``("killed", seats)``. A
+    part is the number of one of the seat's nodes. pytest runs on part 0, and a rank server on each
+    other part.
     """
 
     def __init__(self, pipe: Connection, address: str) -> None:
@@ -57,10 +60,12 @@ class Bridge:
         self._scanned = time.monotonic()
         self._alive: dict[str, RayNode] = {}
         self._uuids: dict[str, list[str]] = {}
-        self._actors: dict[str, Any] = {}
+        self._actors: dict[str, list[Any]] = {}
+        self._groups: dict[str, Any] = {}
+        self._waiting: dict[str, SharedStart] = {}
         self._pending: dict[Any, Callable[[Any], None]] = {}
         self._probes: dict[str, tuple[Any, float]] = {}
-        self._closing: list[tuple[float, list[str], list[Any], list[Any]]] = []
+        self._closing: list[tuple[float, list[str], list[Any], list[Any], list[Any]]] = []
         self._tree: Any = None
         self._listed = False
 
@@ -109,52 +114,91 @@ class Bridge:
     def do_tree(self, data: bytes) -> None:
         self._tree = self._ray.put(data)
 
-    def do_start(self, seat: str, node: str, gpus: int, spec: Mapping[str, Any]) -> None:
+    def do_start(self, seat: str, nodes: Sequence[str], gpus: int, spec: Mapping[str, Any]) -> None:
+        self._actors[seat] = []
         try:
-            actor = (
-                _actor_class(self._ray)
-                .options(num_gpus=gpus, max_concurrency=THREADS, scheduling_strategy=self._on(node))
-                .remote(self._uuids[node])
-            )
-            self._actors[seat] = actor
-            started = actor.start.remote(self._tree, dict(spec))
+            for node, where in zip(nodes, self._places(seat, nodes, gpus), strict=True):
+                options = {"num_gpus": gpus, "max_concurrency": THREADS}
+                actor = _actor_class(self._ray).options(**options, scheduling_strategy=where)
+                self._actors[seat].append(actor.remote(self._uuids[node]))
+            if len(nodes) == 1:
+                self._start_part(seat, 0, spec)
+                return
+            self._waiting[seat] = waiting = SharedStart([self._alive[n] for n in nodes], gpus, spec)
+            for part in range(1, len(nodes)):
+                self._start_part(seat, part, waiting.server(part))
         except Exception as error:  # Ray may have just lost the node
-            self._pipe.send(("lost", seat, _reason(error)))
-            return
-        self._expect(started, seat, lambda _: self._poll(seat))
+            self._pipe.send(("lost", seat, _reason(error), 0))
 
-    def _expect(self, reference: Any, seat: str, then: Callable[[Any], None]) -> None:
+    def _places(self, seat: str, nodes: Sequence[str], gpus: int) -> list[Any]:
+        """Return where to start the actor of each node. Several nodes are reserved together."""
+        if len(nodes) == 1:
+            return [self._on(nodes[0])]
+        from ray.util.placement_group import placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        self._groups[seat] = group = placement_group(
+            [{"GPU": gpus} for _ in nodes],
+            strategy="STRICT_SPREAD",
+            bundle_label_selector=[{"ray.io/node-id": node} for node in nodes],
+        )
+        bundles = range(len(nodes))
+        return [PlacementGroupSchedulingStrategy(group, bundle) for bundle in bundles]
+
+    def _start_part(self, seat: str, part: int, spec: Mapping[str, Any]) -> None:
+        started = self._actors[seat][part].start.remote(self._tree, dict(spec))
+        self._expect(started, seat, part, lambda _: self._poll(seat, part))
+
+    def _expect(self, reference: Any, seat: str, part: int, then: Callable[[Any], None]) -> None:
         def handle(ready: Any) -> None:
             if seat not in self._actors:
                 return
             try:
                 then(self._ray.get(ready))
             except Exception as error:  # an error on the node, or an error that Ray raised
-                self._actors.pop(seat, None)
-                self._pipe.send(("lost", seat, _reason(error)))
+                self._pipe.send(("lost", seat, _reason(error), part))
 
         self._pending[reference] = handle
 
-    def _poll(self, seat: str) -> None:
+    def _poll(self, seat: str, part: int) -> None:
         def deliver(messages: list[bytes]) -> None:
-            self._pipe.send(("alive", seat, messages))
-            self._poll(seat)
+            self._pipe.send(("alive", seat, [] if part else messages, part))
+            if part == 0 or self._hear_server(seat, part, map(pickle.loads, messages)):
+                self._poll(seat, part)
 
-        self._expect(self._actors[seat].poll.remote(), seat, deliver)
+        self._expect(self._actors[seat][part].poll.remote(), seat, part, deliver)
+
+    def _hear_server(self, seat: str, part: int, messages: Iterable[tuple[Any, ...]]) -> bool:
+        """Read what a rank server sent. Return False if it has ended."""
+        for message in messages:
+            match message:
+                case ("port", port):
+                    if (spec := self._waiting[seat].listens(part, port)) is not None:
+                        del self._waiting[seat]
+                        self._start_part(seat, 0, spec)
+                case ("ended", code, output):
+                    last = f"\n{output}" if output else ""
+                    why = f"its rank server ended with code {code}{last}"
+                    self._pipe.send(("lost", seat, why, part))
+                    return False
+        return True
 
     def do_send(self, seat: str, message: bytes) -> None:
         if seat in self._actors:
-            self._actors[seat].send.remote(message)
+            self._actors[seat][0].send.remote(message)
 
     def do_kill(self, seats: list[str]) -> None:
-        actors = [actor for seat in seats if (actor := self._actors.pop(seat, None)) is not None]
+        actors = [actor for seat in seats for actor in self._actors.pop(seat, [])]
+        for seat in seats:
+            self._waiting.pop(seat, None)
+        groups = [self._groups.pop(seat) for seat in seats if seat in self._groups]
         closing = [actor.close.remote() for actor in actors]
-        self._closing.append((time.monotonic() + CLOSE_SECONDS, seats, actors, closing))
+        self._closing.append((time.monotonic() + CLOSE_SECONDS, seats, actors, closing, groups))
 
     def _end_closed(self) -> None:
         """Kill actors that have closed or timed out. Do not wait, because polling must go on."""
         for entry in list(self._closing):
-            deadline, seats, actors, closing = entry
+            deadline, seats, actors, closing, groups = entry
             left = (
                 self._ray.wait(closing, num_returns=len(closing), timeout=0)[1] if closing else []
             )
@@ -163,6 +207,8 @@ class Bridge:
             self._closing.remove(entry)
             for actor in actors:
                 self._ray.kill(actor)
+            for group in groups:
+                self._ray.util.remove_placement_group(group)
             self._pipe.send(("killed", seats))
 
     def _on(self, node: str) -> Any:
@@ -265,7 +311,8 @@ def _ray_node(listed: Mapping[str, Any]) -> RayNode:
     host = str(listed["NodeManagerHostname"])
     name = host if named in ("", address) else named
     labels = dict(listed.get("Labels") or {})
-    return RayNode(listed["NodeID"], name, int(listed["Resources"].get("GPU", 0)), labels)
+    gpus = int(listed["Resources"].get("GPU", 0))
+    return RayNode(listed["NodeID"], name, gpus, labels, address)
 
 
 def _refused_connection(address: str, error: Exception) -> str:

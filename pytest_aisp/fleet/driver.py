@@ -20,10 +20,11 @@ from ..session.options import PRODUCTS, RECORDER, RUN, Settings
 from ..session.run_context import Interrupted
 from ..timing import peaks as peaks_module
 from . import setup, shipping
+from .actions import Finish, Give, Kill, Note, NoVerdict, Start, Unproved, Work
 from .connection import HeadGone, RayProcess
 from .kept import FILE, FOLDER, Kept, KeptFile
 from .reports import Gateway, Process, Reporter
-from .scheduler import Finish, Give, Kill, Note, NoVerdict, Scheduler, Start, Unproved, Work
+from .scheduler import Scheduler
 
 TICK = 0.2
 """The longest time in seconds that the loop waits for events."""
@@ -44,6 +45,7 @@ class FleetRun:
         self._numbers = itertools.count()
         self._reporter = Reporter(config)
         self._patience = setup.patience(config)
+        self._span = bool(config.getoption("aisp_fleet_span_nodes"))
         self._scheduler = Scheduler([], self._patience)
 
     def pytest_report_header(self) -> list[str]:
@@ -64,7 +66,7 @@ class FleetRun:
         self._tree = self._pack()
         self._kept = self._resume()
         works = [work for item in session.items if (work := self._work(item)).key not in self._done]
-        self._scheduler = Scheduler(works, self._patience)
+        self._scheduler = Scheduler(works, self._patience, span=self._span)
         for node in self._nodes.accepted:
             self._scheduler.node_joined(node)
         try:
@@ -136,7 +138,8 @@ class FleetRun:
     def _work(self, item: pytest.Item) -> Work:
         case, marker = case_of(item), item.get_closest_marker("aisp_product")
         product = marker.args[0] if marker else self._products[0]
-        return Work(item.nodeid, product, case.gpus if case is not None else 1)
+        on_gpus = case is not None and case.kind == "gpu"
+        return Work(item.nodeid, product, case.gpus if case is not None and on_gpus else 1)
 
     # The loop
 
@@ -164,10 +167,10 @@ class FleetRun:
 
     def _carry_out(self, action: object) -> None:
         match action:
-            case Start(seat, node, gpus):
-                name = self._scheduler.nodes[node].name
+            case Start(seat, nodes, gpus):
+                name = " and ".join(self._scheduler.nodes[node].name for node in nodes)
                 self._processes[seat] = Process(Gateway(seat), name)
-                self._ray.send("start", seat, node, gpus, self._spec_of(seat))
+                self._ray.send("start", seat, nodes, gpus, self._spec_of(seat))
             case Give(seat, work):
                 remote = self._remote_id(work)
                 self._processes[seat].works[remote] = work
@@ -211,10 +214,10 @@ class FleetRun:
                     self._scheduler.node_joined(node)
             case ("gone", node_id):
                 self._scheduler.node_left(node_id, "Ray lost it")
-            case ("lost", seat, why):
-                self._scheduler.lost(seat, why)
-            case ("alive", seat, messages):
-                self._scheduler.heard(seat, time.monotonic())
+            case ("lost", seat, why, part):
+                self._scheduler.lost(seat, why, part)
+            case ("alive", seat, messages, part):
+                self._scheduler.heard(seat, time.monotonic(), part)
                 for message in messages:
                     if (process := self._processes.get(seat)) is not None:
                         self._receive(seat, process, *pickle.loads(message))
@@ -238,6 +241,10 @@ class FleetRun:
                 self._scheduler.finished(seat, work, unproved=False)
             case "warning", warning:
                 self._reporter.warn(*warning)
+            case "lost", (why, part):
+                self._scheduler.lost(seat, why, part)
+            case "unreachable", (why,):
+                self._scheduler.unreachable(seat, why)
             case "stop", (why,):
                 self._session.shouldstop = why
             case "output", (output, peaks):
@@ -265,7 +272,8 @@ class FleetRun:
             self._done.add(work.key)
             self._kept.case(work.key, reports, unproved=unproved)
             others = self._scheduler.usable(work.product)
-            if where and self._settings.update and rows and len(others) >= BOARDS:
+            enough = where is not None and len(others) >= BOARDS * len(where.nodes)
+            if where and self._settings.update and rows and enough:
                 self._scheduler.again(work, where)
         process.finished += [work.key] if unproved else []
         self._scheduler.finished(seat, work, unproved=unproved)

@@ -26,6 +26,7 @@ class RayNode:
     name: str
     gpus: int
     labels: Mapping[str, str]
+    address: str = ""
 
     @property
     def told(self) -> bool:

@@ -11,10 +11,12 @@ import sys
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
+from ..distributed.span import Machines, Unreachable
+from ..session.options import MACHINES
 from .seat import die_with
 
 PEAKS = "*/peaks.json"
@@ -44,6 +46,12 @@ class Cases:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         items = self._items
+        if (machines := self._config.stash.get(MACHINES, None)) is not None:
+            try:
+                machines.check()
+            except Unreachable as error:
+                self._send("unreachable", str(error))
+                return True
         python = {"id": self._spec["seat"], "sysplatform": sys.platform}
         python |= {"executable": sys.executable, "version_info": tuple(sys.version_info)}
         self._send("ready", self._spec["tree"], self._errors, python)
@@ -59,6 +67,11 @@ class Cases:
                 self._send("stop", str(session.shouldstop))
                 break
         return True
+
+    def lost(self, part: int, why: str) -> NoReturn:
+        """Report that another node of this seat is lost, and end: its case has no verdict."""
+        self._send("lost", why, part)
+        os._exit(1)
 
     def _run(self, item: pytest.Item, following: pytest.Item | None) -> None:
         try:
@@ -138,7 +151,10 @@ def main(descriptor: int, parent: int) -> int:
     config = pytest.Config.fromdictargs(options, arguments)
     config.workerinput = spec["workerinput"]  # type: ignore[attr-defined]
     config.workeroutput = {}  # type: ignore[attr-defined]
-    config.pluginmanager.register(Cases(config, pipe, spec), "aisp-fleet-cases")
+    cases = Cases(config, pipe, spec)
+    config.pluginmanager.register(cases, "aisp-fleet-cases")
+    if "machines" in spec:
+        config.stash[MACHINES] = Machines(**spec["machines"], tree=tree, lost=cases.lost)
     code = config.hook.pytest_cmdline_main(config=config)
     return int(code or 0)
 

@@ -13,8 +13,8 @@ import pytest
 from ..results.row import Row
 from ..results.verdict import RED
 from ..session.options import RECORDER, SETTINGS
+from .actions import Work
 from .kept import Reports
-from .scheduler import Work
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,31 @@
 """Decide which case runs on which GPUs: the queues, nodes and seats of a fleet, without Ray.
 
-A seat is a set of GPUs of one node, with one pytest process that runs cases one after another. The
-scheduler receives events, and `plan` returns actions to execute and findings to report. The
-scheduler reads no clock: each time is an argument, in seconds.
+A seat is a set of GPUs, with one pytest process that runs cases one after another. Its GPUs are of
+one node, unless a case may span several. The scheduler receives events, and `plan` returns actions
+to execute and findings to report. The scheduler reads no clock: each time is an argument, in
+seconds.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from itertools import groupby
+
+from .actions import (
+    Action,
+    Finish,
+    Give,
+    Kill,
+    Node,
+    Note,
+    NoVerdict,
+    Seat,
+    Shape,
+    Start,
+    Unproved,
+    Work,
+)
 
 ATTEMPTS = 2
 """A case is given up if this many seats were lost while they ran it."""
@@ -19,126 +35,24 @@ SILENCE = 30.0
 """A seat that is silent for this many seconds counts as lost. Seats report every 2 s."""
 
 
-@dataclass(frozen=True)
-class Work:
-    """A case to run: its local node id, its product, and the number of GPUs that it needs.
-
-    Attributes:
-        again: True if the case already has a verdict. The second run confirms the verdict, or
-            records the case on a second board.
-    """
-
-    key: str
-    product: str
-    gpus: int = 1
-    again: bool = False
-
-
-@dataclass
-class Node:
-    """A machine with GPUs of one product, which gets work as long as `why_avoided` is empty."""
-
-    id: str
-    name: str
-    product: str
-    gpus: int
-    losses: int = 0
-    why_avoided: str = ""
-
-
-@dataclass
-class Seat:
-    """Some GPUs of a node, and the pytest process that runs cases on them.
-
-    Attributes:
-        state: ``starting``, ``ready`` or ``finishing``.
-        width: the number of GPUs.
-        queue: the unfinished cases of the seat. The first case is running.
-        unproved: the finished cases whose verdicts wait for the seat's canary.
-    """
-
-    id: str
-    node: Node
-    width: int
-    state: str = "starting"
-    heard: float = 0.0
-    queue: list[Work] = field(default_factory=list)
-    unproved: list[Work] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Start:
-    """Start a seat on `gpus` GPUs of a node."""
-
-    seat: str
-    node: str
-    gpus: int
-
-
-@dataclass(frozen=True)
-class Give:
-    """Give a case to a seat."""
-
-    seat: str
-    work: Work
-
-
-@dataclass(frozen=True)
-class Finish:
-    """Let a seat run its canary and end."""
-
-    seat: str
-
-
-@dataclass(frozen=True)
-class Kill:
-    """End a seat at once."""
-
-    seat: str
-
-
-@dataclass(frozen=True)
-class NoVerdict:
-    """A case gets no verdict. `why` gives the reason and says what to do."""
-
-    work: Work
-    why: str
-
-
-@dataclass(frozen=True)
-class Unproved:
-    """The verdicts of a lost seat that no canary confirms."""
-
-    seat: str
-    keys: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Note:
-    """A line for the terminal."""
-
-    text: str
-
-
-Action = Start | Give | Finish | Kill | NoVerdict | Unproved | Note
-
-
 class Scheduler:
     """Distributes cases over nodes.
 
     Args:
         works: the cases, in the order in which they should run.
         patience: seconds to wait if a product has no node.
+        span: whether a case that needs more GPUs than any node has may span several nodes.
     """
 
-    def __init__(self, works: list[Work], patience: float) -> None:
-        self.patience = patience
+    def __init__(self, works: list[Work], patience: float, *, span: bool = False) -> None:
+        self.patience, self.span = patience, span
         self.nodes: dict[str, Node] = {}
         self.seats: dict[str, Seat] = {}
         self._queues: dict[str, dict[int, deque[Work]]] = defaultdict(lambda: defaultdict(deque))
         self._lacking: dict[str, float] = {}  # by product: the time since which it has had no node
         self._where: dict[str, list[str]] = defaultdict(list)  # by case: nodes lost while it ran
         self._avoid: dict[str, set[str]] = defaultdict(set)  # by case: ids of nodes to avoid
+        self._too_wide: set[tuple[str, int]] = set()  # products, and counts of GPUs that none has
         self._out: list[Action] = []
         self._started = 0
         for work in works:
@@ -155,18 +69,26 @@ class Scheduler:
         if (node := self.nodes.get(node_id)) is None or node.why_avoided == why:
             return
         self._avoid_node(node, why)
-        for seat in [seat for seat in self.seats.values() if seat.node is node]:
-            self.lost(seat.id, why)
+        for seat in [seat for seat in self.seats.values() if node in seat.nodes]:
+            self.lost(seat.id, why, seat.nodes.index(node))
 
     def ready(self, seat_id: str, now: float) -> None:
         """Note that a seat's pytest has collected its cases."""
         if (seat := self.seats.get(seat_id)) is not None:
-            seat.state, seat.heard = "ready", now
+            seat.state, seat.heard = "ready", [now for _ in seat.nodes]
 
-    def heard(self, seat_id: str, now: float) -> None:
-        """Note that a seat is alive."""
-        if (seat := self.seats.get(seat_id)) is not None:
-            seat.heard = now
+    def heard(self, seat_id: str, now: float, part: int = 0) -> None:
+        """Note that a seat is alive on its node number `part`."""
+        if (seat := self.seats.get(seat_id)) is not None and seat.heard:
+            seat.heard[part] = now
+
+    def unreachable(self, seat_id: str, why: str) -> None:
+        """Note that the nodes of a new seat cannot connect to each other."""
+        if (seat := self.seats.pop(seat_id, None)) is not None:
+            for node in seat.nodes:
+                node.alone = True
+            names = " and ".join(node.name for node in seat.nodes)
+            self._out += [Kill(seat.id), Note(f"{names} share no case with other nodes: {why}")]
 
     def finished(self, seat_id: str, work: Work, *, unproved: bool) -> None:
         """Note the end of a case. If it is `unproved`, its verdict waits for the seat's canary."""
@@ -187,15 +109,17 @@ class Scheduler:
         else:
             self.seats.pop(seat_id, None)
 
-    def lost(self, seat_id: str, why: str) -> None:
+    def lost(self, seat_id: str, why: str, part: int = 0) -> None:
         """Note that a seat ended unexpectedly. Its cases run again, on another node if possible.
 
-        The last messages may be lost too, so any case in the queue may have been running. When a
-        case of this queue runs again, no other case waits behind that case in the seat.
+        Args:
+            part: the number of the seat's node that caused this.
         """
+        # The last messages may be lost too, so any case in the queue may have been running. When a
+        # case of this queue runs again, no other case waits behind that case in the seat.
         if (seat := self.seats.pop(seat_id, None)) is None:
             return
-        node, proving = seat.node, [w for w in seat.unproved if not w.again]
+        node, proving = seat.nodes[part], [w for w in seat.unproved if not w.again]
         self._out.append(Kill(seat.id))
         node.losses += 1
         if not node.why_avoided:
@@ -212,7 +136,7 @@ class Scheduler:
 
     def again(self, work: Work, seat: Seat) -> None:
         """Run `work` again, if possible on another node. It already has a verdict from `seat`."""
-        self._avoid[work.key].add(seat.node.id)
+        self._avoid[work.key] |= {node.id for node in seat.nodes}
         self._queues[work.product][work.gpus].append(
             Work(work.key, work.product, work.gpus, again=True)
         )
@@ -242,9 +166,11 @@ class Scheduler:
     def plan(self, now: float) -> list[Action]:
         """Return the actions to execute now, in order."""
         for seat in list(self.seats.values()):
-            if seat.state != "starting" and now - seat.heard > SILENCE:
-                self.lost(seat.id, f"it was silent for {SILENCE:.0f} s")
-                self._avoid_node(seat.node, "it does not answer")
+            oldest = min(seat.heard, default=now)
+            if seat.state != "starting" and now - oldest > SILENCE:
+                part = seat.heard.index(oldest)
+                self.lost(seat.id, f"it was silent for {SILENCE:.0f} s", part)
+                self._avoid_node(seat.nodes[part], "it does not answer")
         self._give_up_on_missing(now)
         self._start_seats()
         self._give()
@@ -260,7 +186,7 @@ class Scheduler:
 
     def _give_up_on_missing(self, now: float) -> None:
         for product, queues in self._queues.items():
-            alive = any(seat.node.product == product for seat in self.seats.values())
+            alive = any(seat.product == product for seat in self.seats.values())
             if alive or self.usable(product) or not any(queues.values()):
                 self._lacking.pop(product, None)
             elif now - self._lacking.setdefault(product, now) >= self.patience:
@@ -278,41 +204,84 @@ class Scheduler:
                 self._out.append(Unproved(product, keys))
             queue.clear()
 
-    def _width(self, gpus: int, product: str) -> int:
-        """Return how many GPUs a seat for a case gets: at most as many as the largest node has."""
-        return min(gpus, max((node.gpus for node in self.usable(product)), default=gpus))
+    def _team(self, product: str, shape: Shape) -> list[Node]:
+        """Return the nodes that can hold a seat of this `shape`, if not all of them are busy.
+
+        Nodes that share a case have the same versions. If there are several such sets of nodes,
+        this is the largest.
+        """
+        wide = [node for node in self.usable(product) if node.gpus >= shape.width]
+        if shape.nodes == 1:
+            return wide
+        wide = sorted((n for n in wide if not n.alone), key=lambda node: node.versions)
+        sets = [list(same) for _, same in groupby(wide, key=lambda node: node.versions)]
+        return max(sets, key=len, default=[])
+
+    def _shape(self, gpus: int, product: str) -> Shape:
+        """Return the shape of a seat for a case on `gpus` GPUs.
+
+        If neither one node nor several ones can run the case, it is the largest node, which then
+        only checks the case.
+        """
+        usable = self.usable(product)
+        largest = max((node.gpus for node in usable), default=gpus)
+        if gpus <= largest or not self.span:
+            return Shape(1, min(gpus, largest))
+        for count in range(2, len(usable) + 1):
+            shape = Shape(count, gpus // count)
+            if gpus % count == 0 and len(self._team(product, shape)) >= count:
+                return shape
+        if (product, gpus) not in self._too_wide:
+            self._too_wide.add((product, gpus))
+            nodes = ", ".join(f"{node.name} x {node.gpus}" for node in usable)
+            self._out.append(
+                Note(
+                    f"cases on {gpus} GPUs are only checked: no nodes of {product} with the same"
+                    f" versions can give {gpus} GPUs in equal shares ({nodes})"
+                )
+            )
+        return Shape(1, largest)
 
     def _start_seats(self) -> None:
         # Cases with many GPUs come first, because later they would wait until enough GPUs are free.
         for product, queues in self._queues.items():
             for gpus in sorted((g for g in queues if queues[g]), reverse=True):
-                width = self._width(gpus, product)
-                seats = [s for s in self.seats.values() if s.node.product == product]
+                shape = self._shape(gpus, product)
+                seats = [s for s in self.seats.values() if s.product == product]
                 idle = [s for s in seats if not s.queue and s.state != "finishing"]
-                for _ in range(len(queues[gpus]) - sum(s.width == width for s in idle)):
-                    if not self._start_seat(queues[gpus], product, width):
+                for _ in range(len(queues[gpus]) - sum(s.shape == shape for s in idle)):
+                    if not self._start_seat(queues[gpus], product, shape):
                         break
 
-    def _start_seat(self, queue: deque[Work], product: str, width: int) -> bool:
+    def _start_seat(self, queue: deque[Work], product: str, shape: Shape) -> bool:
         used: Counter[str] = Counter()
         for seat in self.seats.values():
-            used[seat.node.id] += seat.width
-        free = {n.id: n.gpus - used[n.id] for n in self.usable(product)}
-        able = [n for n in free if free[n] >= width and any(self._may(n, w) for w in queue)]
-        if not able:
-            return False
-        self._started += 1
-        node = self.nodes[max(able, key=lambda node: free[node])]
-        seat = Seat(f"{node.name}-{self._started}", node, width)
-        self.seats[seat.id] = seat
-        self._out.append(Start(seat.id, node.id, width))
-        return True
+            for node in seat.nodes:
+                used[node.id] += seat.width
+        free = {node.id: node.gpus - used[node.id] for node in self._team(product, shape)}
+        able = [node for node in free if free[node] >= shape.width]
+        for work in queue if len(able) >= shape.nodes else ():
+            fit = [node for node in able if self._may(node, work, shape)]
+            if len(fit) >= shape.nodes:
+                chosen = sorted(fit, key=lambda node: -free[node])[: shape.nodes]
+                self._start_seat_on([self.nodes[node] for node in sorted(chosen)], shape.width)
+                return True
+        return False
 
-    def _may(self, node_id: str, work: Work) -> bool:
-        """Return whether a node may run `work`: a node to avoid may, if no other can."""
-        if node_id not in self._avoid.get(work.key, ()):
+    def _start_seat_on(self, nodes: list[Node], width: int) -> None:
+        # The nodes are in one order in all seats, because a case takes their leases in this order.
+        self._started += 1
+        seat = Seat(f"{nodes[0].name}-{self._started}", tuple(nodes), width)
+        self.seats[seat.id] = seat
+        self._out.append(Start(seat.id, tuple(node.id for node in nodes), width))
+
+    def _may(self, node_id: str, work: Work, shape: Shape) -> bool:
+        """Return whether a node may run `work`: a node to avoid may, if too few others can."""
+        avoided = self._avoid.get(work.key, ())
+        if node_id not in avoided:
             return True
-        return all(node.id == node_id for node in self.usable(work.product))
+        team = self._team(work.product, shape)
+        return sum(node.id not in avoided for node in team) < shape.nodes
 
     def _give(self) -> None:
         ready = [seat for seat in self.seats.values() if seat.state == "ready"]
@@ -321,18 +290,17 @@ class Scheduler:
                 seat.state = "finishing"
                 self._out.append(Finish(seat.id))
         # A second queued case hides message latency. But the last cases must not wait in a queue.
-        alike = Counter(seat.node.product for seat in self.seats.values())
+        alike = Counter(seat.product for seat in self.seats.values())
         for seat in ready:
             one = len(seat.queue) == 1 and seat.queue[0].key not in self._where
             left = sum(map(len, self._fitting(seat))) if one else 0
-            if left > alike[seat.node.product]:
+            if left > alike[seat.product]:
                 self._give_next(seat, behind=True)
 
     def _fitting(self, seat: Seat) -> list[deque[Work]]:
-        """Return the queues of cases that need the seat's product and exactly its GPU count."""
-        product = seat.node.product
-        queues = self._queues[product]
-        return [q for gpus, q in queues.items() if q and self._width(gpus, product) == seat.width]
+        """Return the queues of cases that need the seat's product and exactly its GPUs."""
+        queues = self._queues[seat.product].items()
+        return [q for gpus, q in queues if q and self._shape(gpus, seat.product) == seat.shape]
 
     def _give_next(self, seat: Seat, *, behind: bool = False) -> bool:
         """Give a case to a seat. Return False if no case fits the seat.
@@ -341,7 +309,8 @@ class Scheduler:
         """
         for queue in self._fitting(seat):
             for work in queue:
-                if self._may(seat.node.id, work) and not (behind and work.key in self._where):
+                may = all(self._may(node.id, work, seat.shape) for node in seat.nodes)
+                if may and not (behind and work.key in self._where):
                     queue.remove(work)
                     seat.queue.append(work)
                     self._out.append(Give(seat.id, work))

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import os
 import pickle
+import secrets
 import signal
 import subprocess
 import sys
@@ -17,8 +18,11 @@ import time
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
+from typing import Any
 
+from ..distributed.span import RankServer
 from . import shipping
+from .nodes import RayNode
 
 POLL_SECONDS = 2.0
 """The longest time that `Seat.poll` waits for a message."""
@@ -48,7 +52,8 @@ class Seat:
 
         Args:
             data: the packed tree.
-            spec: the settings for `remote.main`, and ``digest``, ``variables`` and ``seat``.
+            spec: the settings for `remote.main`, and ``digest``, ``variables`` and ``seat``. With
+                ``key``, a rank server is started instead of pytest (`rank_server`).
             gpus: the UUIDs of the GPUs. Empty if they are simulated.
 
         Raises:
@@ -61,7 +66,8 @@ class Seat:
         self._ours, theirs = Pipe()
         self._log = folder / f"{spec['seat']}.log"
         started = threading.Event()
-        run = (environment, theirs, folder / "tree" / str(spec["folder"]), started)
+        module = "rank_server" if "key" in spec else "remote"
+        run = (module, environment, theirs, folder / "tree" / str(spec["folder"]), started)
         # `die_with` ends pytest when the thread that started it ends. So the thread waits.
         threading.Thread(target=self._run, args=run, daemon=True).start()
         started.wait()
@@ -71,9 +77,14 @@ class Seat:
         threading.Thread(target=self._end_if_alone, daemon=True).start()
 
     def _run(
-        self, environment: Mapping[str, str], pipe: Connection, cwd: Path, started: threading.Event
+        self,
+        module: str,
+        environment: Mapping[str, str],
+        pipe: Connection,
+        cwd: Path,
+        started: threading.Event,
     ) -> None:
-        command = [sys.executable, "-m", "pytest_aisp.fleet.remote", str(pipe.fileno())]
+        command = [sys.executable, "-m", f"pytest_aisp.fleet.{module}", str(pipe.fileno())]
         try:
             with open(self._log, "wb") as log:
                 self._process = subprocess.Popen(
@@ -132,6 +143,39 @@ class Seat:
             self._process.kill()
             self._process.wait()
         self._tree.close()
+
+
+class SharedStart:
+    """The start of a seat on several nodes: first the rank servers, and then pytest.
+
+    Args:
+        nodes: the nodes. pytest runs on the first one.
+        gpus: the number of GPUs of each node.
+        spec: the settings for pytest, without those about the nodes.
+    """
+
+    def __init__(self, nodes: Sequence[RayNode], gpus: int, spec: Mapping[str, Any]) -> None:
+        self._nodes, self._gpus, self._spec = nodes, gpus, spec
+        self._key = secrets.token_bytes(32)
+        self._ports: dict[int, int] = {}
+
+    def server(self, part: int) -> dict[str, Any]:
+        """Return the settings for the rank server on node number `part`."""
+        seat = f"{self._spec['seat']}-server"
+        return {**self._spec, "seat": seat, "host": self._nodes[part].address, "key": self._key}
+
+    def listens(self, part: int, port: int) -> dict[str, Any] | None:
+        """Note the port of a rank server. When all have one, return the settings for pytest."""
+        self._ports[part] = port
+        first, *others = self._nodes
+        if len(self._ports) < len(others):
+            return None
+        servers = [
+            RankServer(node.name, node.address, self._ports[number])
+            for number, node in enumerate(others, 1)
+        ]
+        about = {"name": first.name, "host": first.address, "share": self._gpus}
+        return {**self._spec, "machines": {**about, "servers": servers, "key": self._key}}
 
 
 def node_environment(

@@ -16,10 +16,10 @@ import pytest
 from ..session.options import MACHINE, PRODUCTS, SETTINGS
 from ..session.recorder import environment
 from ..util.device import Machine
+from .actions import Node
 from .connection import HeadGone, NoCluster, RayProcess
 from .nodes import VERSIONS, RayNode, arch_of_product, differences, refusal
 from .probe import Facts, probe
-from .scheduler import Node
 
 OPTION = "--aisp-fleet"
 CONFLICTS = {
@@ -38,6 +38,7 @@ CONFLICTS = {
 """The options that a fleet refuses, by their `dest` in pytest's parser, with the reason."""
 ONLY_HERE = (
     *("aisp_fleet", "aisp_fleet_products", "aisp_fleet_resume", "aisp_artifacts", "xmlpath"),
+    "aisp_fleet_span_nodes",
     *("maxfail", "keyword", "lf", "failedfirst", "newfirst", "stepwise", "stepwise_skip"),
     *("cacheclear", "durations", "basetemp", "numprocesses", "tx", "dist", "deselect"),
     "file_or_dir",
@@ -72,7 +73,8 @@ class Nodes:
             self.refused.append(f"{name} is refused: {why}")
             self.lines.append(self.refused[-1])
             return None
-        node = Node(ray_node.id, name, fact["product"], ray_node.gpus)
+        versions = "; ".join(str(fact[name]) for name in (*VERSIONS, "driver"))
+        node = Node(ray_node.id, name, fact["product"], ray_node.gpus, versions)
         self.accepted.append(node)
         self.archs[node.product] = fact["arch"]
         self.lines.append(_line(node, fact))
@@ -103,6 +105,11 @@ def refuse_options(config: pytest.Config) -> None:
         if config.getoption(name, None):
             option = "--" + name.replace("_", "-").replace("usepdb", "pdb")
             raise pytest.UsageError(f"{OPTION} cannot be combined with {option}: {why}")
+    if config.getoption("aisp_fleet_span_nodes") and config.getoption("aisp_cold_start"):
+        raise pytest.UsageError(
+            f"{OPTION}-span-nodes cannot be combined with --aisp-cold-start: the fresh caches are"
+            " on one node"
+        )
 
 
 def connect(address: str) -> tuple[RayProcess, Nodes]:

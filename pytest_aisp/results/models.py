@@ -197,14 +197,21 @@ class Stored(Struct, frozen=True):
                 raise ValueError(f"environments[{name!r}] is of {timer}, on {self.product}")
 
 
-def joined(product: str, count: int) -> str:
-    """Return the product name of `count` GPUs of `product`, such as ``nvidia-h200-x2``."""
-    return product if count == 1 else f"{product}-x{count}"
+def joined(product: str, count: int, nodes: int = 1) -> str:
+    """Return the product name of `count` GPUs of `product`, such as ``nvidia-h200-x2``.
+
+    Args:
+        nodes: the number of machines that these GPUs are in, in equal shares. 16 GPUs in two
+            machines are ``nvidia-h200-2x8``, because the links between machines are slower.
+    """
+    if count == 1:
+        return product
+    return f"{product}-x{count}" if nodes == 1 else f"{product}-{nodes}x{count // nodes}"
 
 
 def base_of(product: str) -> str:
     """Return the product name of a single GPU: ``nvidia-h200`` for ``nvidia-h200-x2``."""
-    return re.sub(r"-x\d+$", "", product)
+    return re.sub(r"-\d*x\d+$", "", product)
 
 
 def differences(

@@ -64,7 +64,7 @@ class CaseClient:
         self.run, self.case, self.location, self.placement = run, case, location, placement
         self.timeout = run.settings.timeout
         self.machine = self._machine()
-        product = self.machine.with_count(case.gpus)
+        product = self.machine.with_count(case.gpus, run.nodes)
         self.path = run.settings.baselines / product / f"{location.chapter}.json"
         self.rule: Mapping[str, float | None] | None = None
         self.timings: list[TimeResult] = []

@@ -166,7 +166,7 @@ def with_limit(client: CaseClient, stored: StoredResult, timing: Timing) -> Timi
     limit = peaks.limit_of(msgspec.convert(timing.result.work, Work), case.pair.bound, rates)
     if limit is None:
         return timing
-    product = client.machine.with_count(case.gpus if limit.name in peaks.LINKS else 1)
+    product = client.machine.with_count(case.gpus if limit.name in peaks.LINKS else 1, run.nodes)
     path: Path = peaks.path_of(run.settings.baselines, product)
     cold = case.pair.l2 == "cold" and timing.clock == "graph"
     most = most_above(client.machine.product, limit.name, rates.rates[limit.name])
@@ -189,7 +189,8 @@ def _rates(client: CaseClient) -> peaks.Peaks | None:
     rates = run.peaks(client.machine.product)
     if gpus == 1:
         return rates
-    return peaks.joined(rates, run.peaks(client.machine.with_count(gpus), measure=False))
+    several = client.machine.with_count(gpus, run.nodes)
+    return peaks.joined(rates, run.peaks(several, measure=False))
 
 
 def with_prediction(client: CaseClient, timing: Timing) -> Timing:
@@ -236,7 +237,7 @@ def build_row(run: CaseRun) -> Row:
         gpus=case.gpus,
         sweep=case.pair.sweep.key if case.pair.sweep is not None else "",
         baseline=case.pair.baseline.__name__,
-        product=client.machine.with_count(case.gpus),
+        product=client.machine.with_count(case.gpus, client.run.nodes),
         arch=client.machine.arch,
         need=run.placement.need,
         verdict=run.verdict,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from ..distributed.span import Machines
     from ..util.device import Machine
     from .recorder import Recorder
     from .run_context import RunContext
@@ -23,6 +24,8 @@ RECORDER: pytest.StashKey[Recorder] = pytest.StashKey()
 COLLECTED: pytest.StashKey[CollectedCases] = pytest.StashKey()
 MACHINE: pytest.StashKey[Machine] = pytest.StashKey()
 """The key under which a fleet run stores the machine to use instead of this one."""
+MACHINES: pytest.StashKey[Machines] = pytest.StashKey()
+"""The key under which pytest on a node stores the machines on which its cases have ranks."""
 PRODUCTS: pytest.StashKey[Mapping[str, str]] = pytest.StashKey()
 """The key under which a fleet run stores the arch of each product, empty if unknown."""
 LOCK_ERROR: pytest.StashKey[str] = pytest.StashKey()
@@ -93,6 +96,8 @@ def add_options(parser: pytest.Parser) -> None:
     optional_value("--aisp-fleet", "ADDRESS", "run the cases on the nodes of a Ray cluster")
     products = "--aisp-fleet-products"
     group.addoption(products, metavar="PRODUCTS", default=None, help=argparse.SUPPRESS)
+    span = "--aisp-fleet-span-nodes"
+    group.addoption(span, action="store_true", help=argparse.SUPPRESS)
     group.addoption("--aisp-fleet-resume", action="store_true", help=argparse.SUPPRESS)
 
     add_ini = parser.addini

@@ -75,7 +75,7 @@ def placement_of(run: RunContext, case: Case, kernels: Kernels) -> Placement:
     if machine.arch in archs:
         if run.timer is not None:
             return full
-        if len(machine.gpus) >= case.gpus:
+        if len(machine.gpus) * run.nodes >= case.gpus:
             return replace(full, device="cuda")
     need = _need(case, machine)
     if kernels.emulated:

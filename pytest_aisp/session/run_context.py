@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from ..distributed.launcher import RankSet
+from ..distributed.span import Machines, SpanningRanks
 from ..page.pair import Case
 from ..results import store
 from ..results.messages import Json, PeaksTask
@@ -87,6 +88,7 @@ class RunContext:
         timer: a timer that a hook provides instead of the device's own, or None.
         emulator: a module from a hook that emulates CUDA C++ on the CPU, or None.
         xdist_worker: the number of this xdist worker, which determines its GPU.
+        machines: this machine and the others on which this process's cases have ranks, or None.
         replay: the worker that replays a recorded run, or None.
         past: the pages at the commit of ``--aisp-against``.
         other: the environment of ``--aisp-against-python``.
@@ -106,6 +108,7 @@ class RunContext:
     timer: Mapping[str, Json] | None = None
     emulator: str | None = None
     xdist_worker: int = 0
+    machines: Machines | None = None
     replay: Worker | None = None
     past: GitSnapshot | None = None
     other: OtherEnvironment | None = None
@@ -131,6 +134,11 @@ class RunContext:
         if self.settings.seed is not None:
             return self.settings.seed
         return 0 if self.settings.reproducible else self.secret
+
+    @property
+    def nodes(self) -> int:
+        """The number of machines on which this process's cases have ranks."""
+        return 1 if self.machines is None else self.machines.count
 
     def worker(
         self, device: str, number: int = 0, ranks: int = 1, variables: Variables = None
@@ -159,7 +167,9 @@ class RunContext:
             return InProcess()
         environment = {**self.environment(device, ranks), **(variables or {})}
         worker: WorkerProcess | RankSet
-        if ranks > 1:
+        if self.machines is not None and ranks == self.machines.ranks:
+            worker = SpanningRanks(self.machines, environment)
+        elif ranks > 1:
             worker = RankSet(ranks, environment)
         elif settings.sanitize and device == "cuda":
             from ..worker.nvidia_tools import SanitizedWorker
@@ -207,7 +217,9 @@ class RunContext:
         """Return the kinds of links between `count` GPUs, or None if there are too few GPUs."""
         from ..distributed import topology
 
-        return topology.route_kinds(self.gpus(count)) if len(self.machine.gpus) >= count else None
+        enough = len(self.machine.gpus) * self.nodes >= count
+        here = topology.route_kinds(self.gpus(count)) if enough else None
+        return here if self.nodes == 1 else f"{here or 'unknown'} in each of {self.nodes} machines"
 
     def stored(self, path: Path) -> Stored:
         """Return the stored results in `path`. Each file is read only once."""
@@ -267,6 +279,9 @@ class RunContext:
             locks.enter_context(lease("host", shared=shared, waiting=self.progress))
             for gpu in sorted(gpus):
                 locks.enter_context(lease(gpu, waiting=self.progress))
+            if self.machines is not None:
+                held = self.machines.leases(gpus=bool(gpus), shared=shared, waiting=self.progress)
+                locks.enter_context(held)
             yield
 
     def when_quiet(self, measure: Callable[[], T], forget: Callable[[], None]) -> T:

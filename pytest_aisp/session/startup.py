@@ -27,7 +27,16 @@ from ..util.gpu_lease import REMEDY
 from ..worker.client import ReplayError, ReplayWorker
 from .canary import CLOCKS, has_canary
 from .collect import case_of
-from .options import LOCK_ERROR, MACHINE, PROFILERS, RECORDER, RUN, SETTINGS, Settings
+from .options import (
+    LOCK_ERROR,
+    MACHINE,
+    MACHINES,
+    PROFILERS,
+    RECORDER,
+    RUN,
+    SETTINGS,
+    Settings,
+)
 from .recorder import Recorder, build_manifest
 from .run_context import RunContext
 from .terminal import LiveProgress
@@ -58,6 +67,7 @@ def configure(config: pytest.Config) -> None:
         timer=timer,
         emulator=config.hook.pytest_aisp_cuda_emulator(config=config),
         xdist_worker=int(worker["workerid"].removeprefix("gw")) if worker else 0,
+        machines=config.stash.get(MACHINES, None),
         times_cpu=_selects_cpu(config.option.markexpr),
         started=time.monotonic() - elapsed,
     )

@@ -53,9 +53,9 @@ class Machine:
         """Return this machine with its first visible GPU, or with its CPU if there is none."""
         return _gpu_machine() or cpu_machine()
 
-    def with_count(self, count: int) -> str:
-        """Return the product slug for `count` GPUs: ``nvidia-h200-x2``."""
-        return joined(self.product, count)
+    def with_count(self, count: int, nodes: int = 1) -> str:
+        """Return the product slug for `count` GPUs in `nodes` machines: ``nvidia-h200-x2``."""
+        return joined(self.product, count, nodes)
 
     def to_json(self) -> dict[str, object]:
         """Return plain types."""

@@ -1,0 +1,287 @@
+"""Ranks of one case on several machines: pytest on one, a rank server on the other."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pickle
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from multiprocessing import Pipe
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from ranks_test import ENVIRONMENT, LAST, SHORT, quiet, task, write
+from worker_processes import alive_workers, wait_for
+
+from pytest_aisp.distributed.span import Machines, RankServer, SpanningRanks, Unreachable
+from pytest_aisp.results.messages import PageSource, TimeTask
+from pytest_aisp.session.placement import Kernels, placement_of
+from pytest_aisp.session.run_context import RunContext
+from pytest_aisp.util.device import Machine
+from pytest_aisp.util.gpu_lease import lease
+
+HOST = "127.0.0.1"
+
+
+class Lost(Exception):
+    """A machine whose rank server is gone."""
+
+
+def lost(number, why):
+    raise Lost(number, why)
+
+
+@pytest.fixture
+def two(tmp_path, forked_processes):
+    """Two folders that stand for the trees of two machines, and the rank server of the second."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    (tmp_path / "leases").mkdir()
+    started = []
+
+    def start(**variables) -> SimpleNamespace:
+        """Start the server, after the pages were written into `here`."""
+        shutil.copytree(here, there)
+        ours, theirs = Pipe()
+        command = [sys.executable, "-m", "pytest_aisp.fleet.rank_server", str(theirs.fileno())]
+        leases = {"AISP_LEASES": str(tmp_path / "leases")}
+        server = subprocess.Popen(
+            [*command, str(os.getpid())],
+            cwd=there,
+            env={**os.environ, **leases, **variables},
+            pass_fds=[theirs.fileno()],
+        )
+        theirs.close()
+        key = b"secret"
+        ours.send_bytes(pickle.dumps({"host": HOST, "key": key, "tree": str(there)}))
+        _, port = pickle.loads(ours.recv_bytes())
+        machines = Machines("n1", HOST, 1, [RankServer("n2", HOST, port)], key, str(here), lost)
+        started.append(server)
+        return SimpleNamespace(machines=machines, server=server)
+
+    yield SimpleNamespace(here=here, there=there, start=start)
+    for server in started:
+        server.kill()
+        server.wait()
+
+
+@pytest.fixture
+def spanning():
+    """Start spanning ranks, and end them after the test."""
+    started = []
+
+    def start(machines):
+        started.append(SpanningRanks(machines, ENVIRONMENT))
+        return started[-1]
+
+    yield start
+    for ranks in started:
+        ranks.close()
+
+
+KEEPS_FILE = "open(os.path.dirname(__file__) + f'/ran-{dist.get_rank()}', 'w').close()"
+
+
+def test_ranks_of_two_machines_check_and_time_each_in_its_own_tree(two, spanning, tmp_path):
+    page = write(two.here, "span", KEEPS_FILE)
+    # No test is about its own speed: waiting for a core is no disturbance here.
+    patience = "from pytest_aisp.util import cpu_load\n\ncpu_load.STOLEN = float('inf')\n"
+    page.write_text(page.read_text().replace("import os\n", patience + "import os\n", 1))
+    old = tmp_path / "old"
+    shutil.copytree(two.here, old)
+    ranks = spanning(two.start().machines)
+    assert ranks.ask(task(page), 120, quiet).message == ""
+    assert sorted(file.name for file in two.here.glob("ch99/ran-*")) == ["ran-0"]
+    assert sorted(file.name for file in two.there.glob("ch99/ran-*")) == ["ran-1"]
+    past = PageSource(
+        page=str(old / "ch99" / page.name), root=str(old), module="aisp_past_1.ch99.x"
+    )
+    against = {"versus": "old", "side": "optimized", "past": past}
+    timing = task(page, TimeTask, budget=SHORT, without=("repeats",), **against)
+    reply = ranks.ask(timing, 120, quiet)
+    assert reply.message == ""
+    assert reply.result["details"]["ranks"] == 2
+    # The other machine has the old code in a folder of its own.
+    assert sorted(file.name for file in old.glob("ch99/ran-*")) == ["ran-0"]
+    ranks.close()
+    wait_for(lambda: not alive_workers(two.there))
+
+
+FAULTS = {
+    "raises": (LAST + "raise ValueError(__file__)", "rank 1: ValueError: {page}, during: *"),
+    "raises_here": ("if dist.get_rank() == 0: raise ValueError('no')", "rank 0: ValueError: no*"),
+    "exits": (LAST + "os._exit(3)", "rank 1 ended with exit code 3 during: check other"),
+    "wrong": (LAST + "return summed(x) + 1", "rank 1: other is wrong at n=33*"),
+    "hangs": (LAST + "time.sleep(1000)", "*rank 1: check other, in other (hangs_test.py:30)*"),
+    "hangs_here": (
+        "if dist.get_rank() == 0: time.sleep(1000)",
+        "*rank 0: check other, in other (hangs_here_test.py:30)*",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_on_one_machine_names_the_rank_and_ends_all(two, spanning, name):
+    does, expected = FAULTS[name]
+    page = write(two.here, name, does)
+    ranks = spanning(two.start().machines)
+    reply = ranks.ask(task(page), 15, quiet)
+    lines = reply.message.splitlines()
+    pytest.LineMatcher(lines[:1]).fnmatch_lines([expected.format(page=page)])
+    assert not ranks.alive
+    wait_for(lambda: not alive_workers(two.there))
+
+
+def test_a_lost_machine_is_no_failure_of_the_case(two, spanning):
+    page = write(two.here, "lost", f"{KEEPS_FILE}; time.sleep(1000)")
+    started = two.start()
+    ranks = spanning(started.machines)
+
+    def kill(text):
+        if text.startswith("check other"):
+            wait_for(lambda: list(two.there.glob("ch99/ran-1")))
+            started.server.kill()
+
+    with pytest.raises(Lost, match="its rank server has ended") as found:
+        ranks.ask(task(page), 120, kill)
+    assert found.value.args[0] == 1
+    assert not ranks.alive
+    wait_for(lambda: not alive_workers(two.there))
+
+
+def test_a_server_that_is_gone_before_the_ranks_start_is_lost(two, spanning):
+    started = two.start()
+    started.server.kill()
+    started.server.wait()
+    with pytest.raises(Lost, match=r"its rank server has ended: .*refused"):
+        spanning(started.machines)
+
+
+def changed(machines, **fields):
+    values = {name: getattr(machines, name) for name in machines.__dataclass_fields__}
+    return Machines(**{**values, **fields})
+
+
+def test_closed_ports_between_two_machines_are_named(two):
+    machines = two.start().machines
+    machines.check()
+    with socket.create_server((HOST, 0)) as closed:
+        port = closed.getsockname()[1]
+    remedy = "Open the ports between both, or start Ray with --node-ip-address=ADDRESS of a network"
+    with pytest.raises(Unreachable) as found:
+        changed(machines, servers=[RankServer("n2", HOST, port)]).check()
+    first, second = str(found.value).splitlines()
+    assert re.match(r"n1 cannot reach n2 at 127\.0\.0\.1: .*[Cc]onnection refused", first)
+    assert second == f"{remedy} that both share"
+    rejected = r"n1 cannot reach n2 at 127\.0\.0\.1: digest sent was rejected"
+    with pytest.raises(Unreachable, match=rejected):
+        changed(machines, key=b"other").check()
+    machines.check()  # the server goes on
+
+
+def test_a_machine_that_cannot_connect_back_is_named(two, monkeypatch):
+    machines = two.start().machines
+    with socket.create_server((HOST, 0)) as closed:
+        address = closed.getsockname()
+    unused = SimpleNamespace(getsockname=lambda: address)
+    monkeypatch.setattr(socket, "create_server", lambda where: contextlib.nullcontext(unused))
+    with pytest.raises(Unreachable, match=r"n2 cannot reach n1 at 127\.0\.0\.1: .*refused"):
+        machines.check()
+
+
+def test_a_case_holds_the_leases_of_all_machines(two, tmp_path, monkeypatch):
+    machines = two.start(CUDA_VISIBLE_DEVICES="GPU-b,GPU-a").machines
+    monkeypatch.setenv("AISP_LEASES", str(tmp_path / "leases"))
+    said = []
+    with machines.leases(gpus=True, shared=True, waiting=said.append):
+        assert locked("GPU-a")
+        assert locked("GPU-b")
+        assert locked("host")
+    wait_for(lambda: not locked("GPU-a"))
+    with machines.leases(gpus=False, shared=True, waiting=said.append):
+        assert not locked("GPU-a")
+    assert said == []
+    wait_for(lambda: not locked("host"))
+    other = lease("host")
+    other.__enter__()
+
+    def release(text):
+        said.append(text)
+        other.__exit__(None, None, None)
+
+    with machines.leases(gpus=True, shared=True, waiting=release):
+        pass
+    assert said == ["n2: wait for host, which another run holds"]
+
+
+def locked(name):
+    with open(Path(os.environ["AISP_LEASES"]) / f"{name}.lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def test_a_machine_whose_leases_cannot_be_written_is_named(two):
+    machines = two.start(AISP_LEASES="/proc/none/leases").machines
+    held = machines.leases(gpus=True, shared=True, waiting=quiet)
+    with pytest.raises(OSError, match=r"^n2: .*No such file"), held:
+        pass
+
+
+# The session on the first machine
+
+
+def of_two_machines(gpus):
+    machines = Machines("n1", HOST, len(gpus), [RankServer("n2", HOST, 1)], b"", "/tree", lost)
+    settings = SimpleNamespace(compile=(), check=False, untrusted=False, in_process="")
+    return RunContext(settings, Machine("sm90", "nvidia-h200", "H200", gpus), machines=machines)
+
+
+def test_a_case_is_timed_if_all_machines_together_have_enough_gpus():
+    variant = SimpleNamespace(gpu_only="")
+    pair = SimpleNamespace(archs=lambda variant: ("sm90",), features=lambda variant: ())
+    case = SimpleNamespace(gpus=4, kind="gpu", pair=pair, variant=variant)
+    run = of_two_machines(("a", "b"))
+    assert placement_of(run, case, Kernels()).kind == "time"
+    run.machines = None
+    placement = placement_of(run, case, Kernels())
+    assert (placement.kind, placement.need) == ("check", "needs 4 GPUs; this machine has 2")
+
+
+def test_a_case_takes_the_leases_here_before_those_of_other_machines(monkeypatch):
+    taken = []
+
+    def lease_here(name, **_):
+        taken.append(name)
+        return contextlib.nullcontext()
+
+    def lease_there(self, *, gpus, shared, waiting):
+        taken.append((gpus, shared))
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr("pytest_aisp.session.run_context.lease", lease_here)
+    monkeypatch.setattr(Machines, "leases", lease_there)
+    run = of_two_machines(("b", "a"))
+    for as_called in (False, True):
+        case = SimpleNamespace(kind="gpu", gpus=4, pair=SimpleNamespace(as_called=as_called))
+        with run.machine_locks(case):
+            pass
+    assert taken == ["host", "a", "b", (True, True), "host", "a", "b", (True, False)]
+
+
+def test_the_links_of_a_record_say_how_many_machines_there_are(monkeypatch):
+    from pytest_aisp.distributed import topology
+
+    monkeypatch.setattr(
+        topology, "route_kinds", lambda uuids: "NVLink 4 x18" if uuids[1:] else None
+    )
+    assert of_two_machines(("a", "b")).links(4) == "NVLink 4 x18 in each of 2 machines"
+    assert of_two_machines(("a",)).links(2) == "unknown in each of 2 machines"
