@@ -213,3 +213,41 @@ def test_a_reference_is_freed_with_its_last_user():
     alive = weakref.ref(made)
     del made
     assert alive() is None
+
+
+def test_a_baseline_is_checked_once_for_all_variants():
+    calls = []
+
+    def base(x):
+        calls.append("base")
+        return x + 1
+
+    def doubled(x):
+        return 2 * x
+
+    @compare(
+        baseline=base,
+        optimized=[doubled],
+        inputs=lambda device, n: (torch.randn(n, device=device),),
+        reference=lambda x: x + 1,
+        sizes=[{"n": 100}],
+        check_sizes=[{"n": 33}],
+        work=lambda n: Work(read=4 * n, write=4 * n),
+        bound="dram",
+    )
+    def test_page(pair):
+        pass
+
+    made = Reference(InputPool(pair_of(test_page), {"n": 100}, "cpu", 1, 2))
+    sides = [(base, None), (lambda x: x + 1, None)]
+    first = check.check_sides(made, sides, Rule(), controls=False)
+    runs = len(calls)
+    calls.clear()
+    second = check.check_sides(made, sides, Rule(), controls=False)
+    assert second.errors == first.errors
+    assert len(calls) == 1 < runs  # only the exact probe runs the baseline again
+    with pytest.raises(Wrong):
+        check.check_sides(made, [(base, None), (doubled, None)], Rule(), controls=False)
+    for _ in range(2):  # a failed check is not kept
+        with pytest.raises(Wrong):
+            check.check_sides(made, [(doubled, None), (base, None)], Rule(), controls=False)

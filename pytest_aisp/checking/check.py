@@ -19,8 +19,8 @@ from ..page.pair import Pair, Precision, Side, SideError, side_name, size_words
 from ..util import pytree
 from ..util.device_state import no_output, synchronizer
 from ..util.process_group import current_group
-from . import compare, numerics
-from .compare import Comparison, compare_all, explain
+from . import compare
+from .compare import Comparison, compare_all, explain, less_exact
 from .controls import TooLoose, check_tolerance, draws_differ, redrawn
 from .diagnose import explain_tf32
 from .exact_probe import exact_probe
@@ -89,7 +89,10 @@ def check_sides(
         progress(side_name(side))
         if number == 0 and enabled("work") and rule.derived:
             _check_terms(reference)
-        compared = _check_side(reference, side, precision, rule, number == 0)
+        if number == 0:
+            compared = _check_baseline(reference, side, precision, rule)
+        else:
+            compared = _check_side(reference, side, precision, rule, is_baseline=False)
         errors = [max(c.rms for c in compared), max(c.worst for c in compared)]
         result.errors[side_name(side)] = errors
         if number == 0:
@@ -109,6 +112,19 @@ def check_sides(
                 result.controls.append("inputs scaled: two draws have nearly the same outputs")
     result.remarks = list(reference.bound.remarks)
     return result
+
+
+def _check_baseline(
+    reference: Reference, side: Side, precision: Precision | None, rule: Rule
+) -> list[Comparison]:
+    """Check the baseline, unless the check of another variant has checked it on the same values."""
+    key = (side, precision, rule)
+    known = reference.baselines.get(key)
+    if current_group().min(known is not None):  # the ranks run a side together, or not at all
+        return reference.baselines[key]
+    compared = _check_side(reference, side, precision, rule, is_baseline=True)
+    reference.baselines[key] = compared
+    return compared
 
 
 def _scale_if_needed(
@@ -156,35 +172,15 @@ def _check_ratio(
 
     In both `sides` and `compared`, the first entry belongs to the baseline.
     """
-    if not (message := _less_exact(reference, sides[1], *compared)):
+    name = side_name(sides[1])
+    if not (message := less_exact(name, reference.pool.size, *compared)):
         return
     for other in _other_values(reference):
         with contextlib.suppress(Mismatch):
             base, own = (_run_side(other, side, precision, Rule(), False) for side in sides)
-            if not _less_exact(other, sides[1], base, own):
+            if not less_exact(name, other.pool.size, base, own):
                 return
     raise Wrong(message)
-
-
-def _less_exact(
-    reference: Reference,
-    side: Side,
-    baseline: Sequence[Comparison],
-    compared: Sequence[Comparison],
-) -> str:
-    by_output = {(c.path, c.step): c for c in baseline}
-    for own in compared:
-        base = by_output.get((own.path, own.step), own)  # the baseline may lack this tensor
-        limit = max(numerics.BASELINE_FACTOR * base.rms, numerics.BASELINE_FLOOR)
-        if own.rms > limit * (1 + own.scatter + base.scatter):
-            return (
-                f"{side_name(side)} is less exact than its baseline at"
-                f" {size_words(reference.pool.size)}:"
-                f" {own.path} has an rms error of {own.rms:.3g} allowed deviations, limit"
-                f" {limit:.3g} (1.5 x the baseline's {base.rms:.3g}, at least 0.8);"
-                " declare a lower Variant(precision=...) if that is on purpose"
-            )
-    return ""
 
 
 def _other_values(reference: Reference) -> Iterator[Reference]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ..isolation.protections import enabled
 from ..page.pair import SideError, size_words
 from ..util import pytree
-from .numerics import RMS, WORST, Leaf, Rule
+from .numerics import BASELINE_FACTOR, BASELINE_FLOOR, RMS, WORST, Leaf, Rule
 from .output_types import check_containers
 
 if TYPE_CHECKING:
@@ -259,6 +259,27 @@ def explain(side: str, size: Mapping[str, object], result: Comparison, rule: Rul
         f"{text}; off by {abs(result.got - result.want):.3g} = {result.worst:.3g} allowed"
         f" deviations of {result.bound:.3g} (rms {result.rms:.3g}); the rule is {rule}{limits}"
     )
+
+
+def less_exact(
+    name: str,
+    size: Mapping[str, object],
+    baseline: Sequence[Comparison],
+    compared: Sequence[Comparison],
+) -> str:
+    """Return a message if the side `name` is less exact than the baseline at `size`, or ""."""
+    by_output = {(c.path, c.step): c for c in baseline}
+    for own in compared:
+        base = by_output.get((own.path, own.step), own)  # the baseline may lack this tensor
+        limit = max(BASELINE_FACTOR * base.rms, BASELINE_FLOOR)
+        if own.rms > limit * (1 + own.scatter + base.scatter):
+            return (
+                f"{name} is less exact than its baseline at {size_words(size)}:"
+                f" {own.path} has an rms error of {own.rms:.3g} allowed deviations, limit"
+                f" {limit:.3g} (1.5 x the baseline's {base.rms:.3g}, at least 0.8);"
+                " declare a lower Variant(precision=...) if that is on purpose"
+            )
+    return ""
 
 
 def check_outputs(name: str, outputs: object, inputs: Iterable[object], size: str) -> None:

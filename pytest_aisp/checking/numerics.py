@@ -1,10 +1,10 @@
-"""Compute the allowed error of each output element. The module `compare` applies the limits.
+"""Compute the allowed error of each output element.
 
 The reference is computed in float64 from the same inputs that the sides get. The allowed error of
-each element is a standard deviation. This deviation depends on the number formats, and on how far
-the rounding of intermediate values moves the reference (docs/explanation/checking.md has the
-derivation). Two errors are limited: the rms error over all elements of an output, and the error of
-the output's worst element.
+each element is a standard deviation. The standard deviation depends on the number formats, and on
+how far the rounding of intermediate values moves the reference. docs/explanation/checking.md has
+the derivation. Two errors are limited: the rms error over all elements of an output, and the error
+of the output's worst element.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ BASELINE_FACTOR, BASELINE_FLOOR = 1.5, 0.8
 """Limit of a variant's rms error: `BASELINE_FACTOR` times the baseline's rms error, but at least
 `BASELINE_FLOOR`, in allowed standard deviations."""
 LEAST_SIGMA = {8: 1e-300, 4: 1e-45}
-"""Smallest allowed standard deviation, keyed by the size of its type in bytes. float32 has no
-smaller number."""
+"""Smallest allowed standard deviation, keyed by the size in bytes of the type that stores it. 1e-45
+is the smallest float32."""
 DRAWS, MORE_DRAWS = 3, 12
-"""Number of perturbed runs of the reference, and of further runs before a side is refused."""
+"""Number of perturbed runs of the reference, and number of further runs before a side is
+refused."""
 LONG, SLOW = 0.5, 10.0
 """Limits in seconds for a traced run of the reference. If a run takes longer than `LONG`, the
-reference is perturbed only once at first. If a run takes longer than `SLOW`, only `DRAWS` more runs
-follow before a side is refused, not `MORE_DRAWS`."""
+reference is perturbed only once at first. If a run takes longer than `SLOW`, a side is refused
+after `DRAWS` more runs instead of `MORE_DRAWS`."""
 STEP = 2.0**-10
 """Relative perturbation of the inputs of a reference that cannot be traced."""
 TRACED = 1e-3
@@ -45,8 +46,8 @@ BLOCKED, WORST_BLOCK = ("int8", "int4", "w4a16", "mxfp8", "nvfp4"), 16.0
 """Formats in which the values of a block share one scale, and the limit for the worst element.
 
 `UNIT` assumes that the largest value of a block is four times the rms. But the largest of 10^8
-normally distributed values is six times their rms. Rounding the scale to a power of two may also
-double the distance between representable values.
+normally distributed values is six times the rms. Also, a scale that is rounded to a power of two
+may double the distance between representable values.
 """
 
 # UNIT: unit roundoff by format. DEPTH: the K elements that one tensor-core instruction sums.
@@ -246,9 +247,11 @@ def untraced(
     """Return the variance of each element for a reference whose operations are not known.
 
     Args:
-        value: the reference's output in float64.
-        squares: for each element, the sum of the squares of its terms, which is its squared
-            sensitivity to relative changes of the inputs.
+        value: the reference's output in float64. squares: for each element, the sum of the squares
+        of its terms. This sum is the element's squared sensitivity to relative changes of the
+        inputs. @@ pytest_aisp/checking/operations.py Lists of PyTorch's operations by the way they
+        round: exact ones, products, sums, and others. => Lists of PyTorch's operations, grouped by
+        rounding: exact ones, products, sums, and others.
         dtype, precision: as in `allowed`.
         terms: the number of terms in the longest sum.
         roundings: how many times in a row values are rounded.

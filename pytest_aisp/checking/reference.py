@@ -32,6 +32,7 @@ from .page_values import Inputs, seeded
 if TYPE_CHECKING:
     import torch
 
+    from .compare import Comparison
     from .controls import Control
     from .rounding import Rounding, Structure
 
@@ -52,6 +53,7 @@ class Reference:
         large: True if the outputs are too large to be kept for more than one value set.
         initial_state: names of the tensors in a new state.
         controls: results of the negative controls, by precision, rule and types.
+        baselines: the comparisons of the baseline's outputs, by side, precision and rule.
         bound: the error bound of the outputs.
     """
 
@@ -62,6 +64,7 @@ class Reference:
     large: bool = False
     initial_state: frozenset[str] = frozenset()
     controls: dict[Hashable, list[Control]] = field(default_factory=dict)
+    baselines: dict[Hashable, list[Comparison]] = field(default_factory=dict)
     _structure: Structure | None = None
     _passes: dict[Turns, Pass] = field(default_factory=dict)
     _leaves: dict[tuple[Turns, Precision | None], list[Leaf]] = field(default_factory=dict)
@@ -143,6 +146,7 @@ class Reference:
         """Scale all value sets except the first (`InputPool.scale`), and drop cached outputs."""
         self.pool.scale(on=on)
         self.controls.clear()
+        self.baselines.clear()
         self._forget()
 
     @contextlib.contextmanager
