@@ -1,8 +1,8 @@
 """Check that sides compute what the reference computes, before and after they are timed.
 
 `check_sides` runs each side on newly allocated inputs, and then on new values at the same
-addresses. It refuses a side that changes its inputs or returns a view of an input, and it compares
-the outputs with the reference. Then `check_sides` runs the exact probe (small integers) and the
+addresses. A side that changes its inputs or returns a view of an input is refused, and the outputs
+are compared with the reference. Then `check_sides` runs the exact probe (small integers) and the
 negative controls (wrong answers).
 """
 
@@ -48,7 +48,7 @@ class CheckResult:
     """The picklable result of a check.
 
     Attributes:
-        errors: for each side, the largest rms error and the error of the worst element, as
+        errors: the largest rms error of each side, and the error of the side's worst element, as
             multiples of the allowed deviation.
         controls: the result of each control.
         exact: the result of the exact integer probe, or the reason why it did not run.
@@ -74,8 +74,8 @@ def check_sides(
     """Check every side of `sides` against the reference. The first side must be the baseline.
 
     Args:
-        controls: False to skip the negative controls, because a size found by a search may be too
-            small for any control to apply.
+        controls: False to skip the negative controls. A size that a search found may be too small
+            for any control to apply.
         progress: a function that is called with the name of each side.
 
     Raises:
@@ -132,9 +132,9 @@ def _scale_if_needed(
 ) -> list[Comparison] | None:
     """Scale the inputs if two draws give nearly the same outputs, and check the baseline again.
 
-    If all draws give the same outputs, a side that returns an old answer cannot be detected. If the
-    baseline is wrong on scaled inputs, or if scaling changes nothing, scaled inputs are not used,
-    and `check_tolerance` refuses the page later. Return the comparisons on scaled inputs, or None.
+    If all draws give the same outputs, a side that returns an old answer cannot be detected. Scaled
+    inputs are not used if the baseline is wrong on them or if scaling changes nothing. Then
+    `check_tolerance` refuses the page later. Return the comparisons on scaled inputs, or None.
     """
     if current_group().world > 1 or draws_differ(reference, precisions):
         return None
@@ -148,7 +148,7 @@ def _scale_if_needed(
 
 
 def _check_terms(reference: Reference) -> None:
-    """Refuse a `Work(terms=)` above the number of input elements, which would widen the bound."""
+    """Refuse a `Work(terms=)` above the number of input elements. It would widen the bound."""
     pool, world = reference.pool, current_group().world
     tensors = [tensor for _, tensor in pytree.tensors(pool.value_set(0))]
     tensors += pytree.state_tensors(pool.new_state()).values()
@@ -187,7 +187,7 @@ def _other_values(reference: Reference) -> Iterator[Reference]:
     """Yield the reference for other draws of the inputs. Yield nothing if there are several ranks.
 
     With several ranks, a rank whose check has passed would not run the sides again, and the other
-    ranks would wait for it forever.
+    ranks would wait forever.
     """
     if current_group().world == 1:
         yield from (redrawn(reference, draw) for draw in range(1, OTHER_DRAWS + 1))
@@ -224,7 +224,7 @@ def _on_other_values(
 ) -> list[Comparison] | None:
     """Check a side with a borderline result on other values. Return None if it is wrong again.
 
-    The rounding errors of a correct side exceed any bound now and then by chance. A wrong side
+    Now and then, the rounding errors of a correct side exceed any bound by chance. A wrong side
     exceeds the bound on every draw of the inputs.
     """
     if not rule.derived or error.result.score > BORDERLINE:

@@ -23,7 +23,7 @@ SMALL = 1 << 18
 
 
 def scatter(count: int) -> float:
-    """Return how much an rms over `count` elements varies by chance: 3 standard deviations."""
+    """Return the random variation of an rms over `count` elements: 3 standard deviations."""
     return 3 / math.sqrt(2 * count) if count else 0.0
 
 
@@ -67,7 +67,7 @@ class Comparison:
         return max(self.rms / (RMS * (1 + self.scatter)), self.worst / self.worst_limit)
 
     def judged_by(self, rule: Rule) -> Comparison:
-        """Return this comparison, as a failure if `rule` derives the bound and it is exceeded."""
+        """Return this comparison, marked as a failure if it exceeds the bound that `rule` derives."""
         return self if rule.given or self.score <= 1 else replace(self, ok=False)
 
 
@@ -177,7 +177,7 @@ def _scaled(error: torch.Tensor, sigma: torch.Tensor, finite: bool) -> torch.Ten
     """Divide `error` by `sigma` in place, and return it.
 
     If an element's expected value is NaN, its `sigma` is NaN too. If the expected value is
-    infinite, `sigma` may be infinite too, but the result for a wrong value is still infinite.
+    infinite, `sigma` may be infinite, but a wrong value still gets an infinite result.
     """
     if finite:
         return error.div_(sigma)

@@ -1,4 +1,4 @@
-"""Negative controls: wrong answers that a page's tolerance must refuse.
+"""Negative controls: wrong answers that a page's tolerance must not accept.
 
 Each control is a changed copy of the reference's outputs. A control applies if its error is more
 than `APPLIES` times the derived bound. Pages cannot declare which controls apply. If the tolerance
@@ -74,7 +74,7 @@ class Control:
     """The result of one control on one page.
 
     Attributes:
-        moves: the error of the control, as a multiple of the derived bound.
+        moves: the control's error, as a multiple of the derived bound.
         applies: True if the rule must refuse the control.
         refused: True if the rule refused the control.
         clearly: True if the rule refused an output whose error is over `CLEARLY` times the bound.
@@ -259,8 +259,8 @@ def _noisy(leaf: Leaf, largest: int) -> torch.Tensor:
     """Return the expected values with noise of 2.4 times the bound, or more if `largest` is small.
 
     The rms over a few elements varies by chance, so more noise is needed to exceed the bound. Only
-    outputs of the largest size get this additional noise. If smaller outputs got additional noise
-    too, a tolerance that all outputs share would seem too loose.
+    the largest outputs get this additional noise. With noise in smaller outputs too, a tolerance
+    that all outputs share would seem too loose.
     """
     import torch
 

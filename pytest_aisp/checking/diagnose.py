@@ -29,8 +29,8 @@ _SWITCHES: dict[str, dict[str, tuple[str, ...]]] = {
 def explain_tf32(reference: Reference, side: Side, run: Run, *, is_baseline: bool) -> str:
     """Return a line of advice if the wrong `side` computes in TF32, or an empty string.
 
-    With several ranks, nothing is run again. A rank with right results does not call this function,
-    so the other ranks would wait for that rank forever.
+    With several ranks, nothing is run again, because a rank with right results does not call this
+    function and the other ranks would wait forever.
     """
     device = reference.pool.device.partition(":")[0]
     on = [name for name, parts in _SWITCHES[device].items() if any(map(_is_on, parts))]
@@ -96,8 +96,8 @@ def smallest_failure(
     """Try 20 sizes. Return the failure at the smallest failing size, or None if all pass.
 
     With several ranks, all ranks check the sizes that rank 0 draws, and failures are not shrunk.
-    Shrinking chooses the next size depending on whether the last size failed, and ranks may
-    disagree on that.
+    The next size in shrinking depends on whether the last size failed, and ranks may disagree about
+    that.
 
     Args:
         strategies: a value or a Hypothesis strategy for each size key.

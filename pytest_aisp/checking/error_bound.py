@@ -61,8 +61,8 @@ class ErrorBound:
 
     Attributes:
         remarks: remarks about the bound for the reader.
-        first_draws: number of perturbed runs that are always made. More follow only if a side comes
-            close to the bound.
+        first_draws: number of perturbed runs that are always made. If a side comes close to the
+            bound, more runs follow.
         slow: True if the reference is so slow that `refine` makes only a few more runs.
     """
 

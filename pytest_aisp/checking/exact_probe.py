@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 QUANTILES = 0.75, 0.9
 """Two quantiles of the elements' magnitudes. The exact probe replaces magnitudes below the first
-quantile with 0, magnitudes between the two with 1, and larger magnitudes with 2."""
+quantile with 0, magnitudes between the quantiles with 1, and larger magnitudes with 2."""
 PROBE = (
     "This is the exact probe: the values of the inputs were replaced by integers from -2 to 2. The"
     " reference has no rounding error on them, so every side must return exactly its values. Look"
     " for terms that are left out or added twice"
 )
 NUDGE, JUMP = 2.0**-30, 1 / 32
-"""The probe changes inputs by up to half of `NUDGE`. An output jumps if it changes by `JUMP`."""
+"""Inputs change by at most half of `NUDGE`. An output that changes by `JUMP` or more jumps."""
 SAMPLE = 1 << 16
 """Number of elements from which the quantiles are computed."""
 
@@ -92,7 +92,7 @@ def _jumps(reference: Reference, ranks: Sequence[Inputs]) -> bool:
 
     Rounding to integers makes elements equal, or moves them onto a threshold. More than one result
     may then be right, such as either order of two equal keys. The inputs are changed in two
-    opposite directions, because at least one of the two reverses such an order.
+    opposite directions. At least one direction reverses the order of equal keys.
     """
     outputs: list[NamedTensors] = []
     for change in (NUDGE, 0.0, -NUDGE):
@@ -135,7 +135,7 @@ def _is_exact(value: torch.Tensor) -> bool:
 def _fits_types(reference: Reference, expected: NamedTensors) -> bool:
     """Return whether the outputs' types can represent the largest expected integer.
 
-    If the types can represent it, the partial sum of each rank is exact too.
+    If the types can represent that integer, the partial sum of each rank is exact too.
     """
     for path, value in expected:
         unit = numerics.UNIT.get(str(reference.types.get(path)).removeprefix("torch."), 2.0**-24)

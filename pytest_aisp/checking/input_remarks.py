@@ -23,8 +23,8 @@ FEWEST = 64
 SAMPLE = 1024
 """Number of elements that are inspected."""
 ROWS, LOW_RANK, NOISE = 32, 4, 1e-3
-"""The number of rows and columns of a matrix that are sampled. The rank of the sample is low if at
-most `LOW_RANK` of its singular values are above `NOISE` times the largest one.
+"""The number of rows and columns in a matrix's sample. The sample's rank is low if at most
+`LOW_RANK` singular values are above `NOISE` times the largest one.
 """
 SHARE = 0.5
 """A constant tensor of floats gets a remark if it has more than this share of all input floats."""
@@ -32,7 +32,7 @@ SHARE = 0.5
 
 @dataclass(frozen=True)
 class _Draw:
-    """Facts about a value set, which itself may be too large to keep.
+    """Facts about a value set. The value set itself may be too large to keep.
 
     Attributes:
         samples: some elements of each tensor, at the same places in each draw, by path.

@@ -121,8 +121,8 @@ class InputPool:
     def rewrite(self, sides: Sequence[BoundSide], *, last: bool = False) -> None:
         """Write other values into each slot in place, and overwrite every output with NaN.
 
-        If a side has cached answers by address, these answers become wrong. Before the last block,
-        every second slot gets the value set that no side has seen.
+        If a side has cached answers by address, the cached answers become wrong. Before the last
+        block, every second slot gets the value set that no side has seen.
         """
         self.pattern = [self.rng.choice([k for k in (0, 1) if k != now]) for now in self.pattern]
         if last and enabled("unseen-values"):
@@ -193,8 +193,8 @@ def one_slot(pool: InputPool) -> Iterator[None]:
 def slot_order(calls: int, slots: int, extra: int = 0) -> tuple[int, ...]:
     """Return the slot index of each of `calls` calls and of `extra` more calls.
 
-    The extra calls start halfway around the slots. The next window begins with slot 0, so slot 0
-    must not be among the last slots used, whose data are still in the L2.
+    The extra calls start halfway around the slots. The next window begins with slot 0, so the data
+    of slot 0 must no longer be in the L2.
     """
     return (
         *(call % slots for call in range(calls)),
@@ -227,7 +227,7 @@ class BoundSide:
 
     Attributes:
         name: the side's name.
-        calls: for each slot, a callable that runs the side on it and returns the outputs.
+        calls: for each slot, a callable that runs the side on the slot and returns the outputs.
         outputs: the last outputs of each slot.
         one_off: seconds of preparation per slot (0 for a side without preparation).
         held_bytes: bytes of GPU memory that the preparation keeps per slot (0 without preparation).

@@ -1,18 +1,19 @@
-"""Detect memoization: sides that cache answers, and so are fast only on values seen before.
+"""Detect memoization: sides that cache answers and are fast only on values seen before.
 
 Timing windows repeat their values, so a side that caches answers looks fast. Only Python code can
-look up an answer, and no Python code runs while a CUDA graph is replayed. On clocks that time calls
-of Python code, each side is timed in two ways: on values that differ from the previous call's
-values, and on values that the side got several times in a row.
+look up an answer, and no Python code runs while a CUDA graph is replayed. If the clock times Python
+calls, each side is timed in two ways: on values that differ from the previous call's values, and on
+values that the side got several times in a row.
 
 A side that caches no answers can also be faster on repeated values, because of branch predictors,
 CPU caches and TLBs. So a side that was faster on repeated values is timed again on altered values.
 The altered values have the same order, signs and equal elements as the old values, so the hardware
 treats both alike. But the side cannot have cached answers for the altered values.
 
-The work of a side may depend on its values: a cascade calls its large model for the inputs that its
-small model is not sure of. Then the altered values make repeated calls slower or faster, too. Such
-a side is judged on values that are altered less, so that its work stays the same.
+The work of a side may depend on its values: a cascade calls a large model for inputs that a small
+model is not sure of. On altered values, repeated calls are then slower or faster too. A side whose
+work depends on its values is judged on values that are altered less, so that the work stays the
+same.
 """
 
 from __future__ import annotations
@@ -35,23 +36,23 @@ if TYPE_CHECKING:
     import torch
 
 Alter: TypeAlias = "Callable[[torch.Tensor], torch.Tensor]"
-"""Returns a floating-point tensor with other values, and other tensors as they are."""
+"""A function that changes the values of a floating-point tensor, and returns any other as it is."""
 ROUNDS = 3
 """Number of sets of new values on which every side is timed."""
 REPEATS, REPEATING_SECONDS = 16, 0.3
-"""Repeated values are passed to a side this many times, or for at most this many seconds.
+"""Repeated values are passed to a side this many times, for at most this many seconds.
 
 One call is not enough, because a side may cache only answers to frequent inputs.
 """
 ALTERED_ROUNDS, BATCHES = 12, 4
 """Number of rounds with altered values before each attempt to decide, and number of attempts."""
 REPEAT_RATIO = 1.5
-"""A side caches answers if it takes longer by this factor on values that it has not seen."""
+"""A side caches answers if new values make it slower by this factor."""
 REPEAT_SECONDS = 20e-6
-"""A side is refused only if it also takes longer by this many seconds."""
+"""A side is refused only if new values also make it slower by this many seconds."""
 WORK_CHANGES = "the work of the side depends on its values"
 LOWERED = 64
-"""When integers are altered, one out of this many is lowered by 1."""
+"""When integers are altered, 1 out of this many integers is lowered by 1."""
 
 
 def check_repeats(
@@ -90,9 +91,9 @@ def _check_altered(timer: _SideTimer, seed: int) -> None:
 
     Integers may be lengths. Altering them changes the shapes inside the side, and the first call
     with new shapes may be slow (cuDNN builds a plan for each of them). So if all inputs are
-    integers, the tensors are altered one at a time, too. A side that caches answers has to look at
-    every tensor that its outputs depend on. A side that stays fast when one of these tensors is
-    altered caches no answers.
+    integers, the tensors are also altered one at a time. A side that caches answers has to look at
+    every tensor that its outputs depend on. If a side stays fast when one of these tensors is
+    altered, it caches no answers.
 
     Raises:
         SideError: if the side is refused. The message has both times.
@@ -110,7 +111,7 @@ def _check_altered(timer: _SideTimer, seed: int) -> None:
 
 
 def _integers_alone(timer: _SideTimer, seed: int) -> list[_Change]:
-    """Return one change for each tensor that the outputs depend on, if all tensors are integers."""
+    """Return one change per tensor that the outputs depend on, or none if any tensor has floats."""
     values = _draw(timer.pool, seed)
     tensors = _tensors(values)
     if any(t.is_floating_point() or t.is_complex() for t in tensors):
@@ -122,8 +123,8 @@ def _integers_alone(timer: _SideTimer, seed: int) -> list[_Change]:
 def _slow_once(timer: _SideTimer, seed: int, change: _Change) -> str | None:
     """Return a message if a side is slow in its first call on altered values, and then fast.
 
-    Other processes can slow some calls. If the repeated calls were slow, the times allow no
-    decision, and more rounds follow. If there is still no decision, the result is None.
+    Other processes can slow some calls down. If the repeated calls were slow, the times are
+    inconclusive, and more rounds follow. If all rounds are inconclusive, the result is None.
 
     Returns:
         `WORK_CHANGES` if a side is slow on altered values because its work depends on the values.
@@ -172,8 +173,8 @@ class _SideTimer:
     def seconds(self, values: Inputs, after: Inputs) -> float:
         """Return how many seconds a call on `values` takes right after a call on `after`.
 
-        The same writes and the same untimed call precede each timed call. So timed calls differ
-        only in whether the side has seen `values`.
+        The same writes and the same untimed call precede each timed call. The only difference
+        between timed calls is whether the side has seen `values`.
         """
         slot = self.pool.slots[0]
         pytree.copy_into(slot, after)
@@ -227,7 +228,8 @@ class _Change:
     """A way to alter values slightly.
 
     Attributes:
-        alter: returns a floating-point tensor with other values, and other tensors as they are.
+        alter: a function that returns a floating-point tensor with other values, and any other
+            tensor unchanged.
         only: the number of the only tensor that is altered, or None for all tensors.
     """
 

@@ -31,10 +31,11 @@ SAMPLE = 1 << 20
 FORMATS: tuple[Precision, ...] = ("tf32", "fp16", "bf16")
 """The formats that errors are compared with. `tf32` is skipped if all values fit into fp16."""
 LEAST_RMS = 0.1
-"""Errors match a format only if their rms is at least this share of the format's deviation."""
+"""Errors match a format only if the rms of the errors is at least this share of the format's
+deviation."""
 ROUNDOFFS, MOST_ROUNDING = 256, 0.03
-"""Errors look like rounding if their rms is at most this many unit roundoffs of the type, and also
-at most this share of the output's rms."""
+"""Errors look like rounding if the rms of the errors is at most this many unit roundoffs of the
+type, and at most this share of the output's rms."""
 TINY = 0.05
 """An element is tiny if it is below this share of the output's rms."""
 
@@ -44,7 +45,7 @@ class Mismatch(Wrong):
 
     Attributes:
         got, leaf: the output and the expected output.
-        result: their comparison.
+        result: the comparison of the two outputs.
         turns: indices of the value sets that the side ran on.
     """
 

@@ -247,11 +247,9 @@ def untraced(
     """Return the variance of each element for a reference whose operations are not known.
 
     Args:
-        value: the reference's output in float64. squares: for each element, the sum of the squares
-        of its terms. This sum is the element's squared sensitivity to relative changes of the
-        inputs. @@ pytest_aisp/checking/operations.py Lists of PyTorch's operations by the way they
-        round: exact ones, products, sums, and others. => Lists of PyTorch's operations, grouped by
-        rounding: exact ones, products, sums, and others.
+        value: the reference's output in float64.
+        squares: for each element, the sum of the squares of its terms. This sum is the element's
+            squared sensitivity to relative changes of the inputs.
         dtype, precision: as in `allowed`.
         terms: the number of terms in the longest sum.
         roundings: how many times in a row values are rounded.

@@ -1,4 +1,4 @@
-"""Lists of PyTorch's operations by the way they round: exact ones, products, sums, and others."""
+"""Lists of PyTorch's operations, grouped by rounding: exact ones, products, sums, and others."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def decompositions() -> Mapping[object, Callable[..., object]]:
 
 
 def _shifted(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """Return `x` less its maximum along `dim`, in fp32 if `x` has a smaller format."""
+    """Return `x` minus the maximum of `x` along `dim`, in fp32 if `x` has a smaller format."""
     wide = x.to(torch.float32) if x.dtype in (torch.bfloat16, torch.float16) else x
     return wide - wide.amax(dim, keepdim=True) if x.numel() else wide
 
@@ -104,7 +104,7 @@ def _log_softmax(x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor
 
 @functools.cache
 def name_of(func: Operation) -> str:
-    """Return the name of an operation. In-place operations lose their final underscore."""
+    """Return the name of an operation. The final underscore of an in-place operation is removed."""
     name: str = func.overloadpacket.__name__
     return name[:-1] if name.endswith("_") and not name.startswith("__") else name
 

@@ -1,7 +1,7 @@
-"""Refuse outputs whose classes run code while they are read, or whose form is wrong.
+"""Refuse outputs that run code when they are read, and outputs that have the wrong form.
 
-Code that runs while an output is read could do a side's work after the clock has stopped. So the
-classes of all containers are inspected before anything in them is read. A class that overrides a
+Code that runs while an output is read could do a side's work after the clock has stopped. So each
+container's class is inspected before anything in the container is read. A class that overrides a
 method used for reading is refused.
 """
 

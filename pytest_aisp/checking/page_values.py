@@ -72,7 +72,7 @@ def draw_inputs(pair: Pair, device: str, size: Size, rank: int = 0) -> Inputs:
 
 
 def scaled_down(power: int, tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor` times 2 to the minus `power`. Integers stay the same."""
+    """Return `tensor` times 2 to the minus `power`. Integer tensors are returned unchanged."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor
     exact = tensor.detach() if tensor.element_size() > 1 else tensor.detach().float()  # fp8
@@ -85,7 +85,7 @@ def shapes_of(values: Inputs) -> Shapes:
 
 
 def require_equal_shapes(first: Shapes, second: Shapes) -> None:
-    """Refuse inputs whose shapes depend on the seed. Values are later overwritten in place."""
+    """Refuse inputs whose shapes depend on the seed. The shapes must stay the same."""
     for path in first.keys() & second.keys():
         if first[path] != second[path]:
             raise SideError(

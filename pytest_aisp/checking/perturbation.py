@@ -16,7 +16,7 @@ SIGNS = 1048573
 
 
 class Perturbation:
-    """Random perturbations from one `seed`, which are `scale` times larger than requested."""
+    """Random perturbations from one `seed`, each `scale` times larger than requested."""
 
     def __init__(self, seed: int, scale: float = 1.0) -> None:
         self._random, self.scale = Random(seed), scale
@@ -101,7 +101,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor | None:
 
 @functools.cache
 def _signs(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """Return `SIGNS` random signs, twice in a row, so that a slice may start at any of them."""
+    """Return `SIGNS` random signs, twice in a row, so that a slice may start at any sign."""
     generator = torch.Generator(device=device).manual_seed(1)
     signs = torch.randint(0, 2, (SIGNS,), generator=generator, device=device, dtype=torch.int8)
     signs = signs.to(dtype).mul_(2).sub_(1)

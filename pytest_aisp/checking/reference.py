@@ -107,7 +107,7 @@ class Reference:
         return self._leaves[key]
 
     def refine(self, turns: Turns, precision: Precision | None) -> bool:
-        """Make the error bound more exact. Return False if it cannot become more exact."""
+        """Make the error bound more exact, or return False if that is impossible."""
         turns = self._needed(turns)
         if self.exact or not self.bound.refine(self._passes[turns], len(turns), precision):
             return False
@@ -118,8 +118,8 @@ class Reference:
         """Return the reference's outputs after runs on the value sets `turns`.
 
         Args:
-            every: whether to cache the outputs after each turn in the same pass, if there is enough
-                memory. If not, a later request for these outputs starts from the first turn again.
+            every: True to cache the outputs after each turn, if there is enough memory. If they are
+                not cached, a later request for them starts from the first turn again.
         """
         turns = self._needed(turns)
         if turns not in self._passes:
@@ -239,7 +239,7 @@ class Reference:
         return current_group().max(needed > free_bytes() / 2) == 0
 
     def learn_types(self, types: Iterable[tuple[str, torch.dtype]]) -> None:
-        """Store the dtypes of those outputs whose dtypes are not known yet."""
+        """Store the dtypes of outputs whose dtypes are not known yet."""
         new = {path: dtype for path, dtype in types if path not in self.types}
         if new:
             self.types.update(new)

@@ -52,7 +52,7 @@ from .perturbation import Perturbation
 LARGEST_STEP = 2.0**-14
 """Smaller perturbations are scaled up to this relative size, so that float64 can represent them."""
 FUNCTION_ERROR = 2.0
-"""Error of functions such as exp and sin on a GPU, in units of the rounding error."""
+"""Error of functions like exp and sin on a GPU, in units of the rounding error."""
 FACTORIZATION, EIGENVALUES = 4.0, 16.0
 """Backward errors of linear algebra on n x n matrices, as multiples of the rounding error of the
 matrix's norm, divided by sqrt(n).
@@ -137,7 +137,7 @@ class Rounding(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False. With True, the first operation imports torch._dynamo, which takes 1.5 s."""
+        """Return False. True would make the first operation import torch._dynamo (1.5 s)."""
         return False
 
     def __init__(self, model: Model, structure: Structure, seed: int | None = None) -> None:

@@ -1,9 +1,9 @@
 """The command line `aisp`: its groups of commands, and the exit codes.
 
-Exit code 0 means that all is well. Exit code 1 means that the command found a problem, such as a
-missing GPU, a slow link, or a result below its claim. Exit code 2 means that the command cannot run
-here, or that its arguments are wrong. A command that runs pytest or a script returns the exit code
-of pytest or the script.
+Exit code 0 means that the command succeeded and found no problem. Exit code 1 means that the
+command found a problem, such as a missing GPU, a slow link, or a result below its claim. Exit code
+2 means that the command cannot run here, or that its arguments are wrong. A command that runs
+pytest or a script returns the exit code of pytest or the script.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ OLD_SPELLINGS = {
     "suite run": "bench run",
     "results checksums": "seals",
 }
-"""Old names of commands. If a command is not listed, its old name is the last word of its name."""
+"""Old names of commands. The old name of any other command is the last word of the current name."""
 CLASSES: Mapping[Command, type[TyperCommand]] = {
     suite.run: suite.PytestCommand,
     suite.verify: suite.PytestCommand,

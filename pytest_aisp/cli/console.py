@@ -61,10 +61,9 @@ def print_error(text: str) -> None:
 
 @contextmanager
 def show_progress() -> Iterator[Progress]:
-    """Yield a function that shows a text in a progress bar, or shows nothing without a terminal.
+    """Yield a function that shows a text in a progress bar if there is a terminal.
 
-    If the texts are made by `with_progress`, the bar fills. For other texts, the bar only shows
-    activity.
+    Texts from `with_progress` fill the bar. For other texts, the bar only shows activity.
     """
     if not sys.stderr.isatty():
         yield lambda text: None

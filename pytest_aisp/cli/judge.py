@@ -23,7 +23,7 @@ Sizes = Annotated[
     ),
 ]
 CODES = {"accepted": 0, "problem_error": 2, "disturbed": 17}
-"""The exit code for each reason code of a verdict. For all other reasons, it is 1."""
+"""The exit code for each reason code of a verdict. All other reasons have exit code 1."""
 
 
 def judge(

@@ -19,8 +19,8 @@ OPTION = "--targets"
 PYTEST_ARGUMENTS = "pytest_aisp.pytest_arguments"
 """The key in a command's context for the arguments after ``--``."""
 LAST_TARGETS = "pytest_aisp.last_targets"
-"""The key in a command's context for the targets that end the command line. It is set only during
-shell completion."""
+"""The key in a command's context for the targets at the end of the command line. The key is set
+only during shell completion."""
 
 
 def complete_target(ctx: typer.Context, incomplete: str) -> list[str]:
@@ -198,7 +198,8 @@ def _target_names(incomplete: str) -> list[str]:
 class TargetsCommand(TyperCommand):
     """A command whose `--targets` takes all words up to the next option.
 
-    In the methods, `ctx` is a context of click, or of newer Typer versions' own copy of click.
+    The argument `ctx` of the methods is a context of click, or of the copy of click in newer
+    versions of Typer.
     """
 
     takes_pytest_arguments = False

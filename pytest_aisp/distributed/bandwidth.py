@@ -26,8 +26,7 @@ from .topology import Route, read_topology
 
 WINDOWS = 7
 WINDOW_BYTES = 4 << 30
-"""The number of bytes that one window copies, if this takes 4 to 64 copies. If not, the number of
-copies is 4 or 64."""
+"""Target for the bytes that one window copies. A window has at least 4 and at most 64 copies."""
 SLOW_SHARE = 0.8
 """A hop is slow if its rate is below this share of the median rate of hops of the same kind."""
 NVLINK_FLOOR, NVLINK_FULL = 250e9, 450e9
@@ -51,8 +50,8 @@ class Hop:
         both: True if both directions were busy at once. `rate` is then the sum of both.
         rate: bytes/s.
         kind: the kind of route, as in `topology.Route.kind`.
-        limit: the highest possible rate in bytes/s, in both directions together if `both` is True,
-            or None if it is unknown.
+        limit: the highest possible rate in bytes/s, or None if the limit is unknown. If `both` is
+            True, this is the sum of both directions.
         arrived: True if the target received what the source had sent.
         slow: the reason why the hop is considered slow, or an empty string.
     """
@@ -77,7 +76,7 @@ class Hop:
 
 
 class CudaCopier:
-    """Copies of `nbytes` between `devices`, timed by CUDA events. A pair is two device indices."""
+    """Copies of `nbytes` between `devices`, timed by CUDA events."""
 
     def __init__(self, devices: Sequence[str], nbytes: int) -> None:
         import torch
