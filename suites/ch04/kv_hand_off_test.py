@@ -110,8 +110,7 @@ def pipelined(x, to_next, to_cache):
 
 
 def layers_of(layers, tokens, hidden, kv, sent=0):
-    """Return the cost of `layers` layers. While each runs, `sent` bytes of the previous one are
-    sent."""
+    """Return the cost of `layers` layers. `sent` bytes of one layer are sent during the next."""
     row = 2 * tokens * hidden
     to_cache = Cost(
         read=row + 2 * hidden * kv,

@@ -72,8 +72,7 @@ def inputs(device, layers, width):
 
 
 def gradients(weights, x, dy, hook=None):
-    """Return the gradients of `weights`. `hook` is called with each weight when its gradient
-    exists."""
+    """Return the gradients of `weights`, and call `hook` with each weight that has its gradient."""
     leaves = [weight.detach().requires_grad_() for weight in weights]
     for leaf in leaves if hook is not None else ():
         leaf.register_post_accumulate_grad_hook(hook)

@@ -92,8 +92,7 @@ def reference_gathered(states, ranks):
 
 
 def stages(groups, placed, x):
-    """Return this rank's stages. `groups` has the blocks of all stages, and `placed` says which
-    stages are this rank's."""
+    """Return the stages `placed` of this rank. `groups` has the blocks of all stages."""
     parts = x.chunk(microbatches(dist.get_world_size()))
     given = torch.empty_like(parts[0], device="meta")
     passed = given.clone().requires_grad_()

@@ -173,7 +173,7 @@ def whole_inputs(numel, world):
 
 
 def two_shots(numel, world):
-    """Return the cost of a kernel that sends its share's sum, and the terms of the other shares."""
+    """Return the cost of a kernel that sends the sum of its share and the terms of other shares."""
     return collective(all_reduced(4 * numel, world))
 
 

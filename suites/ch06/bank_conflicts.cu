@@ -7,9 +7,9 @@
 
 constexpr unsigned BLOCK = 128, QUADS = 8;  // a row has 8 quads of 4 coefficients
 
-// The place of a quad in shared memory. Its 4 floats fill 4 banks, beginning with bank 4 * (place %
-// 8). Shared memory serves a 16-byte read for 8 lanes at a time. These lanes read the same quad of
-// 8 rows, and `plain` puts these 8 quads into the same 4 banks.
+// Return the place of a quad in shared memory. A quad fills 4 banks, beginning with bank 4 * (place
+// % 8). Shared memory serves a 16-byte read for 8 lanes at a time. These lanes read the same quad
+// of 8 rows, and `plain` puts these 8 quads into the same 4 banks.
 __device__ unsigned plain(unsigned row, unsigned quad) { return row * QUADS + quad; }
 __device__ unsigned pad(unsigned row, unsigned quad) { return row * (QUADS + 1) + quad; }
 __device__ unsigned swizzle(unsigned row, unsigned quad) {

@@ -1,6 +1,6 @@
 """Block-aggregated atomics: add up in the block, because an address takes one atomic at a time.
 
-Problem    The dot product of two vectors of n fp32 elements.
+Problem    Compute the dot product of two vectors of n fp32 elements.
 Baseline   per_thread: the grid has as many blocks as fit on the GPU at once. Their threads loop
            over the vectors, and each thread keeps its own sum. At the end, each thread adds its sum
            to the result with an atomic.
@@ -16,9 +16,9 @@ Bound      DRAM: both vectors are read once. All atomics go to one address, so t
            assumes that an atomic on one address takes as long as in `../ch07/histogram_test.py`,
            where integers are added.
 Seen       per_thread takes longer than predicted. If all sides sum as fast as per_block, an atomic
-           takes 1.7 ns in per_thread, where all lanes of a warp do one. It takes 1.2 ns in
-           per_warp, where one lane does. The integer atomics of `../ch07/histogram_test.py` take 1
-           ns. We do not know why an atomic takes longer if all 32 lanes do one.
+           takes 1.7 ns in per_thread, where every lane of a warp does one, and 1.2 ns in per_warp,
+           where one lane does. An integer atomic in `../ch07/histogram_test.py` takes 1 ns. We do
+           not know why atomics take longer when all 32 lanes do one.
 Use when   Many threads update one fp32 sum. For an int32 sum on one address, the compiler combines
            the atomics of a warp itself (REDUX in the machine code). For bitwise reproducible
            results, store the blocks' sums instead (`../ch07/reduction_test.py`).
@@ -33,8 +33,8 @@ kernels = cuda_module("block_atomics.cu")
 BLOCK, WARP = 256, 32
 EACH = 4  # elements that a thread loads at once
 THREADS = 2048 * 132  # on an H200 at once
-# The `atomics` rate was measured with many addresses. While the L2 does one addition to a single
-# address, it can do this many additions to different addresses.
+# The `atomics` rate was measured with many addresses. In the time of one addition to a single
+# address, the L2 can do this many additions to different addresses.
 ADDRESSES = 850
 
 
@@ -98,7 +98,7 @@ def cleared_and_summed(n, each):
         per_thread: lambda n: cleared_and_summed(n, each=1),
         per_warp: lambda n: cleared_and_summed(n, each=WARP),
         per_block: lambda n: cleared_and_summed(n, each=BLOCK),
-        library: lambda n: summed(n) + Cost(launches=1),  # it adds up the blocks' sums
+        library: lambda n: summed(n) + Cost(launches=1),  # cuBLAS adds up the blocks' sums
     },
 )
 def test_block_atomics(pair):

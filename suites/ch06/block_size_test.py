@@ -1,18 +1,18 @@
 """Block size: it sets how many threads fit on an SM and how many blocks must start.
 
-Problem    a * x + y on n fp32 elements, one thread per element. Both sides run the same kernel.
-           Each case of the page uses a different number of threads per block.
+Problem    Compute a * x + y on n fp32 elements, one thread per element. Both sides run the same
+           kernel. Each case of the page uses a different number of threads per block.
 Baseline   usual: blocks of 256 threads.
 Optimized  resized: changes usual. The case sets the number of threads per block. The cases are
-           points of a curve, so they claim no speedup.
-Bound      Up to 128 threads, the start of blocks: the GPU starts a limited number of blocks per
-           second, whether a block has one warp or four. With half the threads per block, there are
-           twice as many blocks. An SM of an H200 or B200 holds 2048 threads and 32 blocks, so
-           blocks of 32 threads fill at most half of it. But this is not the limit: new blocks start
-           so slowly that only about 13 of the 32 places are in use if a block takes 1 us. From 256
-           threads on, DRAM. An SM with room for 1536 threads, such as a GB10's, holds only one
-           block of 1024. A large block frees its place only when its last warp ends, so part of the
-           SM is empty until then.
+           points of a curve, so the page claims no speedup.
+Bound      Up to 128 threads, the limit is the start of blocks: the GPU starts a limited number of
+           blocks per second, whether a block has one warp or four. With half the threads per block,
+           there are twice as many blocks. An SM of an H200 or B200 holds 2048 threads and 32
+           blocks, so blocks of 32 threads fill at most half of an SM. But this is not the limit: if
+           a block takes 1 us, new blocks start so slowly that only about 13 of the 32 places are in
+           use. From 256 threads on, the limit is DRAM. An SM with room for 1536 threads, as in a
+           GB10, holds only one block of 1024. A large block frees its place only when its last warp
+           ends, so part of the SM is empty until then.
 Seen       usual and blocks of 512 and 1024 threads take longer than predicted from their bytes. The
            2048 threads of an SM have 16 KiB of loads in flight. If a thread takes as long as in
            `../ch07/vector_width_test.py`, the copy rate needs about 17 KiB here, because two of
@@ -21,7 +21,7 @@ Seen       usual and blocks of 512 and 1024 threads take longer than predicted f
            last warp ends, but we did not measure how much of an SM is empty.
 Use when   You choose a block size: start with 128 to 256 threads, and measure half and twice as
            many. If a kernel needs many registers or much shared memory, fewer threads fit on an SM.
-           Then the block size also decides how much of the SM stays unused.
+           In this case, the block size also decides how much of the SM stays unused.
 """
 
 import torch

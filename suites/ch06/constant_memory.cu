@@ -5,7 +5,7 @@
 // series_in_code: the same, with c as numbers in the instructions.
 // decode_in_constant: out[i] = table[codes[i]], with the table of 256 entries in constant memory.
 // decode_in_global: the same, with the table in global memory, which the L1 caches.
-// decode_in_shared: the same. Each block copies the table into shared memory.
+// decode_in_shared: the same, but each block copies the table into shared memory.
 // decode_computed: the same, without a table.
 
 constexpr unsigned BLOCK = 256, TERMS = 64, ENTRIES = 256, EACH = 16;

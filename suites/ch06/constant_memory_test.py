@@ -1,8 +1,8 @@
-"""Constant memory: for numbers that all lanes of a warp read together, not for look-up tables.
+"""Constant memory: use it for numbers that all lanes of a warp read together, not for tables.
 
 Problem    test_constant_memory evaluates one fixed polynomial of 64 coefficients at n fp32 points.
            test_table decodes n bytes of mu-law sound (G.711) into int16 by a table of 256 entries.
-           The coefficients and the table are fixed by the problem, so they are in the kernel file.
+           The problem fixes the coefficients and the table, so they are in the kernel file.
 Baseline   series_in_global: the coefficients are in global memory. Every warp executes one load per
            coefficient, and the L1 serves these loads.
            decode_in_constant: the table is in constant memory, because it never changes.
@@ -18,25 +18,25 @@ Optimized  series_in_constant: changes series_in_global. The coefficients are in
            decode_computed: changes decode_in_global. There is no table: shifts and a few additions
            compute each value. There is no library variant, because PyTorch has no call for either
            problem.
-Bound      test_constant_memory: instruction issue. Each coefficient costs one multiply-add, and in
-           series_in_constant also part of a uniform load. The L1 limits series_in_global: each
-           coefficient needs one load, and an SM starts one load in the time of four multiply-adds.
-           test_table: DRAM. The constant cache limits decode_in_constant, because the 32 codes of a
-           warp need many different words. The cost assumes that the cache serves one word per
-           clock. This rate was not measured. decode_computed needs 13 integer instructions per
-           code. An SM issues these instructions at half the rate of multiply-adds, so they take
-           longer than the transfers from and to DRAM.
+Bound      test_constant_memory: instruction issue. Each coefficient costs one multiply-add. In
+           series_in_constant, it also costs part of a uniform load. The L1 limits series_in_global:
+           each coefficient needs one load, and an SM starts one load in the time of four
+           multiply-adds. test_table: DRAM. The constant cache limits decode_in_constant, because
+           the 32 codes of a warp need many different words. The cost assumes that the cache serves
+           one word per clock. This rate was not measured. decode_computed needs 13 integer
+           instructions per code. An SM issues these instructions at half the rate of multiply-adds,
+           so they take longer than the transfers from and to DRAM.
 Seen       decode_in_constant takes about two cycles of an SM for each different word, twice as many
            as the cost assumes. We did not confirm this with a profiler.
            series_in_code takes longer than its instructions predict. A block issues almost no
            instructions until its points arrive from DRAM. An SM holds only 8 blocks, so at times it
            has nothing to issue. series_in_global and series_in_constant exceed their predicted
-           times by a similar amount. We did not measure how often the SM has nothing to issue.
+           times by similar amounts. We did not measure how often the SM has nothing to issue.
 Use when   All threads read the same few numbers in the same order, and the numbers are set before
            the launch. The arguments of a kernel are in constant memory too. If the numbers are
-           known when you compile, write them as `constexpr`. A thread that evaluates several points
-           loads each coefficient once for all points, so it gains less from constant memory. If the
-           data decides which entry of a table a lane reads, use the L1 or shared memory.
+           known when you compile, write them as `constexpr`. If a thread evaluates several points,
+           it loads each coefficient only once, so it gains less from constant memory. If the data
+           decides which entry of a table a lane reads, use the L1 or shared memory.
 """
 
 import torch

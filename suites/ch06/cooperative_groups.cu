@@ -1,7 +1,8 @@
 // Heat on a ring of n cells.
 //
-// all_steps: `count` steps of `step` (in cooperative_groups_step.cu) in one kernel. All blocks wait
-//     for each other after each step, so all must run at once, which needs a cooperative launch.
+// all_steps: `count` steps of `step` (in cooperative_groups_step.cu) in one kernel. After each
+// step, all blocks wait for each other. So all blocks must run at once, which needs a cooperative
+// launch.
 
 #include <cooperative_groups.h>
 

@@ -16,19 +16,19 @@ Optimized  decode_stride: changes decode_each. The grid has as many blocks as fi
            scale_stride: changes scale_each. The grid has as many blocks as fit on the GPU at once,
            and they loop over the elements.
 Bound      DRAM, 4 bytes read and 4 written per element. The table is small and every block of an SM
-           reads it, so it comes from the L1 or the L2 and costs almost no DRAM traffic. But it
-           costs time: decode_each first waits for the table and then for the codes. All kernels
+           reads it, so it comes from the L1 or the L2 and costs almost no DRAM traffic. But the
+           table costs time: decode_each first waits for it, and then for the codes. All kernels
            have one code or element per thread in flight, which is not enough for the full rate of
            DRAM (`../ch07/vector_width_test.py`). The kernels without a loop start a block for every
            256 elements, and these starts alone take longer than the transfers from and to DRAM.
 Seen       decode_stride and scale_stride take about the same time, so copying a table once costs
            almost nothing. Both have 8 KiB in flight per SM, which explains why they do not reach
-           the copy rate. The kernels without a loop also have 8 KiB in flight, but each of their
-           blocks starts, then waits for DRAM, then ends. We did not measure how long each of these
-           phases takes. decode_code_first hardly gains, so the wait for the table is short. We did
-           not examine the library's kernel.
+           the copy rate. The kernels without a loop also have 8 KiB in flight, but each block
+           starts, then waits for DRAM, then ends. We did not measure how long each phase takes.
+           decode_code_first hardly gains, so the wait for the table is short. We did not examine
+           the library's kernel.
 Use when   Each block first loads a table, sets up a random generator, or clears counters. Without
-           such work the loop gains less, because it saves only the starts of blocks. Also use it
+           such work, the loop saves only block starts, and gains less. Also use a grid-stride loop
            when n may exceed the largest grid, or when the grid must stay the same for any n. To
            reach the full copy rate, unroll the loop (`ilp_test.py`).
 """

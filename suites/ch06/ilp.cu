@@ -22,8 +22,8 @@ __device__ void one_by_one(const float* x, float* out, unsigned n) {
   }
 }
 
-// The loads of a thread do not depend on each other, so they are in flight at the same time. One
-// bounds check covers all elements of a thread, so no load waits for a check.
+// The loads of a thread are independent, so they are in flight at the same time. One bounds check
+// covers all elements of a thread, so no load waits for a check.
 template <unsigned each>
 __device__ void together(const float* x, float* out, unsigned n) {
   const unsigned first = blockIdx.x * (BLOCK * each) + threadIdx.x;

@@ -1,13 +1,13 @@
 """ILP: independent loads in one thread hide latency that other warps cannot hide.
 
 Problem    test_ilp computes the sigmoid of n fp32 elements. test_long_chain integrates logistic
-           growth for n elements, 256 steps of two dependent multiply-adds each.
+           growth for n elements in 256 steps of two dependent multiply-adds.
 Baseline   single: one element per thread.
            growth_single: one element per thread.
 Optimized  in_turn: changes single. Four elements per thread. The thread loads an element only after
            it has stored the previous one, because the compiler must assume that out and x overlap.
            two: changes single. Two elements per thread, both loaded before the first is used.
-           four: like two, with four elements. It differs from in_turn only in the order of loads
+           four: like two, with four elements. four and in_turn differ only in the order of loads
            and stores.
            eight: like four, with eight elements.
            library: `torch.sigmoid`.
@@ -21,15 +21,14 @@ Bound      test_ilp: DRAM. The 2048 threads of an SM have 8 KiB in flight with o
            alone take longer than the transfers from and to DRAM.
            test_long_chain: instruction issue. With 16 warps per scheduler, another warp always has
            a step ready, so the four chains of growth_four gain nothing.
-Seen       in_turn has one load in flight per thread, like single, but it starts a quarter of the
-           blocks, so it is faster than single. It takes about as long as scale_stride of
+Seen       in_turn has one load in flight per thread, like single, but starts a quarter of the
+           blocks, so it is faster than single. in_turn takes about as long as scale_stride of
            `grid_stride_test.py`, which has as many bytes in flight and hardly any block starts. So
-           in_turn is still limited by too few bytes in flight. single is slow for two reasons, too
-           few bytes in flight and too many block starts. We did not measure how much time each of
-           them costs.
+           in_turn still has too few bytes in flight. single is slow for two reasons: too few bytes
+           in flight and too many block starts. We did not measure how much time each costs.
 Use when   A kernel waits for memory with all warps resident, or few warps fit on an SM. Load all
-           elements of a thread into registers before you use the first. This gains nothing where
-           enough warps hide the latency, as in test_long_chain.
+           elements of a thread into registers before you use the first. If enough warps hide the
+           latency, as in test_long_chain, this gains nothing.
 """
 
 import torch

@@ -1,14 +1,14 @@
 """Serial to grid: a GPU is fast only with thousands of active threads.
 
-Problem    a * x + y on n fp32 elements. This page is a tutorial and claims no speedup: nobody would
-           ship its baseline.
+Problem    Compute a * x + y on n fp32 elements. This page is a tutorial and claims no speedup,
+           because nobody would ship one_thread.
 Baseline   one_thread: the loop of a CPU program, in a kernel that is launched with one thread, `[1,
            1]`.
 Optimized  one_block: changes one_thread. The 256 threads of one block share the elements. A block
            runs on one SM, so the GPU's other SMs stay idle.
            whole_grid: changes one_block. One thread per element, in n / 256 blocks on all SMs.
            library: `torch.add` with `alpha`.
-Bound      For one_thread and one_block, latency: a thread waits for its loads, and too few other
+Bound      Latency limits one_thread and one_block: a thread waits for its loads, and too few other
            threads run in the meantime. The costs leave out latency, so the predicted times of
            one_thread and one_block are far too short. At this n, the launch is a large part of the
            time of whole_grid.

@@ -7,7 +7,7 @@
 
 constexpr unsigned BLOCK = 256, WARPS = BLOCK / 32;
 
-// The sum of the elements first, first + step, ... of a row.
+// Return the sum of the elements first, first + step, ... of a row.
 __device__ int walk(const int* __restrict__ row, unsigned n, unsigned first, unsigned step) {
   int sum = 0;
   for (unsigned i = first; i < n; i += step) sum += row[i];
@@ -18,7 +18,7 @@ __device__ const int* row_of(const int* x, unsigned r, unsigned n) {
   return x + static_cast<size_t>(r) * n;
 }
 
-// The sum of a warp's values, in lane 0. All 32 lanes must call these functions.
+// Return the sum of a warp's values, in lane 0. All 32 lanes must call these functions.
 __device__ int by_shuffles(int value) {
 #pragma unroll
   for (unsigned half = 16; half > 0; half /= 2) value += __shfl_down_sync(~0u, value, half);
@@ -26,7 +26,7 @@ __device__ int by_shuffles(int value) {
 }
 __device__ int by_redux(int value) { return __reduce_add_sync(~0u, value); }
 
-// The sum of the block's values, in thread 0.
+// Return the sum of the block's values, in thread 0.
 template <int (*of_warp)(int)>
 __device__ int of_block(int value) {
   __shared__ int part[WARPS];

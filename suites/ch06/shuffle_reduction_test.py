@@ -1,7 +1,6 @@
 """Shuffle reduction: lanes of a warp pass values to each other without shared memory or barriers.
 
-Problem    The sum of each row of an int32 matrix of 1 GiB. The rows are short: 256 or 1024
-           elements.
+Problem    Sum each row of an int32 matrix of 1 GiB. The rows are short: 256 or 1024 elements.
 Baseline   shared_tree: a block of 256 threads has one row. The block reduces the 256 sums of its
            threads in a tree in shared memory, in 8 rounds with a barrier after each.
 Optimized  shuffle: changes shared_tree. Each warp adds up its 32 sums with five shuffles. One
@@ -13,22 +12,22 @@ Optimized  shuffle: changes shared_tree. Each warp adds up its 32 sums with five
            them at once. So part of the gain comes from more loads in flight, and part from fewer
            instructions per element.
            library: `torch.sum`.
-Bound      For warp_per_row, DRAM: every element is read once. For the other kernels on rows of 256
-           elements, instruction issue: a thread loads one element, but issues dozens of
-           instructions to find it and to add up the block. These instructions alone take longer
+Bound      DRAM limits warp_per_row: every element is read once. On rows of 256 elements,
+           instruction issue limits the other kernels: a thread loads one element, but issues dozens
+           of instructions to find it and to add up the block. These instructions alone take longer
            than the transfers from DRAM. Starting one block per row also takes longer than the
            transfers, and longer than the instructions of redux. After its loads, a block also
            spends time without any load in flight. In rows of 1024, a thread adds up four elements
            with few additional instructions, so these limits matter less.
-Seen       At n = 256, the three kernels with a block per row take longer than predicted from their
-           instructions and their block starts. At n = 1024, shared_tree does too. A block occupies
-           its SM during its start, then during its wait for DRAM, then during its additions, and an
-           SM has room for 8 blocks. At n = 256, a block of redux occupies its SM for 0.86 us, and a
-           block of shared_tree for 1.25 us. For a block of `../ch07/vector_width_test.py` that
-           copies 256 elements, it is 0.8 us. So a block spends most of its time on its start and
-           its wait for DRAM. We did not measure how long each of the two takes. We did not examine
-           the library's kernel. CUB's DeviceSegmentedReduce is slower than warp_per_row at both
-           sizes (benchmarks/cub_test.py).
+Seen       The three kernels with a block per row take longer at n = 256 than predicted from their
+           instructions and block starts. At n = 1024, only shared_tree does. A block occupies its
+           SM during its start, then during its wait for DRAM, then during its additions, and an SM
+           has room for 8 blocks. At n = 256, a block of redux occupies its SM for 0.86 us, and a
+           block of shared_tree for 1.25 us. A block of `../ch07/vector_width_test.py` that copies
+           256 elements takes 0.8 us. So a block spends most of its time on its start and its wait
+           for DRAM. We did not measure the two separately. We did not examine the library's kernel.
+           CUB's DeviceSegmentedReduce is slower than warp_per_row at both sizes
+           (benchmarks/cub_test.py).
 Use when   A block needs a sum or a maximum: reduce inside warps first. If rows are short, give a
            row to a warp. If a kernel reduces once after long loops, it hardly matters how the block
            adds up its sums (`../ch07/reduction_test.py`).

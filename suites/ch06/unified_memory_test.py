@@ -1,22 +1,22 @@
 """Unified memory: prefetch the pages before a kernel needs them, or copy.
 
 Problem    In each call, the CPU writes n fp32 values into a buffer, and the GPU returns their sum.
-           All sides allocate the buffer before the timed part. All sides wait for the sum, because
-           the CPU must not overwrite the values before the GPU has read them.
-Baseline   on_demand: the CPU and the GPU both use one buffer in managed memory. When one of them
-           touches a page in the other's memory, a page fault makes the driver move the page.
+           All sides allocate the buffer before the timed part. All sides wait for the sum, so that
+           the CPU does not overwrite values before the GPU has read them.
+Baseline   on_demand: the CPU and the GPU both use one buffer in managed memory. When one processor
+           touches a page in the memory of the other, a page fault makes the driver move the page.
 Optimized  prefetched: changes on_demand. `cuMemPrefetchAsync` moves the buffer to the GPU before
            the sum and back to the host afterwards, so there are no page faults.
            copied: changes on_demand. The CPU has a pinned buffer, the GPU has its own, and each
            call copies from the first to the second. Nothing is copied back, because the GPU does
            not change the values.
-Bound      The host: it writes the values, with one thread or several. The rate of writing was not
-           measured, so the predicted times leave it out. Then the values cross PCIe. In on_demand
-           and prefetched, they also cross back, because the driver cannot know that the CPU will
-           overwrite them. In on_demand, page faults take additional time: a fault stops the threads
-           that caused it until the driver has moved the page. GPUs that share the CPU's page
-           tables, such as those of GH200 and GB10, may read a page without moving it. These GPUs
-           were not measured.
+Bound      The host, which writes the values with one thread or several. The predicted times leave
+           out the writing, because its rate was not measured. Then the values cross PCIe. In
+           on_demand and prefetched, the old values also cross back, because the driver cannot know
+           that the CPU will overwrite them. In on_demand, page faults take additional time: a fault
+           stops the threads that caused it until the driver has moved the page. GPUs that share the
+           CPU's page tables, such as those of GH200 and GB10, may read a page without moving it. We
+           did not measure such GPUs.
 Use when   The data does not fit on the GPU, or you do not know which part of it a kernel will use.
            Prefetch the parts that will be used for certain. If the CPU and the GPU take turns with
            a buffer that fits on the GPU, copy it.

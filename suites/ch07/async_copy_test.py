@@ -1,8 +1,8 @@
 """Asynchronous copies: fetch the next tiles while the block works on the current one.
 
-Problem    h = relu(0.75 h + x) along each of 8192 rows of 16384 fp32 steps, and every h is written.
-           Each step needs the previous h, so one thread computes a whole row, and there are only 64
-           threads per SM. torch has no function for such a recurrence.
+Problem    Compute h = relu(0.75 h + x) along each of 8192 rows of 16384 fp32 steps, and write every
+           h. Each step needs the previous h, so one thread computes a whole row, and there are only
+           64 threads per SM. torch has no function for such a recurrence.
 Baseline   synchronous: a block loads a tile of 64 rows and 32 steps (128 bytes per row) into shared
            memory, waits, computes the steps of the tile, and writes the results back. Each thread
            issues its eight 16-byte loads before its first store.
@@ -11,9 +11,9 @@ Optimized  one_stage: synchronous, but with `cp.async`, which bypasses registers
            two_stages: one_stage, but the block fetches tile i + 1 while it works on tile i.
            four_stages: two_stages, but the block fetches three tiles ahead, 24 KiB per SM.
 Bound      DRAM: every side reads each x once and writes each h once.
-Seen       All sides take longer than their bytes predict. The costs count only bytes. But an SM has
-           only one block, which fetches a tile, then computes its steps, then writes the results.
-           In synchronous and one_stage, the SM fetches nothing while the block computes and writes.
+Seen       All sides take longer than predicted. The costs count only bytes, but an SM has only one
+           block, which fetches a tile, then computes its steps, then writes the results. In
+           synchronous and one_stage, the SM fetches nothing while the block computes and writes.
            one_stage only replaces the load instruction, and gains nothing. two_stages and
            four_stages only fetch earlier. two_stages is faster than one_stage, and four_stages is
            faster than two_stages. four_stages still does not reach the copy rate. Each step is a
@@ -84,8 +84,8 @@ def moved(rows, steps):
 @compare(
     baseline=synchronous,
     optimized=[
-        # one_stage waits as long as synchronous. It saves registers, but there are enough registers
-        # anyway.
+        # one_stage waits as long as synchronous. one_stage saves registers, but there are enough
+        # registers anyway.
         Variant(one_stage, sass="LDGSTS.128", at_least="neutral"),
         Variant(two_stages, sass="LDGSTS.128", at_least={"sm90": 1.1}),
         Variant(four_stages, sass="LDGSTS.128", at_least={"sm90": 1.7}),

@@ -4,11 +4,10 @@ Problem    Copy n fp32 elements.
 Baseline   chunked: each thread copies 32 consecutive elements, as a CPU thread would copy a chunk.
            The lanes of a warp are 128 bytes apart, so each load or store touches 32 lines.
 Optimized  coalesced: each thread copies as many elements as in chunked, with as many loads in
-           flight. But neighboring lanes copy neighboring elements, so each load or store touches
-           one line.
-           library: `x * 1`, PyTorch's elementwise kernel. It replaces `Tensor.clone`, because sides
-           are timed in a CUDA graph. In a graph, `clone` becomes a memcpy node, which is slower
-           than a kernel.
+           flight. Neighboring lanes copy neighboring elements, so each load or store touches one
+           line.
+           library: `x * 1`, PyTorch's elementwise kernel. Sides are timed in a CUDA graph, where
+           `Tensor.clone` becomes a memcpy node, which is slower than a kernel.
 Bound      DRAM for coalesced. chunked moves the same bytes to and from DRAM, because L1 and L2 keep
            a sector until its 32 bytes are used. But each 4-byte store goes to the L2 as a sector of
            its own, so the stores of chunked move eight times as many bytes to the L2 as they write.
@@ -16,8 +15,9 @@ Seen       chunked takes several times as long as its sectors would take at the 
            `transpose_test.py` also stores 4 bytes to each line, and writes about as many elements
            per second. The loads of chunked need a lookup in the L1 for each element. The L1 does
            one lookup per cycle (row_mapping of chapter 8). These lookups take about a fifth of the
-           time. The rest is about four cycles of an SM per store, as in `transpose_test.py`. We did
-           not measure which part of the path to the L2 needs these cycles.
+           time. The stores take the rest, about four cycles of an SM per store, as in
+           `transpose_test.py`. We did not measure which part of the path to the L2 needs these
+           cycles.
 Use when   A thread handles several elements: always let neighboring threads take neighboring
            elements. If an algorithm needs a chunk per thread, as a scan does, load the chunks
            through shared memory or 16 bytes at a time.
@@ -73,7 +73,7 @@ def moved(n, **more):
     work=lambda n: Work(read=4 * n, write=4 * n),
     bound="dram",
     costs={
-        # A thread's eight loads in a row share a sector. Each of its stores sends a sector.
+        # Eight loads of a thread in a row share a sector. Each store sends a sector.
         chunked: lambda n: moved(n, l2=(4 + 32) * n),
         coalesced: moved,
         library: moved,

@@ -7,8 +7,8 @@ Baseline   global_atomics: each value increments its counter in global memory, b
            privatized: a block counts in 1 KiB of shared memory, and adds its 256 counts to the
            result at the end. Engineers would start from this version, so test_histogram compares
            the other variants with privatized, at n = 2^28.
-           Every kernel starts as many blocks as fit on the GPU at once. They loop over the values,
-           and each thread has four coalesced loads in flight.
+           Every kernel starts as many blocks as fit on the GPU at once. The blocks loop over the
+           values, and each thread has four coalesced loads in flight.
 Optimized  per_warp: privatized, but each of a block's 8 warps has its own 1 KiB of counters, so no
            warp waits for another warp's increments.
            aggregated: privatized, but `__match_any_sync` finds the lanes that have the same value,
@@ -18,8 +18,8 @@ Optimized  per_warp: privatized, but each of a block's 8 warps has its own 1 KiB
            value as the index of the bin. torch does not expose CUB's histogram.
            benchmarks/cub_test.py compares privatized with CUB's HistogramEven. For each 32-bit
            value, HistogramEven also checks the range, multiplies and divides.
-           `torch.bincount` makes the host wait for a minimum and a maximum, so it serves as the
-           reference, not as a variant.
+           `torch.bincount` makes the host wait for a minimum and a maximum, so it is the reference,
+           not a variant.
 Bound      DRAM: the values are read once. Shared memory is fast enough: the busiest of the 32 banks
            gets 3.5 of a warp's 32 random increments on average. The compiler turns an increment by
            one into ATOMS.POPC.INC, which counts lanes with equal values at once, so skew does not
@@ -27,11 +27,10 @@ Bound      DRAM: the values are read once. Shared memory is fast enough: the bus
 Seen       global_atomics: the rate `atomics` was measured with 2^18 different counters. At skew=50,
            the measured time is 1 ns per update of the frequent counter, as if the L2 did not merge
            the updates of equal lanes. At skew=0, the 256 counters together get only four times as
-           many updates per second. The explanation may be that a slice of the L2 makes about one
-           update per ns, and that the 1 KiB of counters lies in only three or four slices. NVIDIA
-           does not document how addresses spread over slices, so this is a guess. The rate
-           `atomics` was measured with counters in all slices, and the 32 counters of a warp were
-           neighbors in 4 sectors.
+           many updates per second. Perhaps a slice of the L2 makes about one update per ns, and the
+           1 KiB of counters lies in only three or four slices. NVIDIA does not document how
+           addresses spread over slices, so this is a guess. The rate `atomics` was measured with
+           counters in all slices, and the 32 counters of a warp were neighbors in 4 sectors.
            privatized: the kernel takes about 10 us longer than predicted at both values of n. This
            is a large share of its time at n = 2^24, and a small share at n = 2^28. At its end,
            every block adds its 256 counts to the same 256 numbers: 1056 blocks update 32 sectors
@@ -42,7 +41,7 @@ Seen       global_atomics: the rate `atomics` was measured with 2^18 different c
            likely reason is that the MATCH instruction handles one value after another. We did not
            confirm this with a profiler.
            library: the loop of `torch.histc` loads one value at a time, and computes the value's
-           index and bin with 64-bit integers. We did not measure which of these takes the time.
+           index and bin with 64-bit integers. We did not measure which part takes the time.
 Use when   Many values fall into few bins: count in shared memory. Do not aggregate by hand when the
            increment is one, because the hardware already does. If shared memory cannot hold all
            bins, sort first or count in several passes.

@@ -1,7 +1,7 @@
 """L2 eviction hints: tell the L2 to evict data that is used once before data that is reused.
 
-Problem    out = x + table[index] on 2^20 rows of 128 floats. The kernel streams 1 GiB and reuses a
-           table of 24 MiB. Each row of the table is used about 21 times, in random order.
+Problem    Compute out = x + table[index] on 2^20 rows of 128 floats. The kernel streams 1 GiB and
+           reuses a table of 24 MiB. Each row of the table is used about 21 times, in random order.
 Baseline   normal: no hints, so all lines have the same priority. A warp handles a row, 16 bytes per
            lane.
 Optimized  streamed: normal, but x, index and out have evict-first hints (`__ldcs`, `__stcs`).
@@ -14,15 +14,15 @@ Optimized  streamed: normal, but x, index and out have evict-first hints (`__ldc
 Bound      DRAM. If the table stays in the L2, only x, index and out cross DRAM. A row of the table
            is used again after 49152 other rows on average. The L2 of 50 MB holds the lines of about
            36000 rows, so nearly half of the table's reads go to DRAM again.
-Seen       The predictions of streamed and kept are only roughly right. The predictions assume that
-           the table stays in the L2, but both sides gain only a small part of what this would save.
-           Their times would also be plausible if the table were evicted as often as without hints.
-           NVIDIA describes the L2 of the A100 as two partitions, each of which caches what its own
-           SMs read. If the L2 here does the same, it keeps the table twice. Two copies take nearly
-           the whole L2, and no hint can help. We did not try a smaller table or measure the L2 hit
-           rate, so this is a guess.
+Seen       The predictions of streamed and kept are only roughly right. They assume that the table
+           stays in the L2, but both sides gain only a small part of what this would save. The
+           measured times would also be plausible if the table were evicted as often as without
+           hints. According to NVIDIA, the L2 of the A100 has two partitions, and each caches what
+           its own SMs read. If the L2 of an H200 does the same, it keeps the table twice. Two
+           copies take nearly the whole L2, and no hint can help. This is a guess: we did not try a
+           smaller table or measure the L2 hit rate.
 Use when   A kernel reuses a table that fits in the L2 while it streams much more data. Mark the
-           streamed data, which costs nothing. Marking the table as well gains nothing here. Expect
+           streamed data, which costs nothing. Here, marking the table as well gains nothing. Expect
            a small gain, and measure it.
 """
 

@@ -1,7 +1,8 @@
 """Softmax of long rows: compute the maximum and the sum in one pass instead of two.
 
-Problem    Softmax of each row of a (rows, n) fp32 matrix. A row does not fit in the registers of a
-           block, and the rows that are processed at the same time do not fit in the L2.
+Problem    Compute the softmax of each row of a (rows, n) fp32 matrix. A row does not fit in the
+           registers of a block, and the rows that are processed at the same time do not fit in the
+           L2.
 Baseline   three_passes: one pass finds the row's maximum, one adds up the sum, and one writes. The
            passes read 12 bytes per element and write 4. Each program handles a row. Textbooks call
            this method safe softmax.
@@ -14,7 +15,7 @@ Optimized  online: one pass computes the maximum and the sum. When the maximum g
            kernel `clustered` of suites/ch09/softmax, because Triton cannot exchange data within a
            cluster.
            library: `torch.softmax`, which also reads each row three times.
-Bound      DRAM: each pass over a row reads it again. The exponentials take less time than that.
+Bound      DRAM: each pass reads the row again. The exponentials take less time than the reads.
 Use when   A row fits neither in the registers of a block nor in the shared memory of a cluster. If
            a row fits, keep it there, so that it is read only once. suites/ch10/cluster_reduction
            keeps rows of this length in a cluster, for an RMS norm.
@@ -58,7 +59,8 @@ def three_passes_kernel(x, out, n, BLOCK: tl.constexpr):
 def online_kernel(x, out, n, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * n
     lanes = tl.arange(0, BLOCK)
-    # Begin with the lowest number, because a lane without elements would compute -inf - -inf.
+    # Begin with the lowest finite number: with -inf, a lane without elements would compute -inf -
+    # -inf.
     most = tl.full((BLOCK,), -3.4028234e38, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, n, BLOCK):

@@ -1,7 +1,7 @@
 """The read-only path: `__ldg` gains nothing, because the L1 caches ordinary loads too.
 
-Problem    out[i] = x[i-2] + ... + x[i+2] on n fp32 elements, with x clamped at its ends. Each
-           element is loaded five times, four of these times from the L1.
+Problem    Compute out[i] = x[i-2] + ... + x[i+2] on n fp32 elements, with x clamped at its ends.
+           Each element is loaded five times, four times from the L1.
 Baseline   plain: ordinary loads (LDG), which are right even if another thread may write to the
            memory.
 Optimized  ldg: plain, but the loads are `__ldg` (LDG.CONSTANT), which used a separate cache on old
@@ -10,8 +10,8 @@ Optimized  ldg: plain, but the loads are `__ldg` (LDG.CONSTANT), which used a se
            __restrict__`. Then the compiler may assume that nothing writes to x, and emits
            LDG.CONSTANT by itself.
 Bound      DRAM: each side reads x once and writes out once. Since Volta both kinds of loads go
-           through one L1. All loads come before the first store, so it does not help the compiler
-           to know that no store changes x. Apart from CONSTANT, the three sides have the same
+           through one L1. All loads come before the first store, so the compiler gains nothing from
+           knowing that no store changes x. Apart from CONSTANT, the three sides have the same
            instructions, some in a different order (nvcc 13.0 for sm_90).
 Seen       No side reaches the copy rate. `unrolled` of vector_width reaches it, with one load per
            element and the same occupancy. So the other four loads of each element cost time. Four

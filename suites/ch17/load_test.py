@@ -25,12 +25,16 @@ Bound      The arrivals, while a side keeps up with them. All sides then take ab
            kernels limit the step. The capacity is limited by the number of steps, and by the host's
            launches for the prompts. static makes more steps, and fewer calls for prompts. The curve
            bends where static reaches its capacity.
-Seen       On an H100 machine, both sides had reached their capacity at 400 requests a second:
-           static serves about 190, and continuous almost 230. The costs predict twice as many,
-           because they do not count the Python code that launches the prompts. continuous gains
-           most near the capacity of static. The largest load is not recorded yet. The costs do not
-           count the waits for arrivals. So a side that keeps up with its load takes longer than
-           predicted.
+Seen       At the largest load on an H200, static serves about 240 requests a second, and continuous
+           about 280. continuous gains as much as predicted. chunked takes about two fifths longer
+           than continuous, also as predicted. But all sides take two and a half times as long as
+           predicted. The prompts' launches cannot be the only reason, because static has few of
+           them. `prefill_decode_test.py` shows that a step as a CUDA graph takes about twice as
+           long as predicted. We did not time the host's work in each step alone. At 100 requests a
+           second, both sides keep up, so continuous gains hardly anything. On an H100, the
+           confidence intervals are wide. So the curve does not show at which load continuous gains
+           most. The costs do not count the waits for arrivals. So a side that keeps up with its
+           load takes longer than predicted.
 Use when   A server has objectives for the time to the first token (TTFT) and between tokens. Above
            the capacity, the line grows, so no TTFT objective can be met for long. Below the
            capacity, chunks bound the time between tokens: `chunked` gives up some capacity for
