@@ -20,9 +20,9 @@ Bound      The host's launches limit static and continuous. A step takes the sam
 Seen       static and continuous on an H100, and static on an H200, take two to three times as long
            as predicted. The costs count only the launches, but the eager decoder also spends time
            in Python. continuous gains somewhat more over static than predicted. captured gains more
-           than predicted, because its steps do not run the decoder's Python code. captured still
-           takes almost twice as long as predicted. Its prompts run eagerly, and its graphs start
-           many small kernels. We did not time the two parts alone.
+           than predicted, probably because its steps do not run the decoder's Python code. captured
+           still takes almost twice as long as predicted. Its prompts run eagerly, and its graphs
+           start many small kernels. We did not time the two parts alone.
 Use when   Answers differ in length and nobody knows how long they will be. The gain is about the
            ratio of a group's longest answer to the average answer. There is no gain if all answers
            are equally long. static would also be faster if its step were a graph. A new request's
