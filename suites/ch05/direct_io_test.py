@@ -20,10 +20,10 @@ Bound      The disk. buffered, mapped and advised leave the disk idle between tw
            sides except direct also copy all bytes on the CPU, and fill and drop pages of the page
            cache. The costs count only the copy to the GPU, because the disk's rate was not
            measured. So all sides take longer than predicted.
-Seen       On an H200 machine, advised gains about a tenth. Eight threads give most of direct's
-           gain. direct takes about a fifth less time than threads. We did not measure the disk's
-           rate, or how long it takes to drop the pages. On an H100 machine, mapped takes about half
-           as long again as buffered.
+Seen       On an H200 machine, the gain of advised is smaller than its confidence interval. threads
+           and direct clearly gain, and their confidence intervals overlap. So most of direct's gain
+           comes from the eight threads. We did not measure the disk's rate, or how long it takes to
+           drop the pages. On an H100 machine, mapped takes about half as long again as buffered.
 Use when   The data is larger than memory and each byte is read once. direct needs addresses,
            offsets and sizes that are multiples of the disk's block size. If data is read again soon
            and fits in memory, the page cache is faster than any disk.
@@ -113,7 +113,7 @@ def aligned(state, count):
 
 
 def loader(state, wanted, file, descriptor, mapper):
-    """Return a function that loads the blocks. `mapper` (`map` or a pool's) runs the reads."""
+    """Return a function that loads the blocks. `mapper` is `map` or the `map` of a pool."""
     read = aligned(state, len(wanted))
 
     def read_block(at, row):

@@ -21,11 +21,11 @@ Bound      The host's copy out of the page cache. In per_block and two_buffers, 
            longer than predicted.
 Seen       On an H200 machine, kept takes less than half of pageable's time. So pageable spends more
            than half of its time on new pages. pinned takes about a third less time than kept.
-           per_block gains nothing over pinned, because the transfer that it hides takes less than a
-           tenth of pinned's time. two_buffers takes about a fifth less time than per_block, and as
-           long as mapped. Its two buffers probably stay in the CPU's cache, but we did not count
-           cache misses. The time of pageable differs by almost a fifth between the cases. So
-           compare the times of the sides, and not only their speedups.
+           per_block gains nothing over pinned, because the predicted transfer that it hides is less
+           than a tenth of pinned's time. two_buffers and mapped are the fastest, but their
+           confidence intervals overlap with those of pinned and per_block. The time of pageable
+           differs by almost a fifth between the cases. So compare the times of the sides, and not
+           only their speedups.
 Use when   Large files go to the GPU again and again. Use two_buffers, which needs little pinned
            memory, or mapped if all files fit in the page cache. If a process loads one file once,
            pinning memory takes longer than it saves. With GPUDirect Storage, a disk writes to the

@@ -17,8 +17,8 @@ Bound      DRAM: two matrices read and one written per thread. bounded needs 38 
            spills.
            The matrices of neighboring threads are 64 bytes apart, so in all three kernels, an
            access uses half of each sector, and the next access finds the other half in the L1.
-Seen       All kernels take longer than their bytes predict. So does `straight` of
-           `bank_conflicts_test.py`, by about the same factor. It also uses half of each sector. We
+Seen       All kernels take longer than their bytes predict. `straight` of `bank_conflicts_test.py`,
+           which also uses half of each sector, exceeds its prediction by about the same factor. We
            did not measure which unit limits these kernels. On an H200, eight_blocks is slower than
            unbounded. We did not measure whether the later loads or the spill make it slower.
            library takes many times as long as any of the three kernels. A 4 x 4 product is far too

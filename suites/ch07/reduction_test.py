@@ -1,9 +1,9 @@
 """Reduction: read every byte once, and always keep reads in flight.
 
 Problem    Sum each of 8 long fp32 rows, 1 GiB in total.
-Baseline   shared_tree: a block sums 1024 elements with four coalesced loads per thread. It reduces
-           the 256 partial sums in a tree in shared memory, with 9 barriers. Then it adds the result
-           to its row's sum with one atomic. In total, that is 262144 atomics on 8 addresses.
+Baseline   shared_tree: a block sums 1024 elements with four coalesced loads per thread. The block
+           reduces the 256 partial sums in a tree in shared memory, with 9 barriers, and adds the
+           result to its row's sum with one atomic. In total, that is 262144 atomics on 8 addresses.
 Optimized  shuffle: shared_tree, but warps reduce their sums with shuffles, so only one barrier
            remains.
            persistent: shuffle, but only as many blocks as fit on the GPU at once. The blocks loop
@@ -15,16 +15,16 @@ Optimized  shuffle: shared_tree, but warps reduce their sums with shuffles, so o
            a fixed order. two_pass has no atomics and gives bitwise the same result at every call.
            library: `torch.sum`.
 Bound      DRAM: every element is read once.
-Seen       shared_tree and shuffle take more than twice as long as predicted from their bytes.
-           shared_tree and shuffle take about the same time, so the barriers that shuffle saves
-           hardly matter. persistent has both fewer blocks and fewer atomics, so it does not show
-           which of the two takes the time. The measured time is 2 ns per atomic, while histogram
-           takes 1 ns per integer atomic on one address. The eight sums are in one sector of 32
+Seen       shared_tree and shuffle take more than twice as long as predicted from their bytes. Both
+           take about the same time, so the barriers that shuffle saves hardly matter. persistent
+           has both fewer blocks and fewer atomics, so it does not show whether the blocks or the
+           atomics take the time. The measured time of shared_tree is 2 ns per atomic. In histogram,
+           an integer atomic on one address takes 1 ns. The eight sums are in one sector of 32
            bytes, so probably one slice of the L2 performs all atomics, one after another. We did
            not measure the atomics separately.
-Use when   Rows are long and few. Let a fixed number of blocks loop over them, so that each block
-           reduces once. Use two_pass if results must be reproducible. For a plain sum, call the
-           library, which is about as fast.
+Use when   There are few rows, and they are long. Let a fixed number of blocks loop over the rows,
+           so that each block reduces once. Use two_pass if results must be reproducible. For a
+           plain sum, call the library, which is about as fast.
 """
 
 import torch

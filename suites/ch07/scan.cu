@@ -139,8 +139,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 4)
   store(items, before, out, blockIdx.x, n);
 }
 
-// What a tile has published. Kind and sum are in one word, so a reader always gets a matching pair,
-// without a fence. Zero means that the tile has published nothing yet.
+// The word that a tile publishes. It holds both kind and sum, so a reader always gets a matching
+// pair without a fence. Zero means that the tile has published nothing yet.
 typedef unsigned long long Word;
 enum Kind : unsigned { NOTHING, TILE, PREFIX };  // its own sum, or the sum up to its end
 
@@ -161,8 +161,8 @@ __device__ Word ask(Word* known, int tile) {
 }
 
 // Returns the sum of all elements before `tile`. Only warp 0 calls this function. The warp looks at
-// 32 tiles at a time, and lane 0 at the nearest one. All earlier tiles have started, so each of
-// them will publish.
+// 32 tiles at a time, and lane 0 looks at the nearest tile. All earlier tiles have started, so each
+// of them will publish.
 __device__ int sum_before(Word* known, unsigned tile) {
   int before = 0;
   for (int nearest = static_cast<int>(tile) - 1;; nearest -= 32) {

@@ -1,7 +1,7 @@
 """Stencil: several cells per thread hide latency, and shared memory then adds little.
 
-Problem    One step of a 7-point stencil on nz x ny x nx fp32 cells: a cell becomes a quarter of
-           itself plus an eighth of each of its six neighbors.
+Problem    Compute one step of a 7-point stencil on nz x ny x nx fp32 cells: a cell becomes a
+           quarter of itself plus an eighth of each of its six neighbors.
 Baseline   in_cache: one thread per cell, with seven loads. Blocks are 32 x 8 cells. The L1 serves
            the neighbors along x and y, and the L2 serves the neighbors along z.
 Optimized  column: changes in_cache. A thread computes 8 cells along z. The thread loads all 10
@@ -18,14 +18,14 @@ Bound      DRAM: 4 bytes are read and 4 written per cell. If whole sectors are c
            reads 15 bytes per cell from the L2, and the other three sides read 8.
 Seen       in_cache takes longer than predicted. A thread of in_cache has only one element from DRAM
            in flight. So does a thread of `scalar` in vector_width, which copies the same number of
-           elements with the same number of threads. scalar takes almost as long as in_cache. So the
-           cause is that too few bytes are in flight, and not the L2. column takes slightly longer
-           than predicted. It also takes longer than tiled, although as many threads are resident.
-           On an H100, planes takes a sixth longer than predicted from its bytes. On an H100, planes
+           elements with the same number of threads and takes almost as long as in_cache. So
+           in_cache is slow because too few bytes are in flight, not because of the L2. column takes
+           slightly longer than predicted, and longer than tiled, although both have as many threads
+           resident. On an H100, planes takes a sixth longer than predicted from its bytes, and
            gains less than column and tiled gain on an H200. The three sides have not been measured
-           on the same GPU yet. Such a measurement would show which change gains more: column and
-           planes issue loads between their sums, and planes and tiled read shared memory. But
-           planes also waits for loads at each of its 8 barriers.
+           on the same GPU yet. column and planes issue loads between their sums, planes and tiled
+           read shared memory, and planes also waits for loads at each of its 8 barriers. We do not
+           know which of these differences matters most.
 Use when   Compute several cells per thread before trying shared memory. Use shared memory if a
            wider stencil reads each cell so often that the L1 becomes the limit.
 """

@@ -8,12 +8,13 @@ Optimized  streaming: changes ordinary. `__stcs` stores the rows and marks them 
 Bound      DRAM writes. The table should stay in the L2. With ordinary stores, the L2 evicts part of
            the table, and the evicted rows are read from DRAM again. The costs assume that the L2
            evicts the least recently used data.
-Seen       Both sides take longer than predicted, and streaming gains less than predicted. The bytes
-           between SMs and L2 cannot explain the gap at the measured rate of the L2. But this rate
-           was measured with reads only, and half of the bytes here are writes. NVIDIA describes the
-           L2 of the A100 as two partitions, each of which caches what its own SMs read. If the L2
-           here does the same, it keeps the table twice, which leaves little room for anything else.
-           A smaller table would show whether this is the cause. We did not try one.
+Seen       Both sides take longer than predicted, and streaming gains less than predicted. At the
+           measured rate of the L2, the bytes between SMs and L2 cannot explain the gap. But this
+           rate was measured with reads only, and half of the bytes here are writes. According to
+           NVIDIA, the L2 of the A100 has two partitions, and each caches what its own SMs read. If
+           the L2 of an H200 does the same, it keeps the table twice and has little room for
+           anything else. We did not try a smaller table, which would show whether this is the
+           cause.
 Use when   A kernel writes far more than the L2 holds, nothing reads the results soon, and other
            data in the L2 is read again. Expect a small gain. If no data in the L2 is read again,
            there is no gain.
@@ -78,8 +79,8 @@ def looked_up(n, rows, evicted):
     work=lambda n, rows: Work(read=4 * n + 4 * WIDTH * rows, write=4 * WIDTH * n),
     bound="dram",
     costs={
-        # 1.25 * rows look-ups write and read 50 MB, which fills the L2. For a share of exp(-1.25)
-        # of all look-ups, the last use of the row is longer ago than that.
+        # 1.25 * rows look-ups write and read 50 MB, which fills the L2. In a share of exp(-1.25) of
+        # all look-ups, the row was last used before that.
         ordinary: lambda n, rows: looked_up(n, rows, evicted=0.29),
         streaming: lambda n, rows: looked_up(n, rows, evicted=0),
     },

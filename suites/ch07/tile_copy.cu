@@ -1,4 +1,4 @@
-// Copy of an m x n fp32 matrix in tiles of 32 x 128 through shared memory.
+// Copy an m x n fp32 matrix in tiles of 32 x 128 through shared memory.
 //
 // cp_async: each thread loads 16 bytes at a time, and stores what it loaded.
 // tma: one thread makes the tensor memory accelerator load the tile, and then store it.
@@ -24,7 +24,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
   }
   __pipeline_commit();
-  __pipeline_wait_prior(0);  // no barrier: a thread reads only what it loaded itself
+  __pipeline_wait_prior(0);  // no barrier: a thread reads only its own loads
 #pragma unroll
   for (unsigned i = first; i < ROWS; i += THREADS / WIDE) {
     if (row + i < m) out[static_cast<unsigned long long>(row + i) * columns + column] = tile[i][j];

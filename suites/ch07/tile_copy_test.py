@@ -6,8 +6,8 @@ Baseline   cp_async: 128 threads compute addresses and check edges. Each thread 
            time into shared memory with `cp.async`, and then stores them to the result with 16-byte
            stores.
 Optimized  tma: changes cp_async. One thread passes a tensor map to the tensor memory accelerator
-           (TMA), which computes addresses, handles edges and loads the tile. Stores work the same
-           way. A block has 32 threads instead of 128, and 31 of them do nothing.
+           (TMA), which computes addresses, handles edges and loads the tile. TMA also stores the
+           tile. A block has 32 threads instead of 128, and 31 of them do nothing.
            library: `x * 1`, PyTorch's elementwise kernel, which copies without tiles.
 Bound      DRAM. A tile is 16 KiB, and 12 or more tiles are in flight per SM. About 13 KiB would be
            enough (see vector_width). TMA saves instructions, but instructions are not the limit

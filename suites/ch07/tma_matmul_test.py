@@ -9,12 +9,11 @@ Optimized  descriptors: changes pointers. `tl.make_tensor_descriptor` describes 
            library: `torch.matmul`.
 Bound      The L2. Each tile of 128 x 128 results reads its rows of a and its columns of b from the
            L2, and these reads take longer than the tensor cores need. TMA does not change the
-           number of bytes. It saves registers and instructions, which are not the limit here. The
-           cost assumes the larger of the two tile sizes that the tuner may choose.
-Seen       pointers and descriptors take as long as predicted. So the L2 may be the limit. But the
-           times do not prove it: we read no hardware counters, and the tensor cores may idle for
-           another reason. The rate `fp16` was measured with `torch.matmul`, so library reaches it
-           by definition.
+           number of bytes. TMA saves registers and instructions, which are not the limit here. The
+           cost assumes the larger of the tuner's two tile sizes.
+Seen       pointers and descriptors take as long as predicted, so the L2 may be the limit. But we
+           read no hardware counters, and the tensor cores may be idle for another reason. The rate
+           `fp16` was measured with `torch.matmul`, so library reaches it by definition.
 Use when   You write a kernel in Triton: descriptors need less code than pointers and masks, and are
            not slower. For more speed, use larger tiles or call the library.
 """
@@ -27,7 +26,7 @@ import triton.language as tl
 
 from pytest_aisp import Cost, Variant, Work, compare
 
-# Three stages of the largest tiles are 96 KiB, which fit in a block's shared memory on every arch.
+# Three stages of the largest tiles take 96 KiB, which fit in a block's shared memory on every arch.
 CONFIGS = [
     triton.Config({"M": 128, "N": 128, "K": 64}, num_warps=8, num_stages=3),
     triton.Config({"M": 128, "N": 64, "K": 64}, num_warps=4, num_stages=3),
@@ -96,8 +95,7 @@ def pointers(a, b):
 
 
 def scratch(size, alignment, stream):
-    """Return memory for the descriptors that a kernel creates, 128 bytes for each descriptor of
-    each program."""
+    """Return memory for a kernel's descriptors: 128 bytes per descriptor and program."""
     return torch.empty(size, device="cuda", dtype=torch.int8)
 
 

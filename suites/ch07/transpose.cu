@@ -9,8 +9,8 @@
 constexpr unsigned BLOCK = 256, TILE = 64, STEP = BLOCK / TILE, EACH = TILE / STEP, BANKS = 32;
 
 // The place of an element of the tile in shared memory. A warp writes 32 neighbors of one row, and
-// reads one column of 32 rows. With `plain`, the column is in one bank. With the other two
-// functions, it is spread over 32 banks.
+// reads one column of 32 rows. With `plain`, the column is in one bank. The other two functions
+// spread the column over 32 banks.
 __device__ unsigned plain(unsigned row, unsigned column) { return row * TILE + column; }
 __device__ unsigned pad(unsigned row, unsigned column) { return row * (TILE + 1) + column; }
 __device__ unsigned swizzle(unsigned row, unsigned column) {
@@ -42,8 +42,8 @@ struct Block {
   }
 };
 
-// In a whole tile, no element is tested, so a thread issues all its 16 loads before it waits for
-// the first.
+// A whole tile needs no bounds checks, so a thread issues all its 16 loads before it waits for the
+// first.
 template <bool whole>
 __device__ void read(const Block& block, float (&value)[EACH]) {
 #pragma unroll

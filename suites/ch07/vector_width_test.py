@@ -7,11 +7,11 @@ Optimized  unrolled: changes scalar. Four 4-byte accesses per thread, with all l
            pairs: changes unrolled. The same 16 bytes in two 8-byte accesses.
            quads: changes unrolled. The same 16 bytes in one 16-byte access.
            quads_unrolled: changes quads. Four 16-byte accesses per thread.
-           library: `x * 1`, PyTorch's elementwise kernel. It replaces `Tensor.clone`, which is
-           slower in a CUDA graph, where sides are timed (see copy_stride).
+           library: `x * 1`, PyTorch's elementwise kernel. `Tensor.clone` would be slower in a CUDA
+           graph, in which sides are timed (see copy_stride).
 Bound      DRAM. With 4 bytes per thread, the 2048 threads of an SM have 8 KiB of loads in flight.
            With 16 bytes per thread, they have 32 KiB. The longer a thread takes, the more bytes
-           must be in flight for the full rate. The measured time of scalar means that a thread
+           must be in flight for the full rate. According to the measured time of scalar, a thread
            takes about 0.8 us, so the full rate needs about 13 KiB. Wider accesses alone save only
            instructions, which are not the limit.
 Seen       scalar takes longer than its bytes predict, because 8 KiB in flight are not enough. The
@@ -19,7 +19,7 @@ Seen       scalar takes longer than its bytes predict, because 8 KiB in flight a
            scalar starts four times as many blocks as unrolled. We did not measure how long the
            start of a block takes.
 Use when   A memory-bound kernel has few bytes in flight: load several elements per thread before
-           using the first. Use 16-byte accesses if alignment allows it. More than 16 bytes per
+           using the first. Use 16-byte accesses if the data is aligned. More than 16 bytes per
            thread gain nothing.
 """
 

@@ -1,19 +1,19 @@
 """Divergence: a warp executes every branch that any of its lanes takes.
 
-Problem    n fp32 elements of two kinds, half of each. An element takes 128 steps of a growth rule.
-           Kind 0 has a logistic rule with two dependent instructions per step, and kind 1 has a
-           cubic rule with three. With order=random, the kinds are mixed. With order=sorted, all
-           elements of kind 0 come first in the input.
-Baseline   branching: an `if` for the kind, with the loop of its rule in each branch.
+Problem    Take 128 steps of a growth rule for each of n fp32 elements. There are two kinds of
+           elements, half of each. Kind 0 has a logistic rule with two dependent instructions per
+           step, and kind 1 has a cubic rule with three. With order=random, the kinds are mixed.
+           With order=sorted, all elements of kind 0 come first in the input.
+Baseline   branching: an `if` on the kind, with the loop for one rule in each branch.
 Optimized  partitioned: changes branching. A block of 256 threads counts its elements of kind 0 by
            warp votes. The block moves these elements through shared memory to its first threads, so
-           at most one warp of the block has both kinds. Each result is stored at the index of its
+           at most one warp of the block has both kinds. Each result is stored at the index of the
            element.
            both_paths: changes branching. Each thread computes both results and keeps one, so no
            branch is left. If the kinds are sorted, this doubles the work.
-           one_path: changes branching. One loop serves both rules: in each step it selects the
-           factor of the element's rule. This works because the rules differ only in this factor.
-           The selection adds an instruction, so a step has four.
+           one_path: changes branching. One loop serves both rules, because the rules differ only in
+           one factor. Each step selects the factor of the element's rule. The selection adds an
+           instruction, so a step has four.
 Bound      Instruction issue. A warp with both kinds needs 2 + 3 instructions per step. A warp with
            a single kind needs 2 or 3. So branching takes twice as long with order=random as with
            order=sorted. partitioned takes little longer with order=random than with order=sorted.
@@ -22,11 +22,11 @@ Bound      Instruction issue. A warp with both kinds needs 2 + 3 instructions pe
 Seen       partitioned takes longer than predicted, because its cost leaves out the votes, the
            barriers and the moves through shared memory. The other three sides take as long as
            predicted from their instructions.
-Use when   The branches are long, and the lanes of a warp take different ones. Sort the data once if
-           you use it often, or partition it inside a block. If the branches are alike, compute the
-           common part outside of them and only select operands. Leave short branches as they are,
-           because the compiler predicates them. In a kernel that waits for DRAM, a second branch
-           costs little, because issue slots are free.
+Use when   The branches are long, and the lanes of a warp take different ones. If you use the data
+           often, sort it once. If you do not, partition it inside a block. If the branches are
+           alike, compute the common part outside of them and only select operands. Leave short
+           branches as they are, because the compiler predicates them. In a kernel that waits for
+           DRAM, a second branch costs little, because issue slots are free.
 """
 
 import torch
@@ -75,7 +75,7 @@ def one_path(x, kind):
 
 
 def issued(random, ordered):
-    """Return a cost function, given the instructions per step for random and for ordered input."""
+    """Return a cost function from the instructions per step for random and for sorted input."""
 
     def stepped(n, order):
         # Each instruction takes the issue slot of a multiply-add, which is two operations.

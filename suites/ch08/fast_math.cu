@@ -1,5 +1,5 @@
 // out[i] = the sum over m bodies j of weight[j] / sqrt(distance(i, j)^2 + SOFT), for n points. This
-// sum is the softened potential of the bodies. Bodies and points have x, y, z and a weight, and the
+// sum is the softened potential of the bodies. Bodies and points have x, y, z and a weight. The
 // weight of a point is not used.
 //
 // accurate: sqrtf and a division, both rounded as IEEE 754 requires.

@@ -3,8 +3,8 @@
 //
 // scale_1, scale_2, scale_4, scale_8: out[i] = a * x[i]. All loads of a thread come before its
 //     first store.
-// iterate_1, iterate_2, iterate_4: out[i] = z after 2048 steps of z -> a * z + x[i], which begin at
-//     z = x[i]. The steps of a thread's chains alternate.
+// iterate_1, iterate_2, iterate_4: out[i] = z after 2048 steps of z -> a * z + x[i], beginning at z
+// = x[i]. The steps of a thread's chains alternate.
 
 constexpr unsigned BLOCK = 128, STEPS = 2048;
 

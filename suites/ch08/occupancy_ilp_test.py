@@ -4,7 +4,7 @@ Problem    test_occupancy_ilp computes a * x for n fp32 elements. test_chains it
            z -> a * z + x 2048 times for each of n fp32 elements x. The x-axis of both curves is the
            number of warps on each SM. The grid has just enough blocks for this number of warps, and
            the blocks loop over all elements. So the size of the grid sets the occupancy, and no
-           kernel has to waste registers or shared memory to lower it.
+           kernel has to waste registers or shared memory.
 Baseline   one: a thread has one load in flight.
            one_chain: a thread iterates one number at a time.
 Optimized  two: changes one. A thread loads two elements before it stores the first.
@@ -26,12 +26,12 @@ Bound      test_occupancy_ilp: bytes in flight, warps * 32 lanes * loads * 4 byt
            takes a tenth of the time of its chain.
 Seen       The curves of test_occupancy_ilp bend more gently than predicted, because the costs
            include only the latency of an idle DRAM. The gap between measured and predicted time is
-           largest where just enough bytes are in flight. Among the points with the same number of
-           bytes in flight, the one with the most warps is the fastest. The likely reason is that a
+           largest where just enough bytes are in flight. Among points with the same number of bytes
+           in flight, the point with the most warps is the fastest. The likely reason is that a
            thread starts new loads only when all of its loads have arrived.
 Use when   Few warps fit on an SM because a thread needs many registers, or a block needs much
            shared memory. Give each thread more independent work instead of forcing more warps onto
-           the SM. More work per thread also needs registers, so measure both ways. On an SM full of
+           the SM. More work per thread also needs registers, so measure both. On an SM full of
            warps, more independent arithmetic gains nothing, but more loads in flight can still
            help.
 """
@@ -161,8 +161,8 @@ def test_occupancy_ilp(pair):
         {"n": 1023, "warps": 64},
         {"n": 515, "warps": 4},
     ],
-    # No flops: the chains may run at the full rate of fp32. If the clock is now higher than when
-    # that rate was measured, they would look like skipped work.
+    # No flops are declared: the chains may run at the full fp32 rate. If the clock is higher now
+    # than when this rate was measured, the harness would report skipped work.
     work=lambda n, warps: Work(read=4 * n, write=4 * n, roundings=STEPS),
     bound="issue",
     costs={one_chain: issued(1), two_chains: issued(2), four_chains: issued(4)},

@@ -1,8 +1,8 @@
 """Row mapping: give longer rows more threads.
 
-Problem    The Euclidean norms of the rows of a row-major fp32 matrix of 1 GiB. The x-axis of the
-           curve is the number n of elements per row. The size of the matrix is fixed, so a larger n
-           means fewer rows.
+Problem    Compute the Euclidean norms of the rows of a row-major fp32 matrix of 1 GiB. The x-axis
+           of the curve is the number n of elements per row. The size of the matrix is fixed, so a
+           larger n means fewer rows.
 Baseline   thread_per_row: one thread reads a whole row. Neighboring threads read elements that are
            n elements apart.
 Optimized  warp_per_row: changes thread_per_row. The 32 lanes of a warp share a row. They read
@@ -21,9 +21,10 @@ Bound      DRAM: every element is read once. All kernels have four loads per thr
            warp_per_row: with rows of 32 elements, the limits are the starts of blocks and
            instruction issue. A block reads only 1 KiB, and a warp issues dozens of instructions to
            find its elements and to add up the sums of its lanes.
-           block_per_row: with rows of up to a few hundred elements, the limits are the same,
-           because there are eight times as many blocks and instructions per row as in warp_per_row.
-           With fewer than 1024 elements per row, a thread also has fewer than four loads.
+           block_per_row: with rows of up to a few hundred elements, block starts and instruction
+           issue are also the limits, because there are eight times as many blocks and instructions
+           per row as in warp_per_row. With fewer than 1024 elements per row, a thread also has
+           fewer than four loads.
 Seen       With short rows, warp_per_row and block_per_row take longer than predicted. The likely
            reason is that the rate of block starts was measured with empty blocks. With the shortest
            rows, library takes longer than predicted from its bytes. We do not know how the
@@ -84,10 +85,9 @@ def library(x):
 def reduced(warps, start, end=0):
     """Return the cost of a side with `warps` warps per row.
 
-    The instructions of a warp are counted in the machine code for sm_90. There are `start` outside
-    the loop, including the sum of the lanes, 27 per round of four loads, 9 for each remaining load,
-    and `end` for the sum of a row's warps. An instruction takes the issue slots of 32
-    multiply-adds.
+    The instructions of a warp are counted in the machine code for sm_90: `start` outside the loop
+    (including the sum of the lanes), 27 per round of four loads, 9 for each remaining load, and
+    `end` for the sum of a row's warps. An instruction takes the issue slots of 32 multiply-adds.
     """
 
     def read_once(rows, n):

@@ -9,7 +9,7 @@
 constexpr unsigned BLOCK = 128, SIDE = 16;
 
 // Compute the Cholesky factor row by row. All loops are unrolled, so every element of the factor
-// has a register. A row needs all rows before it, so all rows are kept until the end.
+// has a register. A row needs all previous rows, so all rows are kept until the end.
 __device__ void log_determinant(const float* __restrict__ a, float* __restrict__ out, unsigned n) {
   const unsigned m = blockIdx.x * BLOCK + threadIdx.x;
   if (m >= n) return;

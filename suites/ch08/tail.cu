@@ -49,8 +49,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 8)
   if (w < m) whole_row(packed, x, out, m - 1 - w);
 }
 
-// blockIdx.y is the number of the piece. A short row has fewer pieces than the grid, so its other
-// warps end at once.
+// blockIdx.y is the number of the piece. A short row has fewer pieces than the grid has, so warps
+// without a piece end at once.
 extern "C" __global__ void __launch_bounds__(BLOCK, 8)
     in_pieces(const float* packed, const float* x, float* out, unsigned m) {
   const unsigned row = warp_of_grid(), begin = blockIdx.y * PIECE;

@@ -15,10 +15,10 @@ Bound      DRAM: every element is read once. A lane has four loads in flight, so
            3000 active warps, and more when DRAM is busy. The last warps of in_order have long rows
            of different lengths. These warps end one by one, so fewer and fewer warps read, and the
            rate drops. In longest_first, the last warps have rows of a few elements, so the rate
-           drops only at the very end. in_pieces has no long pieces. But it needs a second launch,
-           and an additional warp and an atomic for each piece. The costs count bytes, so the
-           predicted times include no tail.
-Use when   The pieces of work have known and different lengths. Start the long ones first, which
+           drops only at the very end. in_pieces has no long pieces, but needs a second launch, and
+           an additional warp and an atomic for each piece. The costs count bytes, so the predicted
+           times include no tail.
+Use when   The pieces of work have known and different lengths. Start the long pieces first, which
            takes one subtraction or a sorted list of indices. If a single piece of work is still too
            long, split it. If the lengths are unknown, use a queue (`../ch12/uneven_work_test.py`).
            If the pieces are few and equally long, their number decides whether there is a tail

@@ -107,8 +107,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
   part.load(x, blockIdx.x);
   unsigned turn = 0;
   for (unsigned tile = blockIdx.x; tile < tiles; tile += gridDim.x, turn = 1 - turn) {
-    // A thread is here only after the barrier of the previous tile. So all threads have finished
-    // the tile before that one, which was in this buffer.
+    // A thread gets here only after the barrier of the previous tile. So all threads have finished
+    // the tile before the previous one, which was in this buffer.
     part.store(buffer[turn]);
     if (tile + gridDim.x < tiles) part.load(x, tile + gridDim.x);
     __syncthreads();

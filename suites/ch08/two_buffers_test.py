@@ -13,23 +13,23 @@ Optimized  loaded_ahead: changes one_buffer. The loads of the next tile are issu
            library: `torch.nn.functional.conv1d` by cuDNN. cuDNN chooses its own grid, so library
            takes the same time at every point of the curve. PyTorch lets cuDNN use TF32 by default,
            so the page turns TF32 off.
-Bound      With one block per SM, latency: a tile is 4 KiB, and the latency of an idle DRAM is 0.34
-           us. At the full rate of a copy, an SM would receive 5 KiB in that time. In one_buffer, no
-           loads are in flight while the block filters. With six blocks per SM, DRAM: while one
-           block filters, others load, so all sides take about the same time.
-Seen       With one block per SM, all three kernels take longer than predicted: two thirds longer on
-           an H100, and half on an H200. So their ratios are as predicted. On an H100 with two
-           blocks per SM, one_buffer again takes two thirds longer than predicted, and the other two
-           kernels take a third longer. With four blocks per SM, one_buffer takes a quarter longer
-           than predicted, and the other two a twelfth longer. With six, all three are within about
-           an eighth of their predictions, and one_buffer is almost as fast as the others. We did
-           not time the filter alone. With two warps per scheduler, the filter probably waits for
-           shared memory most of the time. two_buffers has one barrier less per tile than
-           loaded_ahead, but it is not faster at any number of blocks. An earlier version of
-           loaded_ahead gained nothing: it loaded the next tile after the barrier, and the compiler
-           moved these loads behind the filter. library takes many times as long as its memory
-           traffic needs, and is slower than all three kernels on both GPUs. We did not record which
-           kernel cuDNN launches.
+Bound      With one block per SM, latency is the limit: a tile is 4 KiB, and the latency of an idle
+           DRAM is 0.34 us. In 0.34 us, an SM would receive 5 KiB at the full rate of a copy. In
+           one_buffer, nothing is loaded while the block filters. With six blocks per SM, DRAM is
+           the limit: while one block filters, others load, so all sides take about the same time.
+Seen       With one block per SM, all three kernels take two thirds longer than predicted on an
+           H100, and half longer on an H200. So the ratios of their times are as predicted. On an
+           H100 with two blocks per SM, one_buffer again takes two thirds longer than predicted, and
+           the other two kernels take a third longer. With four blocks per SM, one_buffer takes a
+           quarter longer than predicted, and the other two a twelfth longer. With six, all three
+           are within about an eighth of their predictions, and one_buffer is almost as fast as the
+           others. We did not time the filter alone. With two warps per scheduler, the filter
+           probably waits for shared memory most of the time. two_buffers has one barrier less per
+           tile than loaded_ahead, but is not faster with any number of blocks. An earlier version
+           of loaded_ahead gained nothing: it loaded the next tile after the barrier, and the
+           compiler moved these loads behind the filter. library takes many times as long as its
+           memory traffic needs, and is slower than all three kernels on both GPUs. We did not
+           record which kernel cuDNN launches.
 Use when   Few blocks fit on an SM because a tile or its accumulators are large, as in a matrix
            product. With many blocks per SM, one buffer is enough and leaves shared memory for more
            blocks. Use `cp.async` or TMA if the loads would need too many registers
@@ -46,9 +46,9 @@ SMS = 132  # of an H200, for costs
 # A block waits about 0.4 us for a tile: 0.34 us for the latency of an idle DRAM, and the rest for
 # the barriers. In 0.4 us, the GPU could do this many operations at its fp32 rate.
 WAIT = 2.4e7
-# Bytes of shared memory per output. A warp has 128 outputs. For them, it does 9 loads of 16 bytes
-# per lane, and 9 loads of taps, which all lanes share. A load of taps takes one cycle and counts as
-# 128 bytes. Every element is also stored once, in 4 bytes.
+# Bytes of shared memory per output. For its 128 outputs, a warp does 9 loads of 16 bytes per lane,
+# and 9 loads of taps, which all lanes share. A load of taps takes one cycle and counts as 128
+# bytes. Every element is also stored once, in 4 bytes.
 SHARED = (9 * 16 * 32 + 9 * 128) / 128 + 4
 
 

@@ -5,8 +5,8 @@ Problem    Evaluate one polynomial of 128 coefficients at n fp32 points, by Horn
            kernels.
 Baseline   compiled: one point per thread, and a plain loop. For sm_90, the compiler unrolls this
            loop 16 times and loads four coefficients at once (LDS.128), without any pragma.
-Optimized  rolled: changes compiled. `#pragma unroll 1`. This is not an optimization. It shows the
-           cost of a loop that the compiler cannot unroll.
+Optimized  rolled: changes compiled. `#pragma unroll 1`. This variant is no optimization: it shows
+           the cost of a loop that the compiler cannot unroll.
            by_16: changes compiled. `#pragma unroll 16`. This is the factor that the compiler also
            chose for compiled.
            known: changes compiled. The number of coefficients is a constant of the kernel, so the
@@ -19,18 +19,18 @@ Bound      Instruction issue. A step needs one multiply-add. compiled also needs
            rolled issues 6 instructions per step: a multiply-add, a load, two counters, a comparison
            and a branch. In four_points, four points share the loads and the loop. 64 warps per SM
            hide the latency of the chains. All lanes load the same 16 bytes at the same time. The
-           costs assume that shared memory needs one cycle for such a load. If it needed four
-           cycles, one per register of a lane, then the loads would limit compiled, by_16 and known,
-           and only four_points would gain.
+           costs assume that such a load takes one cycle of shared memory. If a load took four
+           cycles, one per register of a lane, the loads would limit compiled, by_16 and known, and
+           only four_points would gain.
 Seen       rolled takes as long as predicted, and the other sides take longer. A load of 16 bytes
            does not take four cycles, because the loads of compiled alone would then take longer
            than the kernel does. four_points has few loads and also takes longer than predicted, so
            the loads are not the only reason. The costs leave out that each block first loads the
-           coefficients and waits at a barrier. We did not measure how long that takes.
+           coefficients and waits at a barrier, whose time we did not measure.
 Use when   Look at the machine code before you write a pragma: often the compiler has already
            unrolled the loop. Write a pragma if a loop stays rolled because it contains a branch or
            a call. Make the trip count a template argument if it has few possible values. If outputs
-           share operands, unroll over the outputs, which also saves loads. All of this needs more
+           share operands, unroll over the outputs, which also saves loads. Unrolling needs more
            registers and more of the instruction cache.
 """
 

@@ -19,10 +19,10 @@ Bound      The host's launches limit static and continuous. A step takes the sam
            the prompts.
 Seen       static and continuous on an H100, and static on an H200, take two to three times as long
            as predicted. The costs count only the launches, but the eager decoder also spends time
-           in Python. continuous gains somewhat more over static than predicted. captured gains more
-           than predicted, probably because its steps do not run the decoder's Python code. captured
-           still takes almost twice as long as predicted. Its prompts run eagerly, and its graphs
-           start many small kernels. We did not time the two parts alone.
+           in Python. captured takes almost twice as long as predicted. Its prompts still run
+           eagerly, and its graphs start many small kernels. We did not time these parts alone. The
+           gains of continuous and captured agree with the predicted ones within the confidence
+           intervals.
 Use when   Answers differ in length and nobody knows how long they will be. The gain is about the
            ratio of a group's longest answer to the average answer. There is no gain if all answers
            are equally long. static would also be faster if its step were a graph. A new request's

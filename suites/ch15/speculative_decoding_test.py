@@ -28,13 +28,10 @@ Seen       All sides take almost half as long again as predicted on an H100, and
            The costs count only the start of each small kernel, and assume that products of a few
            rows read weights at the DRAM rate. We did not time these kernels or products alone.
            speculative and fewer_waits differ by less than the confidence interval. draft_model
-           gains about a third less than fewer_waits, as predicted. In the curve on the H200, a
-           draft that is never right costs time. With one right guess in five, the confidence
-           interval includes no gain at all. A draft that is never right makes as many calls as
-           greedy makes steps, so a verification takes about a sixth longer than a step. The costs
-           predict only a third of this difference. The curve's draft with four right guesses in
-           five gains a tenth less than the same case of the first test. The number of verifications
-           may differ by chance. We did not count them.
+           gains about a third less than fewer_waits, as predicted. In the curve on the H200,
+           speculation does not clearly gain until two guesses in five are right. A draft that is
+           never right makes as many calls as greedy makes steps, so there a verification takes
+           about a sixth longer than a step. The costs predict only a third of this difference.
 Use when   Few sequences are decoded at a time, and guesses are often right, as in code, in quotes
            from the prompt, and in answers of a fixed form. The table of successors stands for any
            draft that costs almost nothing, such as n-grams of the prompt. With a large batch,

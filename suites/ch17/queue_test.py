@@ -14,8 +14,8 @@ Bound      Tensor cores, which multiply the padding too. A length is `longest` t
            uniform random number. So the mean is a quarter of `longest`, and the longest of 16
            prompts is on average five sixths of `longest`. token_budget saves launches and fills the
            GPU when prompts are short.
-Seen       On an H200, fifo and by_length take almost twice as long as predicted. by_length gains a
-           little less than predicted. The costs assume that all products reach the peak of the
+Seen       On an H200, fifo and by_length take almost twice as long as predicted. by_length gains
+           about as much as predicted. The costs assume that all products reach the peak of the
            tensor cores. We did not time the kernels or the host's launches alone. token_budget is
            not recorded yet.
 Use when   Prompts wait and their lengths are known, as in offline inference or under load. The
