@@ -67,7 +67,7 @@ class Comparison:
         return max(self.rms / (RMS * (1 + self.scatter)), self.worst / self.worst_limit)
 
     def judged_by(self, rule: Rule) -> Comparison:
-        """Return this comparison, marked as a failure if it exceeds the bound that `rule` derives."""
+        """Return this comparison, as a failure if it exceeds the bound that `rule` derives."""
         return self if rule.given or self.score <= 1 else replace(self, ok=False)
 
 

@@ -196,7 +196,7 @@ INFINIBAND = Path("/sys/class/infiniband")
 MEANINGS: dict[str, str] = json.loads(
     Path(__file__).with_name("nccl_variables.json").read_text(encoding="utf-8")
 )
-"""A line that explains each variable. Sources: NCCL's user guide ("Environment
+"""An explanation of each variable. The sources are NCCL's user guide ("Environment
 Variables"), PyTorch's "ProcessGroupNCCL Environment Variables", pytorch/pytorch#136577 (multicast),
 and NVSHMEM's "Environment Variables".
 """
@@ -205,7 +205,7 @@ MULTICAST_OFF = {
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NVSHMEM_DISABLE_NVLS": "1",
 }
-"""For each of these variables, the value that disables NVLink multicast.
+"""The value of each variable that disables NVLink multicast.
 
 The plugin does not change these variables for its ranks, and the output says so.
 """

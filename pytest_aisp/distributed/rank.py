@@ -1,4 +1,4 @@
-"""One rank of a page that runs on several ranks: a worker process that joins the others.
+"""One rank of a page that runs on several ranks. A rank is a worker process that joins the others.
 
     python -m pytest_aisp.distributed.rank launch SOCKET [arguments of torchrun]
     python -m pytest_aisp.distributed.rank SOCKET
@@ -42,7 +42,7 @@ from ..worker.server import Server, die_with_parent, encode_reply, print_at_once
 
 APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 STACK_SECONDS = 0.5
-"""When ranks have stopped responding, they have this many seconds to write their stacks."""
+"""Ranks that have stopped responding get this many seconds to write their stacks."""
 _FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>\w+)')
 _WAITING = re.compile(
     r"/torch/distributed/|/torch/cuda/\S+\", line \d+ in synchronize"
@@ -163,8 +163,8 @@ class Member:
 def describe_hang(ranks: Sequence[Member], folder: str) -> tuple[str, str]:
     """Return a description of the hang, and the size that was being measured.
 
-    The description names the rank that the others wait for, and the line of the page that this rank
-    is running.
+    The description names the rank that all others wait for, and the line of the page that this rank
+    runs.
     """
     stacks = _read_stacks(ranks, folder)
     fewest = min(rank.step for rank in ranks)

@@ -1,11 +1,11 @@
 """`aisp links diagnose`: find out why collectives are slow, from the arrival time of each rank.
 
-A rank that arrives early at a collective waits there for the last rank. So the collective seems
-slow on the early rank, although another rank is the cause. `diagnosis` distinguishes these causes:
+A rank that arrives early at a collective waits for the last rank. So the collective seems slow on
+the early rank, although the last rank is the cause. `diagnosis` distinguishes these causes:
 
 - straggler: the same ranks arrive late in most calls, because of their own work.
 - dependency: ranks arrive late because they waited for data from another rank.
-- contention: no rank is late, but the transfer takes longer than the same transfer alone.
+- contention: no rank is late, but the transfer takes longer than it does alone.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ WAIT_SHARE = 0.25
 """Waits that are shorter than this share of the transfer time are ignored."""
 MOST_CALLS = 0.9
 """A rank counts as late if it arrives late in at least this share of the calls. Transfers count as
-slow if they are slow in at least this share.
+slow if they are slow in at least this share of the calls.
 
-If two ranks are equally fast, the probability is 1e-5 that the same one is later in 27 of 30 calls.
+Of two equally fast ranks, the same one is later in 27 of 30 calls with a probability of 1e-5.
 """
 SLOWDOWN = 1.5
-"""There is contention if transfers take at least this many times longer than alone."""
+"""Contention means that transfers take at least this many times as long as they do alone."""
 
 Verdict = Literal["healthy", "straggler", "contention", "dependency", "unclear"]
 
@@ -73,7 +73,7 @@ class Diagnosis(Struct, frozen=True):
     """The verdict on one side, with evidence and advice.
 
     Attributes:
-        late: the ranks that cause the delay. For a dependency, all ranks in order of arrival.
+        late: the ranks that cause the delay, or, for a dependency, all ranks in order of arrival.
     """
 
     verdict: Verdict
@@ -170,9 +170,8 @@ def _late_ranks(lateness: Sequence[Sequence[float]], least: float) -> dict[int, 
 def _contention(
     calls: Sequence[Call], alone: Sequence[float | None], resolution: float
 ) -> tuple[float, str]:
-    """Return the extra seconds that transfers take, compared with the same transfers alone.
-
-    Also return a description if the difference is large, or an empty string if it is not.
+    """Return the extra seconds that transfers take, compared with the same transfers alone. The
+    second result describes a large difference, or is an empty string.
     """
     known = [k for k, seconds in enumerate(alone) if seconds is not None]
     expected = sum(alone[k] or 0.0 for k in known)

@@ -64,9 +64,9 @@ class Gpu:
         bus: the PCI bus id, such as ``00000000:18:00.0``.
         numa: the nearest NUMA node, or None.
         cpus: the nearest cores, such as ``0-31,64-95``.
-        pcie: the highest PCIe generation and the most lanes that both the GPU and its slot
-            support, or None.
-        visible: False if ``CUDA_VISIBLE_DEVICES`` hides it.
+        pcie: the highest PCIe generation and the most lanes that the GPU and the slot both support,
+            or None.
+        visible: False if ``CUDA_VISIBLE_DEVICES`` hides the GPU.
     """
 
     index: int
@@ -91,8 +91,7 @@ class Route:
     Attributes:
         ancestor: the topology level that PCIe traffic between the two GPUs crosses, one of the
             names in `ANCESTORS`, or an empty string.
-        access: for each known capability of peer access, ``OK`` or the reason why it is not
-            available.
+        access: ``OK`` for each known capability of peer access, or the reason why it is missing.
         links: the number of NVLink links between the two GPUs, direct or through switches.
         version: the version of NVLink.
         pcie: the PCIe generation and lanes of the slower of the two GPUs, or None.

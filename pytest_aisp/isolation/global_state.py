@@ -1,7 +1,7 @@
 """Global settings of torch and the process that affect the results or times of later code.
 
-`snapshot` reads all settings, and `restore` resets changed settings. A page may change settings of
-torch when it is imported. `settings_of` makes sure that these changes apply to this page only.
+`snapshot` reads all settings, and `restore` resets changed settings. A page may change torch's
+settings when it is imported. `settings_of` limits these changes to the page.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ OWNED = {
 }
 """The settings that a page may change, keyed by the word in its ``owns=``."""
 MIXED = "mixed"
-"""The value of a setting that torch refuses to read, because its old and new APIs disagree."""
+"""The value of a setting that torch refuses to read, because torch's old and new APIs disagree."""
 
 # Prefixes of environment variables that libraries read when they start or load something.
 _WATCHED = (
@@ -91,7 +91,7 @@ def _settings() -> Settings:
 
 
 def _persisting_l2() -> Settings:
-    """Return the setting for the size of the persisting L2 set-aside, if CUDA is initialized."""
+    """Return the setting for the L2 size reserved for persisting data, if CUDA is initialized."""
     import torch
 
     if not torch.cuda.is_initialized():
@@ -298,9 +298,9 @@ _LASTING = "torch's modes", "torch's dispatch modes", "torch's module hooks"
 
 _before_imports: dict[str, object] = {}
 _changed_by_imports: dict[str, dict[str, object]] = {}
-"""The settings that changed when a page was imported, keyed by each newly imported module: the page
-and the modules that no earlier page had imported. A later page that uses such a module gets the
-module's settings too.
+"""The settings that changed when a page was imported. The keys are the page and the modules that no
+earlier page had imported. A later page that uses one of these modules gets the module's settings
+too.
 """
 
 

@@ -4,10 +4,10 @@
 
 `BackgroundWork` finds threads, processes and timers that still run after a side has returned.
 
-`InterferenceMonitor` reads its counters between blocks, never inside a window. The monitor is used
-only on clocks whose windows run a side's Python code. If a module was imported or something was
-compiled in a block, the block is measured again. Imports belong at the top of the page, and
-compilation in the warmup.
+`InterferenceMonitor` reads counters between blocks, never inside a window. The monitor is used only
+on clocks whose windows run a side's Python code. A block in which a module was imported or code was
+compiled is measured again. Imports belong at the top of the page, and compilation belongs in the
+warmup.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .protections import enabled
 POLL_SECONDS, IDLE_POLLS = 1e-3, 4
 """Seconds between polls of a thread. The thread is idle once `IDLE_POLLS` polls find it asleep."""
 BUSY_NS = 4_000_000
-"""A thread is busy if it uses more CPU time than this. A thread that shuts down uses less."""
+"""A thread that uses more CPU time than this is busy. A thread that shuts down uses less."""
 POLL_TIMEOUT = 2.0
 """A thread that is not found idle within this many seconds counts as busy."""
 _TIMERS = ("ITIMER_REAL", "ITIMER_VIRTUAL", "ITIMER_PROF")
@@ -193,7 +193,7 @@ class Counts:
     """The counters at one moment.
 
     Attributes:
-        modules: a copy of `sys.modules`, which shows reimports, because they create new objects.
+        modules: a copy of `sys.modules`. A reimport shows, because it creates a new object.
         events: number of events up to this moment, by name.
         swapped: KiB of this process that are swapped out, or None if the system does not report it.
     """

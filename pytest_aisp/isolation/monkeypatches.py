@@ -1,7 +1,7 @@
 """Detect replaced functions: clocks, waits, arithmetic, and the functions of this package.
 
 `remember` stores the original functions before a page is loaded, and `replaced` compares them by
-identity. `watching` refuses a side that replaces a watched function or leaves a setting changed.
+identity. `watching` refuses a side that replaces a watched function or does not reset a setting.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .setters import Change, changes_inside, install
 now_ns = time.perf_counter_ns
 now = time.perf_counter
 cpu_now = time.process_time
-"""The clocks that this package calls, because a page can replace the functions in `time`."""
+"""The clocks that this package calls. A page could replace the functions in `time`."""
 
 WATCHED = ("checking", "isolation", "judging", "results", "timing", "util", "worker")
 """The packages whose functions and methods are watched."""
@@ -156,8 +156,7 @@ def watching(name: str, owns: Sequence[str] = ()) -> Iterator[None]:
         owns: the settings that the page is allowed to change, such as ``threads`` (which includes
             processes), ``tf32``, ``gc`` or ``affinity``.
 
-    Raises:
-        SideError: if something else was changed. The message names it.
+    Raises: SideError: if anything else was changed. The message names the change.
     """
     if enabled("own-clock") and (function := replaced() or _replaced_by_a_page()):
         raise SideError(

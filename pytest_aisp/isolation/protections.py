@@ -1,8 +1,8 @@
 """The names and rules of all protections, and a function with which tests switch them off.
 
 The cheating sides in `tests/exploits` prove two things: each protection catches its cheating sides,
-and these sides pass if the protection is off. Only tests can switch a protection off, because no
-option and no page can set `Task.without`.
+and these sides pass if the protection is off. No option and no page can set `Task.without`, so only
+tests can switch a protection off.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Record each change of a CPU setting, even if a side restores the setting before its call ends.
 
-Comparing settings before and after a call does not detect such a change. So, before a page is
-imported, `install` wraps the functions that change settings. The wrapped functions still work.
-Libraries such as `torch.export` change these settings for their own reasons, so changes by
-libraries are not recorded.
+A comparison of the settings before and after a call does not detect such a change. So `install`
+wraps the functions that change settings before a page is imported. The wrapped functions still
+work. Libraries such as `torch.export` also change these settings, so changes by libraries are not
+recorded.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _installed: list[bool] = []
 
 
 def changes_inside() -> Sequence[Change]:
-    """Return all changes so far, the oldest first."""
+    """Return all recorded changes, the oldest first."""
     return _changes
 
 
@@ -79,7 +79,7 @@ def _wrap(setting: str, read: Callable[[], object], *places: tuple[Any, str]) ->
 
 
 def _place_of_caller() -> str | None:
-    """Return the function, file and line of the caller, or None if it is a library."""
+    """Return the function, file and line of the caller, or None if the caller is a library."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_managers()):
         frame = frame.f_back

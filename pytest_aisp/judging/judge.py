@@ -3,8 +3,9 @@
 A `Judge` keeps one worker process, the referee, which runs the problem and never a candidate. For
 each candidate, the `Judge` starts two more processes. The first process checks the candidate and
 times it against the baseline. The second process is a sandbox, which receives inputs and returns
-outputs. The referee compares these outputs, and the process of the `Judge` times the sandbox from
-outside. So a candidate in the sandbox cannot access the expected outputs or the clock.
+outputs. The referee compares these outputs with the expected ones, and the `Judge`'s own process
+times the sandbox from outside. So a candidate in the sandbox cannot access the expected outputs or
+the clock.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ The clock ``queue`` has no limit, because its calls wait behind a blocking kerne
 timed from outside.
 """
 ATTEMPTS = 3
-"""Number of attempts to confirm a time, because the machine may be busy during an attempt."""
+"""Number of attempts to confirm a time. The machine may be busy during some attempts."""
 LEAST, TIMES = 0.02, 3
 """The minimum duration of one timing from outside, in seconds, and the number of timings."""
 MOST_SEED = 2**31 - 1
@@ -82,8 +83,8 @@ class Judge:
         processes: the pool of worker processes, if several judges share one.
 
     Raises:
-        FileNotFoundError: if there is no such file.
-        CliError: if `device` is ``cuda``, but there is no GPU.
+        FileNotFoundError: if the file does not exist. CliError: if `device` is ``cuda``, but there
+            is no GPU.
     """
 
     def __init__(
@@ -214,8 +215,8 @@ class Judge:
         speedup: float,
         limit: float,
     ) -> None:
-        """Time each side from outside, in its own process. If that does not confirm the speedup,
-        refuse the candidate.
+        """Time each side from outside, in its own process. Refuse a candidate without a confirmed
+        speedup.
         """
 
         def seconds(role: str, worker: WorkerProcess, unit: int) -> float:

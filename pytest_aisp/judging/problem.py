@@ -2,9 +2,9 @@
 
 A problem in KernelBench's form has a module class `Model`, `get_inputs()` and `get_init_inputs()`.
 The parameters and buffers of the model are inputs of the page, so every draw of the inputs has
-different weights. Constant weights, such as the ones of a norm, get random values: a candidate that
-ignores them must not pass. A problem in the plain form has a function `baseline` and a
-function `inputs`. The reference is the problem's function `reference`, or the baseline in float64.
+different weights. Constant weights, such as the all-ones weights of a norm, get random values, so a
+candidate that ignores them fails. A problem in the plain form has functions `baseline` and
+`inputs`. The reference is the problem's function `reference`, or the baseline in float64.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def page_of(
 
 
 def _side(name: str, build: Callable[[], Side]) -> Side:
-    """Return a side that calls `build` at its first call. Its output must consist of tensors."""
+    """Return a side whose first call also calls `build`. The output must consist of tensors."""
     import torch
 
     built: list[Side] = []
@@ -237,11 +237,11 @@ class ModelProblem:
 
 
 class Bound:
-    """A module as a function of its weights, which are the first argument of each call.
+    """A module as a function whose first argument is the module's weights.
 
-    A call replaces the storage of each parameter, and not the parameter object, because modules
-    such as `LSTM` also keep references to their parameters in lists. A call may update buffers, as
-    a batch norm does in training, so each call works on copies of the buffers.
+    A call replaces the storage of each parameter and keeps the parameter object, because modules
+    such as `LSTM` also have lists of their parameters. A call may update buffers, as a batch norm
+    does in training, so each call works on copies of the buffers.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -314,7 +314,7 @@ def _varied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _arguments(made: object, source: str) -> tuple[object, ...]:
-    """Return the drawn arguments as a tuple. Refuse them if no tensor among them has elements."""
+    """Return the drawn arguments as a tuple. Refuse arguments without a nonempty tensor."""
     import torch
 
     if isinstance(made, torch.Tensor):

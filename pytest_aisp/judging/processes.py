@@ -20,7 +20,7 @@ class Processes:
     """New worker processes. Some are started before they are needed.
 
     Args:
-        gpus: the UUIDs of the GPUs that the processes use. Empty for the CPU.
+        gpus: the UUIDs of the GPUs that the processes use, or nothing for the CPU.
         memory: bytes of host memory that a process may use, or None for the default.
     """
 

@@ -51,11 +51,11 @@ class Verdict(Struct, kw_only=True):
         reason: one of `REASONS`.
         message: the reason in words.
         trace: the lines of the candidate that raised an exception.
-        speedup, low, high: the speedup and its 99 % interval. None if nothing was timed.
+        speedup, low, high: the speedup and its 99 % interval, or None if nothing was timed.
         clock: the name of the clock that the speedup was measured with.
         seconds: seconds per call of ``baseline`` and ``candidate``.
-        memory: bytes by name. On a GPU, ``baseline`` and ``candidate`` are the bytes that a call of
-            each needs beyond the inputs. ``process`` is the peak host memory of the candidate's
+        memory: bytes by name. On a GPU, ``baseline`` and ``candidate`` are the bytes that one call
+            needs in addition to the inputs. ``process`` is the peak host memory of the candidate's
             process.
         spent: seconds that the whole judgement took.
     """

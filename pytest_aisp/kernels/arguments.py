@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Integer: TypeAlias = "ctypes._SimpleCData[int]"
 Float: TypeAlias = "ctypes._SimpleCData[float]"
 Convert: TypeAlias = Callable[[Any, int], object]
-"""A function that takes an argument and a device index, and returns the argument converted for
+"""A function that takes an argument and a device index. It returns the argument converted for
 cuda.core, or None if the argument does not match the parameter."""
 
 # PyTorch's names of C types. `_dtype` derives the names of integer types from their bits.
@@ -249,7 +249,7 @@ def _dtype(c_type: str) -> str:
 
 @dataclass(frozen=True)
 class TensorMap:
-    """A kernel argument for `tensor` in tiles of `box` elements. It keeps the tensor alive."""
+    """A kernel argument that keeps `tensor` alive and has tiles of `box` elements."""
 
     tensor: torch.Tensor
     box: tuple[int, ...]
@@ -262,15 +262,15 @@ def tensor_map(
     """Return a TMA descriptor of `tensor` in tiles of `box` elements, to pass to a kernel.
 
     Elements beyond the tensor's edge are read as zero and never written. The TMA treats elements of
-    one or two bytes as integers. A kernel can load and store such elements, but must not use TMA
+    one or two bytes as integers. A kernel can load and store these elements, but must not use TMA
     reductions on them.
 
     Args:
         box: the tile's size in each dimension, 1 to 256 elements. A row (the last dimension) must
             be a multiple of 16 bytes.
         swizzle: 32, 64 or 128 bytes, or 0 for none. The swizzle selects the pattern in which
-            16-byte pieces of a tile's rows are exchanged in shared memory. A tile's row must fit
-            into this length.
+            16-byte pieces of a tile's rows are exchanged in shared memory. A row of a tile must not
+            be longer than the swizzle.
         promotion: bytes that a miss loads into the L2: 64, 128 or 256, or 0 for no promotion.
 
     Raises:

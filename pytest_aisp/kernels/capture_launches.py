@@ -5,8 +5,8 @@ with its meta-parameters. An autotuned kernel is recorded in every configuration
 compiles its kernels for the fake GPU's arch.
 
 `record_choices` records the configurations that the autotuner chooses on a real device. The
-autotuner chooses by measured times, so another process may choose other configurations. So each
-result is stored with the configurations that it was measured with.
+autotuner chooses by measured times, so another process may choose other configurations. Each result
+is therefore stored with its configurations.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class CapturedLaunch:
     Attributes:
         config: the meta-parameters as text.
         threads: threads per block.
-        shared: bytes of shared memory per block. For CUDA C++, only dynamic shared memory.
+        shared: bytes of shared memory per block (for CUDA C++, of dynamic shared memory).
         cubin: the machine code of a Triton kernel, if it was compiled.
         fault: the reason why the kernel could not be compiled, or an empty string.
         arguments: the kernel's arguments.
@@ -267,7 +267,7 @@ def _meta_parameters(kernel: JITFunction, values: Mapping[str, object]) -> str:
 
 @contextlib.contextmanager
 def record_choices(found: dict[str, set[str]]) -> Iterator[None]:
-    """Record the configurations of autotuned kernels that are launched in the block, in `found`.
+    """Add to `found` the configurations of autotuned kernels that are launched in the block.
 
     Recording makes each launch some tenths of a microsecond slower, so the block must time nothing.
     """
@@ -308,7 +308,7 @@ def choice_notes(choices: Choices) -> list[str]:
 
 
 def differing_choices(stored: Choices, now: Choices) -> list[str]:
-    """Return one line per kernel whose choices in `now` include one that is not in `stored`."""
+    """Return one line per kernel that has a choice in `now` but not in `stored`."""
     return [
         f"{kernel} is tuned differently than in the stored result: {' | '.join(configs)},"
         f" stored {' | '.join(stored[kernel])}"

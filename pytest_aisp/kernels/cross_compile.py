@@ -1,4 +1,4 @@
-"""Assemble the kernels that a case launches, and check them for promised instructions.
+"""Assemble the kernels that a case launches, and search them for promised instructions.
 
 Both sides run on a fake GPU of each arch at the case's real size. Every launched kernel must
 assemble and stay within the arch's limits. If a side promises an instruction, one of its kernels
@@ -52,7 +52,7 @@ class AssembledKernel:
 
     @property
     def resident(self) -> int:
-        """Number of blocks that fit on one SM, as limited by warps, registers and shared memory."""
+        """Number of blocks that fit on one SM, limited by warps, registers and shared memory."""
         limits = LIMITS[self.arch]
         registers = max(REGISTER_UNIT, _allocated(self.registers)) * 32
         return min(
@@ -210,8 +210,8 @@ class Assembly:
         """Return the kernels that some side of the page launches at a real size.
 
         A kernel of the page that no side launches is an error. But if sides of other cases raised
-        exceptions, those are the likely cause, and they fail their own cases. The unlaunched kernel
-        then causes only a note.
+        exceptions, these exceptions are the likely cause and fail the other cases. The unlaunched
+        kernel then causes only a note.
         """
         kernels = list(self._page_kernels())
         reached, failed = _launches_of_page(self.pairs, {kernel for _, kernel in kernels})
@@ -237,15 +237,15 @@ class Assembly:
 
 
 PageLaunches: TypeAlias = tuple[set[Kernel], list[tuple[Side, str]]]
-"""The kernels that a page launches, and each side that raised an error, with its message."""
+"""The kernels that a page launches, and the error message of each side that raised an error."""
 _latest: tuple[Sequence[Pair], PageLaunches] | None = None
 
 
 def _launches_of_page(pairs: Sequence[Pair], kernels: set[Kernel]) -> PageLaunches:
     """Return the kernels that the sides of a page launch at real sizes, and the sides that fail.
 
-    No more sides run once all `kernels` of the page are launched, because a side may take seconds.
-    All cases of a page need this result, so the result of the latest page is cached.
+    Once all `kernels` of the page are launched, no more sides run, because a side may take seconds.
+    All cases of a page need this result, so the result for the latest page is cached.
     """
     global _latest
     if _latest is None or not _same(_latest[0], pairs):

@@ -47,7 +47,7 @@ def cuda_module(
         options: fields of `cuda.core.ProgramOptions`, as in ``{"use_fast_math": True}``.
         targets: the compilation targets keyed by arch, as in ``{"sm90": "sm_90a"}``. The default
             depends on the `needs` of the sides that use the file.
-        device_runtime: whether kernels of the file launch kernels (dynamic parallelism). The file
+        device_runtime: True if kernels of the file launch kernels (dynamic parallelism). The file
             is then linked with CUDA's device runtime.
 
     Raises:
@@ -137,7 +137,7 @@ class LaunchConfig:
         return ", ".join(words)
 
     def for_cuda_core(self, core: ModuleType) -> object:
-        """Return a `cuda.core.LaunchConfig`, whose grid counts clusters if there are any."""
+        """Return a `cuda.core.LaunchConfig`. If there are clusters, the grid counts clusters."""
         grid = self.grid
         attributes: dict[str, object] = {}
         if self.cluster:
@@ -217,7 +217,7 @@ class Kernel:
         cooperative: bool = False,
         dependent: bool = False,
     ) -> Launch:
-        """Return a launch with attributes, or a plain ``[grid, block, shared]`` if none are given.
+        """Return a launch with attributes, or a plain ``[grid, block, shared]`` without attributes.
 
         Args:
             grid: the number of blocks in each dimension, even if there are clusters.
@@ -244,8 +244,8 @@ class Kernel:
         """Return the number of clusters that torch's current GPU can run at once.
 
         Use this number for the grid of a persistent kernel. The number can be less than the number
-        of SMs divided by the cluster's size, because a cluster must fit into one GPC (a group of
-        SMs), and the leftover SMs of a GPC are idle.
+        of SMs divided by the cluster's size. A cluster must fit into one GPC (a group of SMs), so
+        leftover SMs of a GPC are idle.
 
         Raises:
             LaunchError: no GPU supports such a launch.
@@ -265,7 +265,7 @@ class Kernel:
         return int(kernel.occupancy.max_active_clusters(config.for_cuda_core(core), stream=stream))
 
     def allow_shared(self, kernel: cuda.core.Kernel, shared: int, device: int) -> None:
-        """Raise the kernel's limit of dynamic shared memory to `shared` bytes, if it is lower.
+        """Raise the kernel's limit of dynamic shared memory to at least `shared` bytes.
 
         By default, dynamic and static shared memory together are limited to 48 KiB.
         """

@@ -1,7 +1,7 @@
-"""A fake GPU, on which code can create CUDA tensors and launch kernels without a real GPU.
+"""A fake GPU. Code can create CUDA tensors and launch kernels on it.
 
 Tensors have shapes and dtypes but no values, and nothing is computed. Triton's interpreter also
-needs the fake driver, because Triton's autotuner gets its benchmark function from the driver.
+needs the fake driver, because the autotuner gets a benchmark function from the driver.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def drive_interpreter() -> None:
 def _prepare_language_once() -> None:
     """Make Triton's interpreter prepare `triton.language` once per launch.
 
-    Triton 3.9 also prepares it at each call of a device function, such as `tl.cdiv`, where it is
-    already prepared. That takes up to a quarter of the interpreter's time.
+    Triton 3.9 prepares `triton.language` again at each call of a device function, such as
+    `tl.cdiv`. These repeated preparations take up to a quarter of the interpreter's time.
     """
     from triton import language
     from triton.runtime import interpreter

@@ -1,6 +1,6 @@
 """Compare what two versions of a side launch, without a GPU.
 
-A side runs twice on a fake GPU, because its first call may do more than the others. Each launch is
+A side runs twice on a fake GPU, because the first call may do more than later calls. Each launch is
 recorded with its grid and block, its arguments, and the machine code of its kernel. Kernels that
 libraries launch are not visible. Instead, calls to torch's operators are recorded.
 """
@@ -41,7 +41,7 @@ class LaunchedCode:
 
     Attributes:
         launches: for each launch, the kernel's name, and its grid, block, arguments and options.
-        code: the name and machine code of each launched Triton kernel, and of each .cu file.
+        code: the names and machine code of all launched Triton kernels and all .cu files.
         operators: the called operators of torch that may launch kernels, with their arguments.
         launched: the launched Triton kernels, and the .cu files of the launched CUDA C++ kernels.
         queries: the functions of `QUERIES` that were called.
@@ -164,7 +164,7 @@ def _value(value: Any, storages: dict[int, int]) -> object:
     """Return an argument in a form that can be compared between two versions of a side.
 
     Args:
-        storages: a number for each memory allocation, in the order in which they first appear.
+        storages: a number for each memory allocation, in order of first appearance.
     """
     import torch
 

@@ -62,7 +62,7 @@ class Cubin:
 
 
 class Toolchain(NamedTuple):
-    """`cuda.core`, and the version and size of NVRTC, which identify NVRTC's build."""
+    """`cuda.core`, and the version and size of NVRTC. Together they identify the NVRTC build."""
 
     core: ModuleType
     version: str
@@ -133,7 +133,7 @@ def compile_source(
 ) -> tuple[bytes, str]:
     """Compile `source`. Return the machine code and the compiler's log, or raise `CompileError`.
 
-    Relocatable code cannot be loaded until it is linked with `libraries`, which `_linked` returns.
+    Relocatable code must be linked with `libraries` (from `_linked`) before it can be loaded.
     """
     log = io.StringIO()
     try:
@@ -175,7 +175,7 @@ def _linked(options: Options) -> list[str]:
     """Return the paths of nvJitLink and CUDA's device runtime if code with `options` needs them.
 
     Raises:
-        CompileError: one of them is not installed.
+        CompileError: one of these libraries is not installed.
     """
     if not options.get("relocatable_device_code"):
         return []

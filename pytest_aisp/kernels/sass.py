@@ -56,10 +56,10 @@ def contents(cubin: bytes, *, code_alone: bool = False) -> list[Section]:
     """Return the name, header and content of each section that may affect a kernel's execution.
 
     Debug information (such as line tables), compiler notes and symbol names are left out, because
-    a changed comment or variable name would change them.
+    they change with comments and variable names.
 
     Args:
-        code_alone: whether to return only instructions and initial values of variables. The other
+        code_alone: True to return only instructions and initial values of variables. The other
             sections depend on the compiler version.
     """
     (flags,) = struct.unpack_from("<I", cubin, 0x30)

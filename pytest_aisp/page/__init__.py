@@ -1,1 +1,1 @@
-"""What a page declares: its sides, cases and required features. Also digests of its sources."""
+"""The declarations of a page (sides, cases and required features), and digests of its sources."""
