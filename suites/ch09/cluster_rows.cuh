@@ -32,7 +32,7 @@ __device__ void copy_to_shared(Vector* to, const Vector* from, unsigned count) {
   __pipeline_commit();
 }
 
-// Returns the sum over `width` neighboring lanes, with the same bits in each of them.
+// Returns the sum over `width` neighboring lanes, with the same bits in every lane.
 __device__ inline float over_lanes(float value, unsigned width) {
   for (unsigned half = width / 2; half > 0; half /= 2) {
     value += __shfl_xor_sync(~0u, value, half);

@@ -1,9 +1,9 @@
 """Cross entropy: loss and gradient in one kernel, and logits computed in chunks to save memory.
 
-Problem    Mean cross entropy of bf16 logits and its gradient, computed in fp32. test_cross_entropy
-           measures 1024 to 262144 classes. test_linear_cross_entropy starts one layer earlier: its
-           inputs are the hidden states and the weight of the last layer, and it also returns the
-           gradients of both. Labels are class numbers, and no label is ignored.
+Problem    Compute the mean cross entropy of bf16 logits and its gradient, in fp32.
+           test_cross_entropy measures 1024 to 262144 classes. test_linear_cross_entropy starts one
+           layer earlier: the inputs are the hidden states and the weight of the last layer, and the
+           results include the gradients of both. Labels are class numbers, and no label is ignored.
 Baseline   eager: converts the logits to fp32, calls `cross_entropy`, and gets the gradient from
            autograd.
            whole: multiplies the hidden states by the weight, computes the loss in the same way as
@@ -14,15 +14,15 @@ Optimized  compiled: changes eager. `torch.compile` compiles the formulas of the
            one pass, by the online method. A second kernel reads the logits again and writes the
            gradient.
            one_kernel: changes two_kernels. The program that computes a row's log-sum-exp also
-           writes its gradient.
+           writes the row's gradient.
            clustered: changes one_kernel. In CUDA C++, the blocks of a cluster share a row and keep
            it in their shared memory. The blocks exchange their maxima and sums once. This kernel
            runs for 16384 or more classes, and the number of classes must be a multiple of 8. A row
            of 16384 classes fits in one block.
            ring: changes clustered. The clusters are persistent: each processes many rows, while
-           bulk copies load the next rows, as in rms_norm_test.py. Only one block fits on an SM. A
-           block has 1024 threads, and keeps its parts of two rows in shared memory. This kernel
-           runs for more than 32768 and up to 262144 classes.
+           bulk copies load the next rows, as in rms_norm_test.py. A block has 1024 threads and
+           keeps its parts of two rows in shared memory, so only one block fits on an SM. This
+           kernel runs for more than 32768 and up to 262144 classes.
            pushed: changes ring. The blocks send their maxima and sums to each other with st.async,
            and wait only for these values. In ring, the blocks use ordinary stores, and then all
            blocks wait at the cluster's barrier.
@@ -31,7 +31,7 @@ Optimized  compiled: changes eager. `torch.compile` compiles the formulas of the
            weight is summed in bf16.
            fused_chunks: changes chunked. The kernel of one_kernel computes each chunk's loss, and
            overwrites the chunk's logits with their gradient.
-           linear_library: `torch.nn.functional.linear_cross_entropy` with its default chunks. It
+           linear_library: `torch.nn.functional.linear_cross_entropy` with its default chunks, which
            returns the loss in bf16.
 Bound      test_cross_entropy: DRAM, or the rate at which the SMs issue instructions. eager makes
            ten passes over the logits, most of them in fp32. torch's log softmax and its backward
@@ -47,9 +47,9 @@ Bound      test_cross_entropy: DRAM, or the rate at which the SMs issue instruct
            one multiply-add and one SFU instruction. The gradient's factor 1 / rows is added to the
            exponent as a logarithm. Only the thread that holds the label's logit subtracts the 1 of
            the gradient's formula. With 16384 classes, clustered has one block per row. So clustered
-           differs from one_kernel in only two ways: it has fewer instructions, and its second read
-           comes from shared memory instead of the L2. The costs do not include the time that blocks
-           wait for each other. rms_norm_test.py explains these waits.
+           differs from one_kernel in only two ways: fewer instructions, and a second read from
+           shared memory instead of the L2. The costs do not include the time that blocks wait for
+           each other. rms_norm_test.py explains these waits.
            test_linear_cross_entropy: the tensor cores. All sides compute the same three products.
            In whole, the passes over the fp32 logits add three quarters of the products' time. The
            goal of this test is memory: whole keeps fp32 copies of the logits and their gradients.
@@ -58,10 +58,10 @@ Bound      test_cross_entropy: DRAM, or the rate at which the SMs issue instruct
            weight.
 Seen       On an H100, eager takes a quarter longer than predicted with 1024 classes, and almost a
            fifth longer with 16384. torch sums the losses of all rows in a single block. With 1024
-           classes, that block may account for a part of the extra time. With 16384 classes, there
-           are too few rows for the block to take long. We did not time the kernels of eager one by
-           one. With 16384 classes, one_kernel takes a sixth longer than predicted. compiled takes
-           as long as a kernel whose second read comes from DRAM. We did not look at the kernel that
+           classes, that block may explain part of the extra time. With 16384 classes, there are too
+           few rows for the block to take long. We did not time the kernels of eager one by one.
+           With 16384 classes, one_kernel takes a sixth longer than predicted. compiled takes as
+           long as a kernel whose second read comes from DRAM. We did not look at the kernel that
            Inductor generated. On an H200, fused_chunks takes more than a quarter longer than
            predicted. We did not measure which step of fused_chunks takes the extra time. On an
            H100, clustered takes about an eighth longer than its memory traffic alone with 16384
@@ -72,9 +72,9 @@ Seen       On an H100, eager takes a quarter longer than predicted with 1024 cla
            thirds longer, and pushed a tenth longer. An H200 has faster DRAM and the same SMs, so
            the waits of the blocks are a larger part of the time. With 16384 classes on an H200,
            eager takes a third longer than predicted. linear_library is not recorded yet.
-Use when   The vocabulary is large. The forward pass already has all the inputs of the gradient, so
-           compute the gradient there, together with the loss. Choose chunks that are large enough
-           for their products to fill the GPU. Here a chunk has 1024 rows, and the gradient of its
+Use when   The vocabulary is large. The forward pass already has all inputs of the gradient, so
+           compute the gradient together with the loss. Choose chunks that are large enough for
+           their products to fill the GPU. Here, a chunk has 1024 rows, and the gradient of its
            hidden states has 128 tiles of 128 x 128 for the 132 SMs of an H200.
 """
 

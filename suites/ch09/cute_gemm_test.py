@@ -1,6 +1,6 @@
 """Matrix product in CuTe's Python DSL: the same tile as in Triton, with instructions you choose.
 
-Problem    c = a b^T, a (m, k), b (n, k) in fp16, summed in fp32, written in fp16.
+Problem    Compute c = a b^T in fp16 with fp32 sums. a is (m, k), and b is (n, k).
 Baseline   triton_tiles: a plain product in Triton. One program computes a tile of 128 x 128, in
            steps of 64 along k. Three tiles are in flight, and are loaded through pointers. Triton
            chooses the instructions.
@@ -9,7 +9,7 @@ Optimized  All variants but library are kernels written with `nvidia-cutlass-dsl
            triton_tiles, but their code specifies the layouts and the instructions.
            staged: tiles pass through registers into shared memory, then `ldmatrix` and `mma.sync`.
            ring: changes staged. The tensor memory accelerator (TMA) fetches tiles into a ring of
-           three, two steps ahead. So two things change: TMA loads instead of the threads, and loads
+           three, two steps ahead. So two things change: TMA loads instead of threads, and loads
            start earlier.
            wgmma: changes ring. The tensor cores read shared memory themselves (`wgmma`). A
            warpgroup computes 64 x 128 results.
@@ -22,7 +22,7 @@ Bound      Tensor cores for library. According to the costs, the L2 limits trito
            staged should be slower than triton_tiles, which prefetches. wgmma should take about as
            long as triton_tiles, which uses the same instruction on Hopper. But wgmma waits for the
            products of each step, and only a second block on the SM can use the tensor cores during
-           that wait. Triton lets the products of one step run into the next step.
+           that wait. Triton lets the products of one step overlap with the next step.
 Seen       On an H100, the kernels in CuTe are slower than triton_tiles. staged does not prefetch,
            and takes as long as predicted. ring takes over a third longer than predicted. The costs
            assume that `mma.sync` is as fast as `wgmma`, but on Hopper `mma.sync` reaches less than
@@ -33,8 +33,8 @@ Seen       On an H100, the kernels in CuTe are slower than triton_tiles. staged 
            triton_tiles was timed four times, once with each variant, and its times differ by an
            eighth, probably because the clock rate changed. So compare a variant only with the time
            of triton_tiles from the same pair.
-Use when   A kernel needs a layout or an instruction that Triton does not choose, and must be built
-           without a C++ compiler. For a plain product, call the library. If Triton generates the
+Use when   A kernel needs a layout or an instruction that Triton does not choose, and there is no
+           C++ compiler to build it. For a plain product, call the library. If Triton generates the
            instructions that you need, use Triton, because its code is far shorter.
 """
 

@@ -1,9 +1,9 @@
 """Dropout, residual and norm: the three steps between two layers as one kernel.
 
-Problem    sum = residual + x * mask / (1 - p), and the RMS norm of sum, on rows of 4096 fp16
-           elements, computed in fp32. Both are returned, because the next block of the model adds
-           to the sum. The mask is an input with one byte per element. The backward pass needs the
-           mask anyway, and with a given mask, all sides drop the same elements.
+Problem    Compute sum = residual + x * mask / (1 - p) and the RMS norm of sum in fp32, on rows of
+           4096 fp16 elements. Return both, because the next block of the model adds to the sum. The
+           mask is an input with one byte per element. The backward pass needs the mask anyway, and
+           with a given mask, all sides drop the same elements.
 Baseline   separate: multiplies by the mask, multiplies by the scale, adds the residual, and calls
            `torch.nn.functional.rms_norm`, which is one kernel already.
 Optimized  compiled: changes separate. `torch.compile` compiles the same formula.
@@ -17,8 +17,8 @@ Seen       separate takes 1.5 times as long as its memory traffic alone. We did 
            of separate one by one. The other sides take as long as predicted.
 Use when   A norm follows pointwise work. Fuse the operations that produce its input into the norm:
            dropout, bias and residual. Inductor does this fusion too. A kernel can also generate the
-           random numbers itself, from a counter. Then there is no mask to read, and the backward
-           pass generates the same numbers again.
+           random numbers from a counter. Then there is no mask to read, and the backward pass
+           generates the same numbers again.
 """
 
 import functools

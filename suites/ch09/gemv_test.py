@@ -1,8 +1,8 @@
 """GEMV and small batches: decoding has to read each weight once, for one token or for several.
 
-Problem    x w^T, where w is (n, k) and x is (m, k). Inputs and results are bf16, and sums are fp32.
-           A linear layer computes this product to decode m tokens. test_gemv has one token.
-           test_small_batch has 2, 4, 8 and 16 tokens.
+Problem    Compute x w^T, where w is (n, k) and x is (m, k). Inputs and results are bf16, and sums
+           are fp32. A linear layer computes this product to decode m tokens. test_gemv has one
+           token. test_small_batch has 2, 4, 8 and 16 tokens.
 Baseline   scalar: a CUDA C++ kernel with one warp per row of w. A lane loads one element of 2 bytes
            at a time.
            one_by_one: calls `torch.mv` once per token.
@@ -13,15 +13,15 @@ Optimized  vectorized: changes scalar. A lane loads 16 bytes at a time, which ar
            vectorized.
            gemm_library: changes one_by_one. `torch.nn.functional.linear` with all tokens.
 Bound      DRAM, because w has to be read once. In test_gemv, scalar has too few bytes in flight.
-           The compiler unrolls its loop, but keeps a branch between the loads. So a thread waits
-           for each weight before it loads the next one. An SM with 2048 threads and one 2-byte load
-           per thread has 4 KiB in flight, but it needs about 13 KiB to use all of the DRAM
+           The compiler unrolls the loop, but keeps a branch between the loads. So a thread waits
+           for each weight before it loads the next one. With one 2-byte load for each of 2048
+           threads, an SM has 4 KiB in flight, but needs about 13 KiB to use all of the DRAM
            bandwidth. vectorized loads eight times as many bytes at a time.
            In test_small_batch, one_by_one reads w again for each token, because w is larger than
            the L2. For each weight, together needs m multiply-adds and the conversions to fp32. With
            about 6 tokens or more, these instructions take longer than loading w. With 16 tokens, x
            is 512 KiB. An L1 cannot hold that much, so each block reads x from the L2 again. If the
-           warps of a block share these reads, the reads take less time than the instructions.
+           warps of a block share these reads, they take less time than the instructions.
            gemm_library uses tensor cores, which are idle most of the time at all these sizes.
 Seen       From 4 tokens on, together takes longer than its cost, and gemm_library is faster. The
            times of together are about what a kernel would take if each warp read all tokens from
@@ -31,9 +31,8 @@ Seen       From 4 tokens on, together takes longer than its cost, and gemm_libra
 Use when   You write a kernel for weights that no library supports, such as quantized weights. Let
            each lane load 16 bytes of weights at a time, and keep one sum for each token. For bf16
            weights, call the library, which is faster than together with 4 tokens or more. Process
-           tokens in
-           batches: while loading w is the limit, an additional token takes almost no time.
-           `../ch12/decode_loop_test.py` captures a decode loop in a CUDA graph.
+           tokens in batches: as long as loading w is the limit, an additional token takes almost no
+           time. `../ch12/decode_loop_test.py` captures a decode loop in a CUDA graph.
 """
 
 import torch
@@ -46,8 +45,8 @@ WARPS = 8  # of a block; each warp processes one row of w
 SMS = 132  # of an H200
 L1 = 256 * 2**10  # of an SM
 THREADS = 2048  # of an SM
-# A load takes about 0.4 us: 0.34 us from an idle DRAM, and the rest for the instructions around it.
-# WAIT is the number of fp32 operations that the GPU could do in that time.
+# A load takes about 0.4 us: 0.34 us from an idle DRAM, and the rest for the instructions around the
+# load. WAIT is the number of fp32 operations that the GPU could do in 0.4 us.
 WAIT = 2.4e7
 
 
@@ -107,7 +106,7 @@ def together_cost(m, n, k):
     # Eight weights need one load and 8 conversions. Each token adds one load, 8 conversions and 8
     # multiply-adds. Each instruction counts as a multiply-add.
     ops = {"fp32": 2 * (9 + 17 * m) / 8 * n * k}
-    # Every block of 8 rows reads all tokens. They come from the L1 if they fit in its 256 KiB.
+    # Every block of 8 rows reads all tokens, from the L1 if they fit in its 256 KiB.
     tokens = 2 * m * k * (n // WARPS if 2 * m * k >= L1 else SMS)
     return Cost(read=2 * (n + m) * k, write=2 * m * n, l2=2 * n * k + tokens, ops=ops, launches=1)
 

@@ -1,8 +1,8 @@
 """Layer norm: with the row in registers, the variance needs no extra memory traffic.
 
-Problem    (x - mean) / sqrt(variance + eps) * weight + bias for rows of 4096 fp16 elements,
-           computed in fp32. The mean and 1 / sqrt(variance + eps) of each row are returned too,
-           because the backward pass needs them.
+Problem    Compute (x - mean) / sqrt(variance + eps) * weight + bias in fp32 for rows of 4096 fp16
+           elements. Also return the mean and 1 / sqrt(variance + eps) of each row, because the
+           backward pass needs them.
 Baseline   chain: the formula in torch. It converts to fp32, computes the mean, the differences,
            their squares and the mean of the squares, then the root, the products and the sum, and
            converts to fp16.
@@ -21,10 +21,10 @@ Seen       chain and library take 1.5 times as long as their memory traffic alon
            about a quarter longer than its memory traffic. We did not time the kernels of these
            sides one by one. one_sweep and in_registers take as long as predicted.
 Use when   A row fits in registers: load it once and compute the variance from differences. Sums of
-           x and x^2 lose digits if the mean is much larger than the standard deviation. In the
-           inputs of this page, the two are about equal, and both formulas are accurate enough. For
-           a row that does not fit in registers, use Welford's algorithm. See rms_norm_test.py for
-           other row lengths, and norm_backward_test.py for the gradients.
+           x and x^2 lose digits if the mean is much larger than the standard deviation. On this
+           page, mean and standard deviation are about equal, and both formulas are accurate enough.
+           For a row that does not fit in registers, use Welford's algorithm. See rms_norm_test.py
+           for other row lengths, and norm_backward_test.py for the gradients.
 """
 
 import functools

@@ -1,9 +1,9 @@
 """Norm backward: compute the gradients of the input and the weights in one pass over the data.
 
-Problem    Backward pass of the layer norm (test_norm_backward) and of the RMS norm
-           (test_rms_backward) over rows of 4096 fp16 elements, computed in fp32. The forward pass
-           has saved each row's mean and 1 / standard deviation. The gradients of weight and bias
-           are sums over all rows.
+Problem    Compute the backward pass of the layer norm (test_norm_backward) and of the RMS norm
+           (test_rms_backward) in fp32, over rows of 4096 fp16 elements. The forward pass has saved
+           each row's mean and 1 / standard deviation. The gradients of weight and bias are sums
+           over all rows.
 Baseline   chain: the formula of the layer norm's backward in torch, in fp32.
            rms_chain: the formula of the RMS norm's backward.
 Optimized  compiled: changes chain. `torch.compile` compiles the same formula.
@@ -24,16 +24,15 @@ Bound      DRAM. one_pass reads two matrices and writes one. Its partial sums ad
            of two_passes. A program loads nothing while it sums over a row, so both sides may fall
            short of the full DRAM bandwidth.
 Seen       On an H100, both compiled sides take less time than two reads of the matrices from DRAM.
-           So Inductor's kernels also read the matrices once, and both compiled sides get the cost
-           of one_pass. library gets the cost of two_passes, but takes longer. We did not examine
-           the library's kernels.
+           So Inductor's kernels also read the matrices once, and the page gives both compiled sides
+           the cost of one_pass. library has the cost of two_passes, but takes longer. We did not
+           examine the library's kernels.
 Use when   You write a norm, and no library has its backward pass. Sum the gradients of the weights
-           in the kernel that already has the row in registers. If you do not need your own kernel,
-           compile the formula. Compiled code is nearly as fast as the hand-written kernel, and
-           faster than torch's own kernels for the layer norm.
-           With one program per row, every row would have to update each weight's gradient with an
-           atomic addition. So a program processes many rows, and a last small kernel adds the
-           programs' sums, always in the same order.
+           in the kernel that already has the row in registers. Let a program process many rows:
+           with one program per row, every row would need an atomic addition to each weight's
+           gradient. A last small kernel adds the programs' sums, always in the same order. If you
+           do not need your own kernel, compile the formula. Compiled code is nearly as fast as the
+           hand-written kernel, and faster than torch's own kernels for the layer norm.
 """
 
 import functools

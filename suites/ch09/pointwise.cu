@@ -6,8 +6,8 @@ constexpr unsigned BLOCK = 256;
 
 __device__ float gelu_of(float x) {
   const float u = 0.7978845608028654f * (x + 0.044715f * x * x * x);
-  // __fdividef returns 0 for divisors above 2^126. That is correct here: if exp(-2 u) is that
-  // large, GELU is smaller than every normal number.
+  // __fdividef returns 0 for divisors above 2^126. Here, 0 is correct: if exp(-2 u) is that large,
+  // GELU is smaller than every normal number.
   return __fdividef(x, 1.0f + expf(-2.0f * u));
 }
 

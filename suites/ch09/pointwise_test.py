@@ -1,6 +1,6 @@
 """Pointwise chain: one kernel instead of eight, in Triton, in CUDA C++ or from the compiler.
 
-Problem    GELU in its tanh approximation on n fp32 elements:
+Problem    Compute GELU of n fp32 elements in the tanh approximation:
            x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))).
 Baseline   eager: the formula in torch, as in GPT-2's code. Each of its eight kernels reads its
            operands from DRAM and writes its result to DRAM.
@@ -107,8 +107,8 @@ def fused(n):
     # A block of in_cuda has 1024 elements. The last 1 to 3 elements do not fill a vector.
     check_sizes=[{"n": 1023}, {"n": 2050}],
     cpu_sizes=[{"n": 2**20}],
-    # Near x = -3, the sum 1 + tanh(u) loses digits. The reference computes the same sum, so the
-    # tolerance that is traced from it includes this error.
+    # Near x = -3, the sum 1 + tanh(u) loses digits. The tolerance includes this error, because it
+    # is traced from the reference, which computes the same sum.
     work=lambda n: Work(read=4 * n, write=4 * n, roundings=4),
     bound="dram",
     costs={

@@ -1,11 +1,10 @@
 """RMS norm: one pass over the data instead of eight kernels, for rows of 256 to 262144.
 
-Problem    x / sqrt(mean(x^2) + eps) * weight for each row of fp16 matrices with 2^28 elements,
-           computed in fp32. The rows have 256 to 262144 elements.
-Baseline   chain: the norm as model code writes it. It converts to fp32, squares, takes the mean,
-           adds eps, takes the root, multiplies, converts to fp16, and multiplies by the weight. Six
-           of the eight kernels make a pass over the matrix. The other two process one number per
-           row.
+Problem    Compute x / sqrt(mean(x^2) + eps) * weight in fp32 for each row of fp16 matrices with
+           2^28 elements. The rows have 256 to 262144 elements.
+Baseline   chain: the norm as in typical model code: convert to fp32, square, take the mean, add
+           eps, take the root, multiply, convert to fp16, and multiply by the weight. Six of the
+           eight kernels make a pass over the matrix. The other two process one number per row.
 Optimized  compiled: changes chain. `torch.compile` compiles the same formula.
            fused: changes chain. One Triton kernel keeps the row in registers. A program processes
            several short rows at once. This kernel runs for rows of up to 32768 elements.
@@ -28,10 +27,9 @@ Optimized  compiled: changes chain. `torch.compile` compiles the same formula.
            library: `torch.nn.functional.rms_norm`.
 Bound      DRAM. fused and the kernels in CUDA C++ read and write each element once, 4 bytes in all.
            The chain also reads and writes fp32 copies. walked reads a row twice. If the rows of all
-           running programs fit in the L2 together, only the first read comes from DRAM. They fit if
-           a row has no more than 16384 elements. torch's kernel has a block of 128 threads for each
-           row. With rows of 256 elements, starting a million blocks takes longer than the memory
-           traffic.
+           running programs fit in the L2 together, only the first read comes from DRAM. Rows of up
+           to 16384 elements fit. torch's kernel has a block of 128 threads for each row. With rows
+           of 256 elements, starting a million blocks takes longer than the memory traffic.
            The costs do not include the time that blocks wait for each other. In clustered, a block
            moves no data while it waits for the sums, and only the other blocks of its SM keep DRAM
            busy. In ring, the copies of the next rows continue. But before a thread arrives at the
@@ -43,7 +41,7 @@ Seen       On an H100, chain takes a quarter longer than its memory traffic alon
            less time than two reads from DRAM would take. So Inductor's code reads these rows from
            DRAM only once, as its cost assumes. Inductor's code probably processes fewer rows at a
            time than walked, so that its rows fit in the L2. library takes longer than its memory
-           traffic at all lengths, and it is the slowest of the fused sides. We did not examine its
+           traffic at all lengths, and is the slowest of the fused sides. We did not examine its
            kernel. On an H100, clustered takes an eighth longer than its memory traffic with rows of
            32768, and a sixth longer with 262144. With rows of 262144, pushed takes as long as
            clustered, and ring takes a quarter longer than its memory traffic. On an H200, chain
@@ -55,9 +53,9 @@ Seen       On an H100, chain takes a quarter longer than its memory traffic alon
            why the page reaches less.
 Use when   Always fuse a norm. For rows of up to 32768 elements, compiled code is as fast as a
            hand-written kernel, and torch's own kernel takes longer. Write your own kernel if it
-           does more than the norm, as in dropout_norm_test.py. Keep the row in registers if it
-           fits, and in the shared memory of a cluster if it does not. If the blocks of a cluster
-           exchange a few numbers in every iteration of a loop, send them with st.async.
+           does more than the norm, as in dropout_norm_test.py. Keep a row in registers if it fits.
+           If not, keep it in the shared memory of a cluster. If the blocks of a cluster exchange a
+           few numbers in every iteration of a loop, send them with st.async.
            `../ch10/cluster_reduction_test.py` compares ways to share sums between blocks. The
            backward pass is in norm_backward_test.py.
 """

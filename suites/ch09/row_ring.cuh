@@ -84,7 +84,7 @@ class Ring {
 
   // Reduces `value` over the row as `over_lanes` does, returns the result to every thread, and
   // starts the copy of a later row. With PUSHED, each block sends its value with st.async and waits
-  // only for the other blocks' values. Without PUSHED, it waits at the cluster's barrier.
+  // only for the other blocks' values. Without PUSHED, a block waits at the cluster's barrier.
   template <bool PUSHED>
   __device__ Value over_row(Value value, unsigned turn) const {
     constexpr unsigned WARPS = THREADS / 32;
@@ -116,7 +116,8 @@ class Ring {
     return over_lanes(inbox[lane % blocks], blocks);
   }
 
-  // Returns the position of this thread's vector k in the slice. `holds` tells whether it exists.
+  // Returns the position of this thread's vector k in the slice. `holds` tells whether that vector
+  // exists.
   __device__ unsigned index(unsigned k) const { return threadIdx.x + k * THREADS; }
   __device__ bool holds(unsigned k) const { return index(k) < part.count; }
 

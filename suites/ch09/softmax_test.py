@@ -1,7 +1,7 @@
 """Softmax: one kernel that keeps a row in registers, and what to do when it does not fit.
 
-Problem    Softmax of each row of fp32 matrices with 2^28 elements. The rows have 256 to 262144
-           elements.
+Problem    Compute the softmax of each row of fp32 matrices with 2^28 elements. The rows have 256 to
+           262144 elements.
 Baseline   unfused: the formula in torch, with five operations: the maximum of each row, the
            differences, the exponentials, the sum of each row, and the quotients.
 Optimized  fused: changes unfused. One Triton kernel loads a row, keeps it in registers, and writes
@@ -20,11 +20,11 @@ Optimized  fused: changes unfused. One Triton kernel loads a row, keeps it in re
            library: `torch.softmax`.
 Bound      DRAM. fused and clustered read and write each element once. unfused reads the matrix five
            times and writes it three times. online reads a row twice. If the rows of all running
-           programs fit in the L2 together, the second read comes from the L2. They fit if a row has
-           no more than 16384 elements. compiled has the same traffic, because Inductor also uses
-           the online method. library reads a row three times if the row does not fit in shared
-           memory. With rows of 32768, only one block of fused fits on an SM, so the SM loads
-           nothing while the block reduces or stores.
+           programs fit in the L2 together, the second read comes from the L2. Rows of up to 16384
+           elements fit. compiled has the same traffic, because Inductor also uses the online
+           method. library reads a row three times if the row does not fit in shared memory. With
+           rows of 32768, only one block of fused fits on an SM, so the SM loads nothing while the
+           block reduces or stores.
 Seen       On an H200, unfused takes up to two fifths longer than its memory traffic alone. library
            takes three fifths longer with rows of 4096 and 32768, and as long as predicted with rows
            of 256. We did not time the kernels of unfused one by one. With rows of 4096, compiled
@@ -34,10 +34,10 @@ Seen       On an H200, unfused takes up to two fifths longer than its memory tra
            rows of 262144, clustered takes a fifth longer than its memory traffic. On an H100 with
            rows of 262144, clustered takes a tenth longer than its memory traffic, and compiled
            takes as long as its three passes.
-Use when   Always fuse a softmax. Keep a row in registers if it fits, and in a cluster's shared
-           memory if it does not. On GPUs without clusters, use the online method. If the softmax is
-           part of attention or of a loss, do not write its result at all: see attention_test.py and
-           cross_entropy_test.py.
+Use when   Always fuse a softmax. Keep a row in registers if it fits. If not, keep it in the shared
+           memory of a cluster. On GPUs without clusters, use the online method. If the softmax is
+           part of attention or of a loss, do not write the softmax at all: see attention_test.py
+           and cross_entropy_test.py.
 """
 
 import functools
@@ -216,7 +216,7 @@ def library_cost(rows, n):
     reference=reference,
     sizes=[{"rows": TOTAL // n, "n": n} for n in LENGTHS],
     # Rows begin at multiples of 16 bytes. With 17000 elements, clustered uses two blocks per row.
-    # Some of their threads have one vector in shared memory, and the others have none.
+    # Some threads have one vector in shared memory, and others have none.
     check_sizes=[
         {"rows": 17, "n": 252},
         {"rows": 2, "n": 9004},

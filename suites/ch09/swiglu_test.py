@@ -1,7 +1,7 @@
 """SwiGLU: an epilogue that combines two matrix products.
 
-Problem    silu(x gate^T) * (x up^T) in fp16, with sums in fp32. test_swiglu has the shape of the
-           MLP of an 8-billion-parameter model. test_swiglu_narrow has a smaller k, so each result
+Problem    Compute silu(x gate^T) * (x up^T) in fp16, with sums in fp32. test_swiglu has the MLP
+           shape of an 8-billion-parameter model. test_swiglu_narrow has a smaller k, so each result
            needs fewer multiply-adds. x is (m, k). The weights gate and up are (n, k) each, and are
            the halves of one (2n, k) tensor.
 Baseline   separate: the library's two matrix products, then `silu`, then an elementwise product.
@@ -11,13 +11,13 @@ Optimized  activated: changes separate. One Triton kernel replaces the two point
            own_products: changes activated. One Triton kernel computes a tile of both products and
            writes both tiles. own_products is there only for comparison with fused, and the page
            claims no speedup for it.
-           fused: changes own_products. It combines the two tiles in registers, and writes only the
-           result. own_products and fused are autotuned over the same three configurations, and may
-           choose different ones.
-Bound      The tensor cores in test_swiglu, where the pointwise kernels take a tenth of the time. So
+           fused: changes own_products. The kernel combines the two tiles in registers, and writes
+           only the result. own_products and fused are autotuned over the same three configurations,
+           and may choose different ones.
+Bound      Tensor cores limit test_swiglu. The pointwise kernels take a tenth of the time, so
            activated can gain only a few percent. The page claims no speedup for one_product,
            because the library may also be faster or slower with the wider matrix.
-           DRAM in test_swiglu_narrow, with k = 256. separate writes both products. The two
+           DRAM limits test_swiglu_narrow, with k = 256. separate writes both products. The two
            pointwise kernels of separate read both products, pass a tensor from the first kernel to
            the second, and write the result. fused writes only the result. A block first multiplies
            and then stores. The costs add the times of these two phases, because with few steps of k
@@ -30,8 +30,8 @@ Seen       On an H100, own_products and fused take longer than predicted, becaus
            slower than separate. At each shape, activated and one_product have about the same
            speedup.
 Use when   k is small, or DRAM is slow. If k is large, use the library's products and one pointwise
-           kernel, because the library's faster products save more time than the epilogue does. The
-           library has an epilogue for GELU with a bias, which is in `../ch10/epilogue_test.py`.
+           kernel, because the library's faster products save more time than the epilogue does.
+           `../ch10/epilogue_test.py` shows the library's epilogue for GELU with a bias.
 """
 
 import torch

@@ -1,7 +1,7 @@
 // Divides x by the root of its row's mean square. 8 blocks share a row, and all of them need the
 // row's sum.
 //
-// add_squares: each block adds its part of a row's sum of squares to the row's sum with one atomic.
+// add_squares: each block adds the squares of its part of a row to the row's sum with one atomic.
 // divide_by_sum: reads x again and divides it, with the sum that the atomics have computed.
 // store_squares: each block stores its part of the sum.
 // divide_by_parts: reads x again, adds the 8 partial sums of its row, and divides.
@@ -28,7 +28,8 @@ __device__ Slice slice(unsigned n) {
   return {static_cast<size_t>(blockIdx.y) * row + begin, min(each, row - begin)};
 }
 
-// Calls visit(i, from[i]) for each i of this thread. It issues four loads before it uses the first.
+// Calls visit(i, from[i]) for each i of this thread. Four loads are issued before the first is
+// used.
 template <typename Visit>
 __device__ void visit_all(const float4* from, unsigned count, Visit visit) {
   unsigned i = threadIdx.x;
@@ -44,7 +45,7 @@ __device__ void visit_all(const float4* from, unsigned count, Visit visit) {
 
 __device__ float square(float4 v) { return (v.x * v.x + v.y * v.y) + (v.z * v.z + v.w * v.w); }
 
-// Returns the sum over `width` neighboring lanes, with the same bits in each of them.
+// Returns the sum over `width` neighboring lanes, with the same bits in every lane.
 __device__ float over_lanes(float value, unsigned width) {
   for (unsigned half = width / 2; half > 0; half /= 2) {
     value += __shfl_xor_sync(~0u, value, half);

@@ -1,11 +1,11 @@
 """A linear layer with GELU: apply bias and GELU while the product is in registers.
 
-Problem    GELU(x w^T + bias), with the tanh approximation of GELU. x (m, k), w (n, k), bias (n) and
-           the results are fp16, and sums are fp32. k is small, so a product does little arithmetic
-           for each result: k is 128 in test_epilogue and 512 in test_epilogue_deeper.
+Problem    Compute GELU(x w^T + bias), with the tanh approximation of GELU. x (m, k), w (n, k), bias
+           (n) and the results are fp16, and sums are fp32. k is small, so a product does little
+           arithmetic for each result: k is 128 in test_epilogue and 512 in test_epilogue_deeper.
 Baseline   separate: `torch.matmul`, then one kernel for bias and GELU. The product writes m n
            elements. The second kernel reads them and writes m n results.
-Optimized  own_product: changes separate. A Triton product replaces the library's product. This
+Optimized  own_product: changes separate. A Triton product replaces the library's product, which
            saves no time. own_product is only there for comparison with fused, which differs only in
            the epilogue.
            fused: changes own_product. The same Triton product adds the bias and applies GELU in its
@@ -13,9 +13,9 @@ Optimized  own_product: changes separate. A Triton product replaces the library'
            library: `torch._addmm_activation`, the epilogue of cuBLASLt. This kernel adds the bias
            before it rounds the product. The other sides round the product first.
 Bound      DRAM, L2 and special functions, one after the other. A block multiplies, applies GELU,
-           and stores. With so few steps of k, the other block on the SM hides little of this time.
-           So the cost adds the times of these phases. It assumes the same for the library's
-           kernels, whose code we have not seen.
+           and stores. With so few steps of k, the other block on the SM hides little of this time,
+           so the cost adds the times of the phases. We have not seen the code of the library's
+           kernels, and assume that their phases do not overlap either.
 Use when   A product has large results and a small k. With a larger k, the library's faster product
            saves more time than fusion does. In that case, use the library's own epilogue if it has
            your function.

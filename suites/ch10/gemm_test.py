@@ -4,8 +4,9 @@ Problem    c = a b^T in bf16 with fp32 sums. a is (m, k), b is (n, k), and c is 
 Baseline   mma_sync: a block computes a tile of 128 x 128, in steps of 64 along k. It loads its
            operands through registers into swizzled shared memory, and multiplies with `ldmatrix`
            and `mma.sync`. A warp does not compute while it loads.
-           library: `torch.matmul`, for which cuBLAS chooses a kernel. In test_gemm it is only for
-           comparison. In test_gemm_beside_the_library it is the baseline of stored and multicast.
+           library: `torch.matmul`, for which cuBLAS chooses a kernel. In test_gemm, library is only
+           for comparison. In test_gemm_beside_the_library, it is the baseline of stored and
+           multicast.
 Optimized  cp_async: changes mma_sync. `cp.async` fills a ring of three tiles while the tensor cores
            work.
            tma: changes cp_async. One thread fills the same ring through the tensor memory
@@ -23,20 +24,20 @@ Optimized  cp_async: changes mma_sync. `cp.async` fills a ring of three tiles wh
            grouped: changes persistent. The order of the tiles changes: 8 rows of tiles at a time.
            stored: changes grouped. Results are written through shared memory and TMA while the next
            tile is computed.
-           multicast: changes stored. A cluster has two blocks. Each of them loads half of b's tile
-           for both blocks.
-Bound      Tensor cores from wide on, at the rate that the power limit allows. Tiles of 128 x 128
-           are limited by the L2, from which each tile reads its operands. With `mma.sync`, shared
-           memory is the limit, because each of the 8 warps reads its operands from shared memory.
-           The cost of mma_sync adds the times of L2 and shared memory, because a block's loads do
-           not overlap its products. Two blocks share an SM, but the measured time shows little
-           overlap between them.
+           multicast: changes stored. A cluster has two blocks. Each block loads half of b's tile
+           for both.
+Bound      Tensor cores from wide on, at the rate that the power limit allows. With tiles of 128 x
+           128, the L2 is the limit, from which each tile reads its operands. With `mma.sync`,
+           shared memory is the limit, because each of the 8 warps reads its operands from it. The
+           cost of mma_sync adds the times of L2 and shared memory, because a block's loads do not
+           overlap its products. Two blocks share an SM, but the measured time shows little overlap
+           between them.
 Seen       cp_async takes one and a half times as long as predicted, and tma over a quarter longer
-           than predicted. The threads of tma compute no addresses, which may be why tma is faster.
-           We did not measure that. On Hopper, `mma.sync` reaches less than two thirds of the tensor
-           cores' peak (arXiv 2501.12084). The cost does not include this lower rate. Even with the
-           lower rate, shared memory would take longer than the products. At the power limit, the
-           clock rate drifts, and so does the time of mma_sync. So compare only sides whose timings
+           than predicted. tma may be closer because its threads compute no addresses. We did not
+           measure that. On Hopper, `mma.sync` reaches less than two thirds of the tensor cores'
+           peak (arXiv 2501.12084). The cost does not include this lower rate. But even at this
+           rate, shared memory would take longer than the products. At the power limit, the clock
+           rate drifts, and so does the time of mma_sync. So compare only sides whose timings
            alternate. In test_gemm, a side's share of the library's rate is the ratio of two
            speedups over mma_sync, so the share contains the errors of both speedups.
            test_gemm_beside_the_library times stored and multicast directly against the library, in
@@ -44,8 +45,8 @@ Seen       cp_async takes one and a half times as long as predicted, and tma ove
            H200. The order of the middle rungs depends on the GPU. On an H100, specialized is slower
            than wgmma, and back_to_back is faster than both. On an H200, specialized is faster than
            wgmma, and back_to_back is slower than both. four_tiles helps on an H200, but not on an
-           H100. persistent does not help on an H200. multicast does not help on either GPU. We did
-           not measure why.
+           H100. persistent does not help on an H200. multicast helps on neither GPU. We did not
+           measure why.
 Use when   Call the library. Write this kernel only for a product that the library does not have,
            and start with wide tiles, a warp that only loads, and TMA. Add multicast only if it is
            faster than stored for your sizes.

@@ -19,7 +19,7 @@ constexpr int SLICE = 64, SLICE_BYTES = HALF * SLICE * 2;  // results on their w
 // The rungs with a warp that only loads. Each rung makes one change to the rung before it.
 struct Specialized {
   static constexpr int N = 128, STAGES = 3;  // columns of a tile, tiles in the ring
-  static constexpr int UNDER_WAY = 0;        // steps whose products may overlap the next step's
+  static constexpr int UNDER_WAY = 0;        // steps whose products may overlap the next step
   static constexpr bool PERSISTENT = false;  // a block computes many tiles
   static constexpr bool GROUPED = false;     // GROUP rows of tiles are computed together
   static constexpr bool BY_TMA = false;      // results are written through shared memory and TMA
@@ -68,8 +68,8 @@ __device__ void multiply(float (&sums)[N / 2], const unsigned char* a, const uns
   wgmma_commit();
 }
 
-// Keeps the compiler from moving reads of the sums above this point. The compiler cannot tell that
-// the asynchronous products write the sums. Call it after wgmma_wait<0>.
+// Keeps the compiler from moving reads of the sums above this point, because the compiler cannot
+// tell that the asynchronous products write the sums. Call this after wgmma_wait<0>.
 template <int count>
 __device__ void settle(float (&sums)[count]) {
 #pragma unroll
@@ -145,7 +145,7 @@ __device__ void place_of(int turn, int rows, int columns, int& row, int& column)
 
 // Lane 0 arrives at the barrier of block `rank` of the cluster. There is no branch, because wgmma
 // needs whole warps. The warp has only read, so the arrival does not need release semantics. With
-// `.release.cluster`, the arrival would be a fence for the whole GPU's memory, which takes about a
+// `.release.cluster`, the arrival would be a fence for all GPU memory, which takes about a
 // microsecond per step.
 __device__ void arrive_at(unsigned long long* barrier, unsigned rank) {
   asm volatile(

@@ -1,7 +1,7 @@
 """Skinny product: split k if there are too few tiles to fill the GPU.
 
-Problem    (m, k) @ (k, n) in fp16 with fp32 sums and m = 64. This is a linear layer of a model that
-           decodes 64 requests at once.
+Problem    Multiply (m, k) by (k, n) in fp16 with fp32 sums and m = 64. A model computes such a
+           linear layer when it decodes 64 requests at once.
 Baseline   one_block_a_tile: a program computes a tile of 64 rows over all of k. With tiles of 64
            columns, there are only 64 programs for 132 SMs. With tiles of 32 columns, there are 128
            programs, but a is read twice as often.
@@ -12,11 +12,11 @@ Optimized  split_k: changes one_block_a_tile. 8 programs share a tile, and each 
            adds them in a fixed order and rounds them.
            library: `torch.matmul`.
            Every Triton side is autotuned over the same tile sizes.
-Bound      DRAM, from which b is read once. Each tile also reads its rows of a from the L2. In the
-           baseline, narrow tiles make the L2 the limit. The cost of the baseline assumes tiles of
-           32 columns, because wider tiles leave half of the SMs idle. The results do not record
-           which tiles the autotuner chose. When k is split, even tiles of 128 columns give work to
-           every SM, so the L2 is no longer the limit.
+Bound      DRAM, from which b is read once. Each tile also reads its rows of a from the L2. In
+           one_block_a_tile, narrow tiles make the L2 the limit. The cost of the baseline assumes
+           tiles of 32 columns, because wider tiles leave half of the SMs idle. The results do not
+           record which tiles the autotuner chose. When k is split, even tiles of 128 columns give
+           work to every SM, so the L2 is no longer the limit.
 Use when   A product has fewer tiles than the GPU has SMs, and k is long. Use two_kernels if the
            result must be the same in every run.
 """
@@ -31,7 +31,7 @@ from pytest_aisp import Cost, Variant, Work, compare
 
 M, SPLIT, BLOCK = 64, 8, 1024
 # Configurations with three or four stages need 96 KiB of shared memory, which a block can get on
-# every arch. Those with six need 192 KiB.
+# every arch. Configurations with six stages need 192 KiB.
 CONFIGS = [
     triton.Config({"N": 64, "K": 128}, num_warps=4, num_stages=3),
     triton.Config({"N": 64, "K": 128}, num_warps=4, num_stages=6),
@@ -69,7 +69,7 @@ def product(a, b, begin, end, m, n, k, M: tl.constexpr, N: tl.constexpr, K: tl.c
 
 @triton.jit
 def piece(k, K: tl.constexpr, SPLIT: tl.constexpr):
-    """Return the begin and end of this program's part of k. The part has 0 or more steps of K."""
+    """Return where this program's part of k begins and ends. The part has 0 or more steps of K."""
     length = tl.cdiv(tl.cdiv(k, K), SPLIT) * K
     begin = tl.program_id(2) * length
     return begin, tl.minimum(begin + length, k)

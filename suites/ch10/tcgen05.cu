@@ -15,8 +15,8 @@ constexpr int TILE_BYTES = 128 * K * 2, STAGE_BYTES = 2 * TILE_BYTES;  // a, the
 
 extern __shared__ unsigned char memory[];
 
-// The descriptor of a tile of 128-byte rows in TMA's swizzle. Groups of 8 rows lie 1024 bytes
-// apart.
+// Returns the descriptor of a tile of 128-byte rows in TMA's swizzle. Groups of 8 rows lie 1024
+// bytes apart.
 __device__ unsigned long long tile_descriptor(const void* tile) {
   return (shared_address(tile) & 0x3ffff) >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 46 | 2ull << 61;
 }
@@ -94,8 +94,8 @@ __device__ void multiply(unsigned sums, unsigned long long a, unsigned long long
   }
 }
 
-// Arrives at `barrier` when all products issued so far are done. For a pair, it arrives at the
-// barriers of both blocks.
+// Arrives at `barrier` when all products issued before this call are done. For a pair, arrives at
+// the barriers of both blocks.
 template <bool pair>
 __device__ void arrive_when_done(unsigned long long* barrier) {
   if constexpr (pair) {

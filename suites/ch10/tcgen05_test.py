@@ -10,8 +10,8 @@ Optimized  block_pair: changes one_block. The two blocks of a cluster compute 25
 Bound      Tensor cores, if shared memory can deliver the operands fast enough. A product of 128 x
            128 x 16 takes 64 cycles on a tensor core and reads 8 KiB. Shared memory can deliver
            exactly 8 KiB in 64 cycles. In a pair, a block reads less per product. The kernels are
-           assembled for sm100 and sm103. No GPU has run them yet, so nobody knows whether the
-           results are right and how long they take.
+           assembled for sm100 and sm103. No GPU has run them yet, so we do not know whether the
+           results are right or how long the kernels take.
 Use when   Do not use these kernels yet. First run them on sm100 and compare them with the library.
 """
 

@@ -1,6 +1,6 @@
 """Matrix product in Triton: from one program per tile to warps that only load.
 
-Problem    (m, k) @ (k, n) in fp16 with fp32 sums.
+Problem    Multiply (m, k) by (k, n) in fp16 with fp32 sums.
 Baseline   tiles: one program per tile, eight rows of tiles at a time, which improves reuse in the
            L2. A program loads through pointers and has three tiles in flight. This is the matrix
            product of Triton's tutorial.
@@ -13,17 +13,16 @@ Optimized  persistent: changes tiles. One program per SM computes many tiles, in
            library: `torch.matmul`.
            Every Triton side is autotuned over the same tile sizes.
 Bound      Tensor cores, at the rate that the power limit allows. On all sides except flattened and
-           specialized, the time to store a tile is added, because nothing overlaps the store. The
-           cost assumes the largest tiles, 128 x 256. The results do not record which tiles the
-           autotuner chose.
-           Triton specializes warps only in kernels of 4 warps, and adds more warps to them. It
-           ignores the option in kernels of 8 warps, and in flattened loops on Hopper. This page
-           flattens only the loop with TMA loads. If a flattened loop loads through pointers, Triton
-           prefetches only some of the loads.
-           library takes longer here than in `pipeline_stages_test.py`, where the timing alternates
-           between the same product and a slower side. The slower side may draw less power, which
-           would let the GPU run at a higher clock rate. We did not record power, so we cannot
-           confirm this. Compare only sides of the same page.
+           specialized, the cost adds the time to store a tile, because nothing overlaps the store.
+           The cost assumes the largest tiles, 128 x 256. The results do not record which tiles the
+           autotuner chose. Triton specializes warps only in kernels of 4 warps, by adding more
+           warps. It ignores the option in kernels of 8 warps, and in flattened loops on Hopper.
+           This page flattens only the loop with TMA loads. If a flattened loop loads through
+           pointers, Triton prefetches only some of the loads.
+           library takes longer here than in `pipeline_stages_test.py`, where it computes the same
+           product but is timed in alternation with a slower side. The slower side may draw less
+           power, which would let the GPU run at a higher clock rate. We did not record power, so we
+           cannot confirm this. Compare only sides of the same page.
 Use when   You need a faster matrix product in Triton. First use descriptors, and then flatten the
            loop. A persistent loop alone does not help. If the library has the operation, call the
            library, which is just as fast.

@@ -26,11 +26,11 @@ Bound      The arrivals, while a side keeps up with them. All sides then take ab
            launches for the prompts. static makes more steps, and fewer calls for prompts. The curve
            bends where static reaches its capacity.
 Seen       At the largest load on an H200, static serves about 240 requests a second, and continuous
-           about 280. Their speedup is as predicted, but smaller than the confidence interval.
-           chunked takes about two fifths longer than continuous, also as predicted. But all sides
-           take two and a half times as long as predicted. The launches for prompts cannot be the
-           only reason: static makes less than half as many as continuous, and still loses more time
-           to the prediction. `prefill_decode_test.py` shows that a step as a CUDA graph takes about
+           about 280. The gain is as predicted, but smaller than the confidence interval. chunked
+           takes about two fifths longer than continuous, also as predicted. But all sides take two
+           and a half times as long as predicted. The launches for prompts cannot be the only
+           reason: static makes less than half as many as continuous, and still loses more time to
+           the prediction. `prefill_decode_test.py` shows that a step as a CUDA graph takes about
            twice as long as predicted. We did not time the host's work in each step alone. At 100
            requests a second, both sides keep up, so continuous gains hardly anything. At no load is
            the gain of continuous larger than the confidence interval. So the curve does not show at
