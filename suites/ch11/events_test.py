@@ -16,12 +16,12 @@ Bound      With many rows, arithmetic limits event_waits. With few rows, the hos
            rows, this gap is longer than the copy that the second stream hides.
 Seen       With few rows, host_waits is slower than one_stream on an H100, and event_waits takes
            about as long as one_stream on an H200. Four processes timed event_waits there. It was
-           slower than one_stream in one process, and up to a third faster in the others. The host's
-           calls take two to three times as long per chunk as predicted, because the predicted time
-           of a launch was measured with a small addition, not with products and copies. Captured as
-           a CUDA graph, event_waits took a third less time. With many rows, the products are the
-           limit. As in `chunk_count_test.py`, they do not reach the fp32 peak. So all sides take
-           longer than predicted by about the same factor.
+           slower than one_stream in one process, and faster in the others. The host's calls take
+           two to three times as long per chunk as predicted, because the predicted time of a launch
+           was measured with a small addition, not with products and copies. Captured as a CUDA
+           graph, event_waits took a third less time. With many rows, the products are the limit. As
+           in `chunk_count_test.py`, they do not reach the fp32 peak. So all sides take longer than
+           predicted by about the same factor.
 Use when   Two streams depend on each other, and the steps take less than about 1 ms. If the steps
            are longer, a wait by the host costs little. If the host's calls take longer than the
            steps, use larger chunks or capture a graph. The host must still wait before it reads a
