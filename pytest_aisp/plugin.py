@@ -53,7 +53,7 @@ class Hooks:
         """Return the name of a module that emulates CUDA C++ on the CPU, or None.
 
         The module has two functions. ``unsupported(cuda_module)`` returns a description of the
-        features that it cannot emulate, or an empty string. ``install()`` makes this process
+        features that cannot be emulated, or an empty string. ``install()`` makes this process
         emulate every launch.
         """
 
@@ -189,7 +189,7 @@ def aisp_timer() -> Callable[..., float]:
 
 @pytest.fixture
 def aisp_peaks(pytestconfig: pytest.Config) -> Mapping[str, float]:
-    """The measured peak rates of this machine's product, by name. Empty if never measured."""
+    """The measured peak rates of this machine's product, by name, or an empty mapping."""
     from .timing.peaks import PeaksError, load
     from .util.device import Machine
 

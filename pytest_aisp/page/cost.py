@@ -1,4 +1,4 @@
-"""The cost of a side: the bytes, operations and launches of one call, which predict its time."""
+"""The cost of a side, which predicts its time: the bytes, operations and launches of one call."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from .pair import (
 )
 
 UNITS = ("l2", "shared", "atomics", "sfu", "blocks")
-"""The attributes of `Cost` that use a unit of the GPU. The unit's rate has the same name."""
+"""The attributes of `Cost` that use a unit of the GPU. The rates have the same names."""
 HOST = {"launches": "launch", "host_steps": "host_step"}
-"""The attributes of `Cost` that take time on the host, each with the name of its rate."""
+"""The attributes of `Cost` that take time on the host, each with the name of a rate."""
 AMOUNTS = (
     *("read", "write", *UNITS, "h2d", "d2h", "sent", "nccl"),
     *(*HOST, "graph_nodes", "syncs", "collectives"),
@@ -34,17 +34,17 @@ AMOUNTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What one call of a side uses. All resources of one `Cost` are used at the same time.
+    """The resources that one call of a side uses, all at the same time.
 
-    ``a + b`` means that `b` starts after `a` has ended, so their times add up. ``8 * a`` means that
+    ``a + b`` means that `b` starts after `a` has ended, so the times add up. ``8 * a`` means that
     `a` runs eight times, one after another.
 
     Attributes:
         read, write: bytes read from and written to DRAM.
-        l2: bytes read from and written to the L2, in whole sectors of 32 bytes. DRAM traffic also
-            goes through the L2, but count it here only if the L2 is the limit.
+        l2: bytes read from and written to the L2, in whole sectors of 32 bytes. Count DRAM traffic
+            here only if the L2 is the limit.
         shared: bytes read from and written to shared memory. If `k` threads of a warp access
-            different words of one bank, each of their bytes counts `k` times.
+            different words of one bank, each accessed byte counts `k` times.
         atomics: atomic additions to global memory.
         sfu: exponentials, logarithms, sines, roots and reciprocals of fp32.
         blocks: thread blocks started. Count blocks only if each block does little work.
@@ -56,7 +56,7 @@ class Cost:
         graph_nodes: kernels in the CUDA graphs that the side itself replays.
         host_steps: calls of torch that launch nothing, such as views.
         syncs: number of times that the host waits for the GPU, as in `.item()`.
-        collectives: number of barriers and collectives to wait for. Count their bytes in `nccl`.
+        collectives: number of barriers and collectives to wait for. Count the bytes in `nccl`.
         then: the costs that follow, one after another, as ``+`` and ``*`` set them.
 
     Raises:
@@ -127,7 +127,7 @@ def memory_rates(read: float, write: float) -> dict[str, float]:
 
 
 Costs: TypeAlias = Mapping[Side, Callable[..., Cost]]
-"""For each side, a function that takes a size's keys and returns the cost of a call."""
+"""One function per side. The function takes a size's keys and returns the cost of a call."""
 
 
 def validate_costs(costs: Costs, sides: list[Side]) -> None:

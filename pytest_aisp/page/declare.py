@@ -69,11 +69,11 @@ def compare(
     Every optimized side becomes a case at every size. Nothing runs when the page is imported.
 
     Args:
-        baseline: a function, the first version that a competent engineer would write. The function
-            takes the inputs and returns new outputs. A generator function is called once, and only
-            the callable that it yields is timed. Before the yield, a generator function may compute
-            only values that depend on `state` alone. If the function computes in a lower precision,
-            write ``Variant(f, precision="tf32")``.
+        baseline: the first version that a competent engineer would write. The function takes the
+            inputs and returns new outputs. A generator function is called once, and only the
+            callable that it yields is timed. Before the yield, a generator function may compute
+            only values that depend on `state` alone. For a function that computes in a lower
+            precision, write ``Variant(f, precision="tf32")``.
         optimized: the sides to compare with the baseline. Name each side after its idea.
         inputs: `inputs(device, **size)` returns the arguments of every side as a tuple. The plugin
             sets the random seed. If `gpus` is above 1, `inputs` may also take `rank` and `world`.
@@ -84,7 +84,7 @@ def compare(
         bound: the resource that limits the faster side. With ``launch`` or ``host``, the verdict
             is about the time of ordinary calls, and the harness never captures sides in a graph.
             With any other bound, the verdict is about GPU time alone.
-        check_sizes: small, odd sizes to check on every machine. Their values may be Hypothesis
+        check_sizes: small, odd sizes to check on every machine. The values may be Hypothesis
             strategies.
         cpu_sizes: the sizes to time on a CPU.
         state: `state(device, **size)` builds the objects that sides may change (model, optimizer,
@@ -94,7 +94,7 @@ def compare(
             be slower. Give one claim for all archs, or a mapping keyed by arch (``sm90``, ``cpu``).
         versus: ``"library"`` if the baseline is a library. A claim may then be below 1, as in
             ``at_least=0.8`` for a kernel that reaches 0.8 of the library's speed.
-        costs: for each side, a function that takes a size's keys and returns the `Cost` of a call.
+        costs: one function per side, which takes a size's keys and returns the `Cost` of a call.
             The plugin predicts the side's time from the `Cost`.
         sweep: the key of `sizes` that varies along a curve, as in ``Sweep("block")``.
         conditions: the features, GPUs, L2 state and settings that the sides need.
@@ -158,7 +158,7 @@ _BELONGS = {
     "gpu_only": "on each variant",
     "marks": "on the test function, as in @pytest.mark.skipif(...)",
 }
-"""For each argument of `Variant` that a baseline does not accept, where to write it instead."""
+"""The arguments of `Variant` that a baseline does not accept, and where to write them."""
 
 
 def _baseline(baseline: Side | Variant) -> Variant:
@@ -181,7 +181,7 @@ def _variants(optimized: Sequence[Side | Variant]) -> tuple[Variant, ...]:
 
 
 def _set_kernel_file_needs(pair: Pair) -> None:
-    """Add each side's features to its kernel files. Some features need a special compile target."""
+    """Add each side's features to its kernel files. Some features need a special target."""
     needs = [(pair.baseline, pair.needs), *((v.side, pair.features(v)) for v in pair.variants)]
     for side, features in needs:
         if any(any(FEATURES[feature].values()) for feature in features):

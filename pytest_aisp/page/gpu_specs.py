@@ -1,8 +1,8 @@
 """Data about GPUs: the features and limits of each arch, and the names of products.
 
 Code is compiled for an arch, such as ``sm90``, and pytest markers are named after archs. A stored
-result belongs to a product. The compute capability of a GPU determines its arch. The product name
-does not matter.
+result belongs to a product. A GPU's compute capability determines the arch. The product name does
+not matter.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ tcgen05_int8         -     a     -     -
 tcgen05_block_scale  -     f     f     -
 two_cta              -     f     f     -
 """
-# For each feature of `features.cu`, the least specific target that compiles it. The signs mean:
-# + the plain target ``sm_100``, f the family target ``sm_100f``, a the arch-specific target
+# For each feature of `features.cu`, the least specific target that compiles it. The signs mean: +
+# the plain target ``sm_100``, f the family target ``sm_100f``, a the arch-specific target
 # ``sm_100a``, - no target. A test compares this table with `python benchmarks/feature_probe.py`.
 
 
@@ -82,7 +82,7 @@ OTHERS: dict[str, dict[str, str]] = {
 """Features that are not instructions: libraries, and links between GPUs."""
 
 FEATURES = ASSEMBLED | OTHERS
-"""For each feature, a mapping from the archs that have it to the suffix of the required target."""
+"""The archs that have each feature, as a mapping from arch to the suffix of the required target."""
 # On sm121 the assembler replaces multicast with a function call (`sass_test`).
 FEATURES["multicast"] = {a: s for a, s in ASSEMBLED["multicast"].items() if a != "sm121"}
 
@@ -110,7 +110,7 @@ REGISTER_UNIT = 8
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of a block and of an SM on an arch, and the SM count of its largest product.
+    """The limits of a block and of an SM on an arch, and the SM count of the largest product.
 
     Attributes:
         shared: bytes of shared memory per block, dynamic and static together.

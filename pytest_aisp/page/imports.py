@@ -1,4 +1,4 @@
-"""The files that a page may use: modules that it imports, and data files that its code names.
+"""The files that a page may use: imported modules, and data files whose names are in the code.
 
 The digest of a side (see `sources`) includes only objects that the code refers to by name. A side
 can also call code through a method, a default argument, a table, or a module that imports another
@@ -25,7 +25,7 @@ PLUGIN = __name__.partition(".")[0]
 DYNAMIC_IMPORTS = ("import_module", "__import__")
 _INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', re.MULTILINE)
 LONGEST_NAME = 200
-"""String constants that are longer than this are not treated as file names."""
+"""String constants longer than this are not treated as file names."""
 
 
 def import_folders(root: str) -> tuple[str, ...]:
@@ -39,10 +39,9 @@ def import_folders(root: str) -> tuple[str, ...]:
 def used_files(page: Path, root: str, folders: Iterable[str]) -> dict[str, Path]:
     """Return the page and the files under `root` that it may use, keyed by path relative to `root`.
 
-    There are three kinds of files. The first kind is modules that the page imports, directly or
-    indirectly, even inside functions. The second kind is files that a string constant in one of
-    these modules names. The third kind is headers that CUDA files of the second kind include. File
-    names that are built at run time are not found.
+    The files are modules that the page imports (directly or indirectly, even inside functions),
+    files that a string constant in one of these modules names, and headers that the CUDA files
+    among them include. File names that are built at run time are not found.
 
     Args:
         folders: the folders from which Python imports, relative to `root`.
@@ -69,7 +68,7 @@ def used_files(page: Path, root: str, folders: Iterable[str]) -> dict[str, Path]
 
 
 def named_files(text: str, page: Path, root: str, folders: Iterable[str]) -> set[str]:
-    """Return the files that `text`, a part of a page, may use, as paths relative to `root`."""
+    """Return the files that a part of a page (`text`) may use, as paths relative to `root`."""
     under = Path(root).resolve()
     paths = _named(text, page.resolve(), under, [under / folder for folder in folders])
     files = (used_files(path, root, folders) for path in paths if path.is_file())
@@ -80,7 +79,7 @@ def imported_late(side: object, root: str) -> list[str]:
     """Return the names of modules that a side imports only when it is called.
 
     All code under `root` that the side uses is searched. Relative imports are left out. A side's
-    digest does not include the modules found here.
+    digest does not include these modules.
     """
     things = [source.thing for source in reach([side], root).sources.values()]
     codes = [getattr(thing, "__code__", None) for thing in things]

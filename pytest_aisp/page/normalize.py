@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from types import CodeType
 
 IGNORED = ("kind", "type_comment")
-"""Fields of the syntax tree that have no effect, such as the `u` of ``u"text"``."""
+"""Fields of the syntax tree that do not affect the code, such as the `u` of ``u"text"``."""
 Definition = tuple[int, str]
 """The first line and the name of a function. A class has line 0 and its qualified name."""
 
@@ -115,8 +115,8 @@ def _definitions(text: str) -> dict[Definition, list[ast.AST]]:
 def _python(tree: ast.AST, docstrings: bool) -> str:
     """Return a syntax tree as text, without line numbers and empty fields.
 
-    `ast.dump` is not used, because its output differs between versions of Python. The function
-    loops instead of calling itself, because Python's recursion limit would limit the tree's depth.
+    `ast.dump` is not used, because the output differs between versions of Python. The function is
+    not recursive, because Python's recursion limit would limit the tree's depth.
     """
     parts: list[str] = []
     todo: list[object] = [tree]
@@ -183,7 +183,7 @@ def _joined(values: Iterable[ast.expr]) -> Iterator[ast.expr]:
 
 
 SPLICE = r"\\\r?\n"
-"""A backslash at the end of a line joins it to the next line."""
+"""A backslash at the end of a line, which joins the line to the next one."""
 OPERATORS = (
     "<<< >>> <=> <<= >>= ... ->* :: -> .* ++ -- << >> <= >= == != && || += -= *= /= %= &= |= ^= ##"
     " %:%: %:"
@@ -211,8 +211,8 @@ def cuda(texts: Sequence[str]) -> list[list[str]]:
     """Return the tokens of each of `texts`: a CUDA C++ file and the headers that it includes.
 
     String literals are unchanged. In a preprocessor directive, white space and the end of the line
-    are tokens too. Elsewhere, white space is kept only if one of the texts has a macro that turns
-    its argument into a string, as ``#x`` does.
+    are tokens too. In other code, white space is kept only if one of the texts has a macro that
+    turns an argument into a string, as ``#x`` does.
     """
     found = [list(_tokens(text)) for text in texts]
     if any(map(_makes_strings, found)):

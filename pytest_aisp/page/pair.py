@@ -42,7 +42,7 @@ ARITHMETIC = ("fp64", "fp32", *PRECISIONS)
 """Legal keys of ``Work(flops=)``. A type whose peak was not measured has no roofline limit."""
 OWNED: tuple[str, ...] = get_args(Owned)
 HOST_BOUNDS = ("launch", "host")
-"""Bounds for which ordinary calls are judged. For all other bounds, GPU time alone is judged."""
+"""Bounds for which ordinary calls are judged. For all other bounds, only GPU time is judged."""
 VERSUS: tuple[str, ...] = get_args(Versus)
 UNJUDGED = "none, because sweep= of the page does not judge this point"
 CLAIM_WORDS = ("neutral", "yardstick")
@@ -135,13 +135,13 @@ class Conditions:
 
     Attributes:
         needs: features that every side needs, as in ``"tma"``.
-        gpus: number of GPUs that the sides run on, one rank on each. If several counts are given,
-            each count gets its own cases.
+        gpus: number of GPUs that the sides run on, with one rank per GPU. If several counts are
+            given, each count gets its own cases.
         l2: ``cold`` (calls take turns on copies of the inputs, together five times the L2's size)
             or ``warm``.
         owns: settings that the page changes on purpose. The harness allows these changes.
-        environment: environment variables that the page's ranks start with. Legal only if `gpus` is
-            above 1. Pages with the same variables share their rank processes.
+        environment: environment variables that the page's ranks start with. `gpus` must be above 1.
+            Pages with the same variables share their rank processes.
     """
 
     needs: str | Sequence[str] = ()
@@ -200,7 +200,7 @@ class Pair:
 
     @property
     def as_called(self) -> bool:
-        """True if ordinary calls are timed, so the harness captures no side in a CUDA graph."""
+        """True if ordinary calls are timed, without a CUDA graph."""
         return self.bound in HOST_BOUNDS
 
     def variant(self, name: str) -> Variant:
@@ -282,7 +282,7 @@ class Case:
 
     @property
     def judged(self) -> bool:
-        """Whether claims and stored results are judged. False only at some points of a sweep."""
+        """False for points of a sweep at which claims and stored results are not judged."""
         sweep = self.pair.sweep
         return sweep is None or sweep.judged is None or self.size[sweep.key] in sweep.judged
 
@@ -321,7 +321,7 @@ def size_words(size: CheckSize) -> str:
 
 
 def is_plain(size: CheckSize) -> TypeGuard[Size]:
-    """Return whether all values of `size` are numbers or strings. Hypothesis strategies are not."""
+    """Return whether all values of `size` are numbers or strings, and not Hypothesis strategies."""
     return all(isinstance(value, (int, float, bool, str)) for value in size.values())
 
 
@@ -338,7 +338,7 @@ def require_known(kind: str, words: Sequence[str], legal: Sequence[str]) -> None
 
 
 def validate_sweep(sweep: object, sizes: Sequence[Size]) -> None:
-    """Raise `PairError` if `sweep` is invalid for `sizes`, such as one with under three values."""
+    """Raise `PairError` if `sweep` is invalid for `sizes`. A sweep needs at least three values."""
     if not isinstance(sweep, Sweep):
         raise PairError(f"sweep={sweep!r} is not a Sweep, such as sweep=Sweep('block')")
     require_known("key in sweep", [sweep.key], list(sizes[0]))

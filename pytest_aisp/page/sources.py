@@ -1,7 +1,7 @@
 """Digests of a side's sources: the side's own code, and all code under the root that it uses.
 
-A digest is computed from normalized sources, so comments, docstrings and formatting do not change
-it. Digests that earlier versions stored are compared with digests of the plain text.
+A digest is computed from normalized sources, so changes of comments, docstrings and formatting do
+not matter. Digests that earlier versions stored are compared with digests of the plain text.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def digest(side: object, root: str, *, constants: bool = False, kernels: bool = 
 
     Args:
         root: the root folder of the pages.
-        constants: whether to include plain constants whose names the code uses, and the compile
-            options of .cu files. Comparisons of two commits pass True. Comparisons with stored
-            results pass False.
+        constants: whether to include the plain constants that the code uses by name, and the
+            compile options of .cu files. Comparisons of two commits pass True. Comparisons with
+            stored results pass False.
         kernels: False to leave out the code of kernels. The parameters of Triton kernels are
             always included.
     """
@@ -74,7 +74,7 @@ def _hash(text: str) -> str:
 def libraries() -> tuple[str, ...]:
     """Return the folders of Python, of installed packages, and of this package, each with a slash.
 
-    These folders may be inside the pages' root, as a virtual environment often is.
+    These folders may be inside the pages' root. A virtual environment often is.
     """
     folders = {sysconfig.get_paths()[k] for k in ("stdlib", "platstdlib", "purelib", "platlib")}
     torch = importlib.util.find_spec("torch")  # some distributions install it elsewhere
@@ -87,7 +87,7 @@ def source_files(sides: Iterable[object], page: Path, root: str) -> dict[str, st
     """Return the git blob hashes of the page and of every file under `root` that `sides` use.
 
     The keys are paths relative to `root`. Blob hashes survive rebases and squash merges, so a
-    result that names them can be measured again later with the same code.
+    result with blob hashes can be measured again later with the same code.
     """
     under = Path(root).resolve()
     names = {page.resolve()}
@@ -161,7 +161,7 @@ class _Source:
     is_triton: bool
 
     def normalized(self, root: str, docstrings: bool) -> str:
-        """Return the normalized source, or the text if the file does not contain the source."""
+        """Return the normalized source, or the plain text if the file has changed."""
         if _is_cuda_module(self.thing):
             return _normalized_cuda(self.thing, root)
         found = None
@@ -277,7 +277,7 @@ def _is_triton(thing: object) -> bool:
 
 
 def _tuning(thing: object) -> str:
-    """Return an autotuned kernel's configurations, which any file may define, as text."""
+    """Return an autotuned kernel's configurations as text. Any file may define them."""
     if not _is_triton(thing):
         return ""
     configs = "".join(map(_config_text, getattr(thing, "configs", ())))
@@ -285,7 +285,7 @@ def _tuning(thing: object) -> str:
 
 
 def _config_text(config: Any) -> str:
-    """Return a configuration as text, as Triton 3.6 prints it. Later versions print more fields."""
+    """Return a configuration in the text form of Triton 3.6. Later versions print more fields."""
     known = {**config.kwargs, **{name: getattr(config, name, None) for name in TRITON_OPTIONS}}
     if (override := getattr(config, "ir_override", None)) is not None:
         known["ir_override"] = override

@@ -37,7 +37,7 @@ MAX_BLOCKS, MIN_BLOCKS_SHOWN, MAX_BLOCKS_SHOWN = 24_000, 6, 40
 MIN_BARS, MAX_ALL_BARS = 40, 30_000
 """The minimum number of bars (kernels and copies) per side, and the target number per report."""
 MAX_PROCESSES = 8
-"""The maximum number of processes shown per case. If there are more, the first ones are shown."""
+"""The maximum number of processes shown per case. Later processes are not shown."""
 FIELDS: tuple[str, ...] = ("id", "page", "chapter", "function", "baseline", "variant", "size")
 FIELDS += ("gpus", "sweep", "product", "arch", "bound", "clock", "verdict", "not_timed", "speedup")
 FIELDS += ("seconds", "limit", "work", "claim", "stored", "spread", "detectable", "wall", "votes")
@@ -57,9 +57,10 @@ class Timing(Struct):
         baseline, optimized: the seconds per call in each window of the side. A block has two
             windows of each side.
         orders: the order of each block's windows, in which ``A`` is the baseline.
-        laps: one number per lap. Inputs and CUDA graphs of both sides are built anew for each lap.
-        dropped: for each block that was measured again, the reason.
-        dropped_at: for each dropped block, the number of blocks before it.
+        laps: one number per lap. The inputs and CUDA graphs of both sides are built again for each
+            lap.
+        dropped: the reason for each block that was measured again. dropped_at: the number of blocks
+            before each dropped block.
     """
 
     baseline: list[Positive] = []
@@ -113,11 +114,11 @@ def report_data(
     """Return the data for the report of `run`. The cases that need attention come first.
 
     Args:
-        history: other runs, whose results for the same case and product are shown together with
-            the result of `run`.
+        history: other runs. Their results for the same case and product are shown next to the
+            result of `run`.
         pages_root: the folder to which the pages' paths are relative. The default is the root of
             the run, or the working directory.
-        target: the folder of the report. Links to profiles are relative to it.
+        target: the folder of the report, to which links to profiles are relative.
     """
     most = blocks_for(len(run.cases))
     histories = merged(run, history)
@@ -236,7 +237,7 @@ def read_timings(run: ReportRun, case: ReportCase) -> list[Timing]:
     """Return the measurements of each process of `case`, or none if the case was not timed.
 
     Raises:
-        SamplesError: if the file is missing, malformed, or not the one that the run wrote. The
+        SamplesError: if the file is missing or malformed, or another run wrote the file. The
             message does not name the folder, because users share reports.
     """
     if case.samples is None:
@@ -269,8 +270,8 @@ def bars_for(cases: int) -> int:
 def thinned(timings: Sequence[Timing], most: int) -> list[Process]:
     """Return the windows of each process, but at most `most` blocks per process.
 
-    If a process has more blocks, the result contains the blocks with the shortest and the longest
-    window of each side, and evenly spaced other blocks.
+    If a process has more blocks, the result has the blocks with each side's shortest and longest
+    window, and evenly spaced other blocks.
     """
     timed = [t for t in timings[:MAX_PROCESSES] if t.baseline and t.optimized]
     return [_process(timing, most, of=len(timings)) for timing in timed]

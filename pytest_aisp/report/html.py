@@ -1,6 +1,6 @@
-"""Write `report.html`: a run as one file that contains all its data and loads no other file.
+"""Write `report.html`: one file that contains all data of a run and loads no other file.
 
-The report is assembled from the files in the folder `page`. Its table of cases is plain HTML and
+The report is assembled from the files in the folder `page`. The table of cases is plain HTML and
 needs no scripts. The scripts add filters, the roofline, and a page for each case.
 """
 
@@ -31,8 +31,8 @@ SCRIPTS = ["dom", "marks", "list", "axis", "curves", "roofline", "samples", "int
 SCRIPTS += ["errors", "hierarchy", "timeline", "case", "main"]
 """The scripts in the order in which they must run. Scripts use definitions of earlier scripts."""
 POLICY = "default-src 'none'; img-src data:; style-src {style}; script-src {script}"
-"""The content security policy, which makes browsers load no other file and run only the report's
-own script, even if the name of a case contains HTML.
+"""The content security policy. With it, browsers load no other file and run only the report's own
+script, even if the name of a case contains HTML.
 """
 COARSE, FINE = (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 7)
 """The ticks within one decade of the axis."""
@@ -191,7 +191,7 @@ def _row(index: int, case: ReportCase, axis: Axis) -> str:
 
 
 def _glyph(verdict: str) -> str:
-    """Return a symbol for the verdict. Every verdict has its own shape, not only its own color."""
+    """Return a symbol for the verdict. Every verdict has its own shape and its own color."""
     return f'<svg class="glyph" aria-hidden="true"><use href="#v-{verdict}" x="8" y="8"/></svg>'
 
 
@@ -242,7 +242,7 @@ def _plot(case: ReportCase, axis: Axis) -> str:
 
 
 def _ratio(speedup: float) -> str:
-    """Return a speedup such as ``3.530×``, with as many digits as the terminal shows."""
+    """Return a speedup such as ``3.530×``, with the same number of digits as in the terminal."""
     return f"{digits(speedup)}×"
 
 
@@ -339,7 +339,7 @@ def _notice(kind: str, text: str, lines: Sequence[str]) -> str:
 
 
 def _tally(cases: Sequence[ReportCase]) -> str:
-    """Return the number of cases by verdict, the worst first. Scripts turn each into a filter."""
+    """Return the number of cases by verdict, the worst first. Each number becomes a filter."""
     counts = Counter(case.verdict for case in cases)
     return "".join(
         f'<button type="button" class="v-{verdict or "none"}" data-verdict="{verdict}" disabled>'

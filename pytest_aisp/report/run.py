@@ -49,7 +49,7 @@ class Process(Struct):
         blocks: the number of measured blocks.
         shown: the indices of the drawn blocks, or None if all blocks are drawn.
         laps: the indices of the blocks before which the inputs and CUDA graphs were built again.
-        dropped: for each block that was measured again, the reason and the position.
+        dropped: the reason and the position of each block that was measured again.
         of: the number of processes that measured the case.
     """
 

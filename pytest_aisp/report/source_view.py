@@ -32,7 +32,7 @@ class Page:
         doc: the docstring, or "".
         defined: the top-level statements, keyed by the names that they bind.
         modules: the .cu file of each variable that is assigned from `cuda_module`.
-        imported: for each name from a relative import, the file and the name in that file.
+        imported: the file of each name from a relative import, and the name in that file.
     """
 
     path: Path
@@ -103,7 +103,7 @@ class Page:
         return sorted(set(reached.values()), key=lambda node: node.lineno)
 
     def _kernels(self, nodes: list[ast.stmt]) -> Iterator[str]:
-        """Yield, for each kernel file, the kernels that `nodes` use and their helper code."""
+        """Yield the kernels of each kernel file that `nodes` use, with the kernels' helper code."""
         names_by_file: dict[str, list[str]] = {}
         for node in (n for top in nodes for n in ast.walk(top)):
             if isinstance(node, ast.Attribute) and _name(node.value) in self.modules:
@@ -132,7 +132,7 @@ def diff(baseline: str, optimized: str, names: tuple[str, str]) -> str:
 
 
 def _used_names(top: ast.stmt) -> set[str]:
-    """Return the names that a statement reads but does not itself bind."""
+    """Return the names that a statement reads but does not bind."""
     names = [n for n in ast.walk(top) if isinstance(n, ast.Name)]
     bound = {n.id for n in names if isinstance(n.ctx, ast.Store)}
     bound |= {n.arg for n in ast.walk(top) if isinstance(n, ast.arg)}

@@ -1,4 +1,4 @@
 """Plain data and arithmetic: schedules, statistics, verdicts, rows, stored results.
 
-Imports the standard library alone.
+These modules import only the standard library.
 """

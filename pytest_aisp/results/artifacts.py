@@ -2,9 +2,9 @@
 
 `results.jsonl` has one complete line for each finished case. The samples of each case are in a
 separate file in the subfolder `samples`. `canaries.jsonl` has the result of each process's canary
-(a self-test). `manifest.json` is written twice: at the start, with the run's options and its
-machine, and again at the end, with the run's outcome added. At the end, the run also writes
-`results.json` for other programs, `results.md` for people, and `results.csv` for spreadsheets.
+(a self-test). `manifest.json` is written at the start, with the run's options and machine, and
+again at the end, with the run's outcome added. At the end, the run also writes `results.json` for
+other programs, `results.md` for people, and `results.csv` for spreadsheets.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ REPORT = "report.html"
 
 
 class Unclaimable(Exception):
-    """Raised if a run must not write to a folder. The message says why, and what to do."""
+    """A run must not write to a folder. The message says why, and what to do."""
 
 
 class Artifacts:
@@ -122,7 +122,7 @@ class Artifacts:
     def add(self, row: Row) -> SampleFile | None:
         """Append a row and return the file of its samples.
 
-        If a write fails, the run continues, and `error` says why it failed.
+        If a write fails, the run continues, and `error` says why the write failed.
         """
         self._ensure_begun()
         number = self._given.get(self.path, 0) + 1
@@ -152,7 +152,8 @@ class Artifacts:
         Args:
             facts: the manifest's fields about the end of the run.
             peaks: the stored peaks of the products that had cases.
-            report: a function that takes the folder and writes the report. It is called last.
+            report: a function that takes the folder and writes the report. This function is called
+                last.
         """
         self._ensure_begun()
         if self._manifest is not None:
@@ -185,7 +186,7 @@ class Artifacts:
 
     @property
     def error(self) -> str | None:
-        """A message that says what is missing from the files, why, and what to do; or None."""
+        """A message that says what is missing from the files, why, and what to do, or None."""
         if not self._lost:
             return None
         lacking = [self._lacking(path, why) for path, why in self._lost.items()]
@@ -235,7 +236,7 @@ def stamped(base: Path) -> Path:
 
 
 def _point(latest: Path, name: str) -> None:
-    """Make `latest` a link to `name`. Without support for links, make it a file with the name."""
+    """Make `latest` a link to `name`, or a file with the name if links are not supported."""
     temporary = latest.with_name(f".{latest.name}-{os.getpid()}")
     temporary.unlink(missing_ok=True)
     try:
@@ -249,7 +250,7 @@ def _point(latest: Path, name: str) -> None:
 
 
 def _append(path: Path, line: bytes) -> None:
-    """Append the whole line or nothing, because the next line would be joined to a half line."""
+    """Append the whole line or nothing. The next line would be joined to a half-written one."""
     with open(path, "ab", buffering=0) as file:
         end = file.seek(0, os.SEEK_END)
         try:

@@ -21,7 +21,7 @@ HASH = 12
 
 @dataclass(frozen=True)
 class Change:
-    """A lasting change in a case's level, which is the ln(speedup) around which its runs vary.
+    """A lasting change in a case's level. The level is the ln(speedup) around which runs vary.
 
     Attributes:
         before, after: the last run at the old level, and the first run at the new level.
@@ -44,7 +44,7 @@ class Change:
 
     @property
     def state(self) -> State:
-        """The code gate's answer about the change. If there is no answer, the likely cause."""
+        """The code gate's answer about the change, or the likely cause if there is no answer."""
         if self.gate is not None:
             return "confirmed" if self.gate.confirms(self.size) else "refuted"
         if self.sides:
@@ -53,7 +53,7 @@ class Change:
 
     @property
     def command(self) -> str:
-        """The command that measures both commits to confirm the change; empty if there is none."""
+        """The command that measures both commits to confirm the change, or an empty string."""
         commits = (self.before.commit, self.after.commit)
         if not self.sides or not all(commits) or commits[0] == commits[1]:
             return ""
@@ -88,8 +88,8 @@ class CaseHistory:
 def of_lines(lines: Sequence[HistoryLine]) -> CaseHistory:
     """Return the history of one case from its lines, the oldest first.
 
-    If a commit already has a run, another run on it with ``--aisp-against`` only confirms a change.
-    This second run does not become a point of the history, because old code would then follow new
+    If a commit already has a run, a later run of the commit with ``--aisp-against`` only confirms a
+    change. The later run is not a point of the history, because old code would then follow new
     code.
     """
     found, commits = list(lines), set[str]()

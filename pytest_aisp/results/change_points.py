@@ -1,7 +1,7 @@
 """Change points of a series of ln(speedup): the runs at which its level changed.
 
-Binary segmentation proposes candidates. Then the weakest candidate is removed, again and again,
-until all that remain are significant. The noise is estimated anew after each removal. It includes
+Binary segmentation proposes candidates. Then the weakest candidate is removed until all remaining
+candidates are significant. The noise is estimated again after each removal. The estimate includes
 autocorrelation, so a slow wave counts as noise and not as a series of changes. Values are clipped
 at `CLIP` standard deviations, so a single spike is not a change. docs/explanation/history.md has
 the error rates.
@@ -21,24 +21,24 @@ from .stats import ASSUMED, INTERVAL
 FLOOR = 0.01
 """A change is reported only if the far end of its interval is at least this large (1 %)."""
 LEAST, LEAST_BETWEEN = 2, 3
-"""The minimum numbers of points between a change and an end of the series, and between changes. The
-second number is larger, so that two spikes in a row do not look like two changes.
+"""The minimum number of points between a change and an end of the series, and between two changes.
+The second number is larger, so that two spikes in a row do not look like two changes.
 """
 CLIP = 3.6
 """A value farther from the median than this many standard deviations is clipped to that distance.
 """
 CANDIDATE = 3.5
-"""Two levels this far apart, in standard errors of white noise, are a candidate."""
+"""Two levels that are this many standard errors of white noise apart are a candidate."""
 FOUND = 4.8
-"""Two levels this far apart, in standard errors, are a change. The threshold is large because every
-position is tried.
+"""Two levels that are this many standard errors apart are a change. The threshold is large because
+every position is tried.
 """
 KNOWN = 0.001
 """The probability of a false change at any of the positions where an environment fact changed."""
 MOVED = 12.0
 """A change moves away from a known position only if chi-square falls by more than this."""
 SHORTEST = 8
-"""The minimum number of values in a part of a stretch that is searched separately."""
+"""The minimum number of values in each part of a stretch that is searched separately."""
 SHORT = 1e9
 """Subtracted from the strength of a change with too few points, so that it is removed first."""
 
@@ -86,7 +86,7 @@ class _Noise(NamedTuple):
     """The noise around the levels.
 
     Attributes:
-        scale: standard deviation of the noise, as a multiple of the one assumed for the values.
+        scale: standard deviation of the noise, as a multiple of the assumed standard deviation.
         phi: correlation of a value with the next one, from 0 to 0.95.
     """
 
@@ -131,8 +131,8 @@ def change_points(
 def _scales(values: Sequence[float], errors: Sequence[float], session: float) -> list[float]:
     """Return each value's standard deviation, from its error and the scatter between runs.
 
-        The scatter comes from the differences of successive values, which changes of the level and
-    spikes hardly affect.
+    The scatter comes from the differences of successive values. Changes of the level and spikes
+    hardly affect these differences.
     """
     steps = [abs(b - a) for a, b in pairwise(values)]
     seen = median(steps) / NormalDist().inv_cdf(0.75) / math.sqrt(2)
@@ -173,7 +173,7 @@ class _Series:
         return [*self.candidates(start, where), where, *self.candidates(where, stop)]
 
     def pruned(self, splits: Sequence[int], known: Collection[int]) -> list[int]:
-        """Remove the weakest of `splits` until all that remain are significant."""
+        """Remove the weakest of `splits` until all remaining splits are significant."""
         kept = list(splits)
         limit = max(NormalDist().inv_cdf(1 - KNOWN / 2 / max(len(known), 1)), CANDIDATE)
         while kept:

@@ -1,8 +1,8 @@
 """Compare two runs, or two states of the stored results, case by case.
 
 The two runs or states were measured in different sessions. So a change within
-`verdict.record_margin` counts as noise. The same rule applies when a run is compared with stored
-results. Counted goals, such as launches, have no noise.
+`verdict.record_margin` counts as noise, as in a comparison of a run with stored results. Counted
+goals, such as launches, have no noise.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from .results_json import Case
 from .verdict import DEFAULT_SPREAD, RED, UNKNOWN_SESSION, record_margin
 
 TIME_FLOOR = 0.05
-"""The smallest noise assumed for a time, as opposed to a speedup. If the GPU's clock rate changes,
-both sides' times change, but their ratio does not.
+"""The smallest noise assumed for a time. A speedup has less noise: if the GPU's clock rate changes,
+both sides' times change, but the ratio of the times does not.
 
 Times of the same kernel differ by up to 3.4 % from process to process (docs/explanation/spread.md).
 """
@@ -38,7 +38,7 @@ class Measured:
         value: ln(speedup).
         seconds: seconds per call of ``baseline`` and ``optimized``, or empty.
         share: the share of the machine's `limit` that the optimized side reaches.
-        goals: for each metric, the amounts of both sides, as in `Result.goals`.
+        goals: the amounts of both sides by metric, as in `Result.goals`.
         spread: the standard deviation of one process's ln(speedup).
         session: the standard deviation of ln(speedup) between sessions, if recorded.
         verdict: the verdict in a run, or empty for a stored result.
@@ -70,8 +70,8 @@ class Change:
     Attributes:
         metric: ``speedup``, ``baseline time``, ``share of copy``, ``memory, optimized``, ...
         better: whether a higher or a lower value is better.
-        unit: ``x``, ``s``, ``share``, or the name of the goal that has the unit.
-        noise: the largest relative change whose outcome is ``same``; None for counted metrics.
+        unit: ``x``, ``s``, ``share``, or the name of the goal that determines the unit.
+        noise: the largest relative change whose outcome is ``same``, or None for counted metrics.
     """
 
     case: Measured
@@ -85,7 +85,7 @@ class Change:
 
     @property
     def change(self) -> float | None:
-        """The relative change, such as 0.1 for 10 % more; None if the old value is 0."""
+        """The relative change, such as 0.1 for 10 % more, or None if the old value is 0."""
         return self.new / self.old - 1 if self.old else None
 
     @property
@@ -108,12 +108,12 @@ class Turned:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The changes of the cases that both runs have, and the cases that only one run has.
+    """The changes of cases in both runs, and the cases that only one run has.
 
     Attributes:
         changes: regressions first (the largest at the top), then improvements, then the rest.
         turned: cases that turned red, then cases that turned green.
-        apart: cases that both runs have, but whose times cannot be compared, each with the reason.
+        apart: cases in both runs whose times cannot be compared, each with the reason.
     """
 
     changes: tuple[Change, ...]
@@ -184,7 +184,7 @@ def compare(old: Iterable[Measured], new: Iterable[Measured]) -> Comparison:
 
 
 def _why_apart(old: Measured, new: Measured) -> str:
-    """Return the reason why a case's times cannot be compared; empty if they can."""
+    """Return the reason why a case's times cannot be compared, or an empty string."""
     untimed = [side for side, case in (("OLD", old), ("NEW", new)) if case.value is None]
     if len(untimed) == 1:
         verdict = (old if untimed == ["OLD"] else new).verdict

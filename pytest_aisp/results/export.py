@@ -147,7 +147,7 @@ def page_labels(tests: Iterable[tuple[str, str]]) -> dict[tuple[str, str], str]:
 
 
 def in_order(cases: Iterable[Case]) -> list[Case]:
-    """Return the cases sorted by verdict, red ones first; the sort is stable."""
+    """Return the cases sorted by verdict, red ones first. The sort is stable."""
     places = {verdict: place for place, verdict in enumerate(ORDER)}
     return sorted(cases, key=lambda case: places.get(case.verdict, -1))
 
@@ -201,7 +201,7 @@ def label(case: Case) -> str:
 
 
 def speed(speedup: Speedup | None) -> str:
-    """Return a text such as ``3.530x [3.510, 3.550]``; empty without a speedup."""
+    """Return a text such as ``3.530x [3.510, 3.550]``, or an empty string without a speedup."""
     if speedup is None:
         return ""
     return f"{times_text(speedup.value)} [{digits(speedup.low)}, {digits(speedup.high)}]"
@@ -231,7 +231,7 @@ COLUMNS += ("reasons", "wall", "samples")
 
 
 def csv_text(cases: Iterable[Case]) -> str:
-    """Return CSV with one line per case; ``; `` separates several values in one cell."""
+    """Return CSV with one line per case. Several values in one cell are separated by ``; ``."""
     file = io.StringIO()
     writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
     writer.writeheader()

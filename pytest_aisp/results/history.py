@@ -1,8 +1,8 @@
 """The history of cases over runs: `HISTORY/<product>/<chapter>.jsonl`, one line per case and run.
 
 Lines are only appended. A crash can leave the last line half written. When the next run is added,
-that half line is moved to a file next to the history. Other lines that cannot be used stay in the
-file, and each reading of the file reports them.
+the half-written line is moved to a file next to the history. Other unusable lines stay in the file
+and are reported each time the file is read.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class CodeGate(Struct, frozen=True, kw_only=True):
 
     Attributes:
         commit: the other commit, as given to ``--aisp-against``.
-        values: for each changed side, ln(old time / new time) from each process. The first
-            measurement comes first, and the repeated ones (votes) follow.
+        values: ln(old time / new time) from each process, by changed side. The first measurement
+            comes first, and the repeated ones (votes) follow.
         spread: the standard deviation of one process's value.
     """
 
@@ -120,7 +120,7 @@ class HistoryFile:
     """The usable lines of one file, and messages about the lines that cannot be used.
 
     Attributes:
-        torn: the half-written last line, or empty. It is not listed in `problems`.
+        torn: the half-written last line, or empty. `problems` does not list this line.
         length: the number of lines in the file.
     """
 
@@ -146,7 +146,7 @@ class HistoryFile:
 
 @dataclass
 class Added:
-    """Lines that `add` wrote, lines that were there already, and messages on repairs and errors."""
+    """The lines that `add` wrote, the lines that already existed, and messages about errors."""
 
     new: int = 0
     known: int = 0

@@ -15,7 +15,7 @@ from .models import Environments, Result, Results, Stored, base_of, differences
 from .row import Recording
 
 HOURS_APART = 6
-"""Runs that start fewer hours apart than this count as one session: temperature changes slowly.
+"""Runs that start fewer hours apart than this are one session, because temperature changes slowly.
 """
 MOST_SESSIONS = 5
 """A sixth session would narrow the margin by at most 6 % (spread.md)."""
@@ -34,7 +34,7 @@ class Change:
 
     @property
     def only_digests(self) -> bool:
-        """Whether only the digests of sources or the list of files changed."""
+        """True if only the digests of sources or the list of files changed."""
         names = {"sources": self.new.sources, "files": self.new.files}
         return self.old is not None and self.new == msgspec.structs.replace(self.old, **names)
 
@@ -53,11 +53,11 @@ def merge(
         environments: the facts of each environment that `new` names.
         replace: if True, a new result replaces an existing entry. If False, an entry stays, and can
             only gain times, goals, or one more session (up to `MOST_SESSIONS`). A new session must
-            be at least `HOURS_APART` hours from each stored session, or on another board. Anything
-            that is added must have the same sources, machine code, clock and tuning choices as the
-            entry, and `differences` must find no difference between the two environments.
-        texts: today's digests of the sides' source texts, by key. An entry that has one of these
-            gets the digest of the syntax tree instead.
+            be at least `HOURS_APART` hours from each stored session, or on another board. Additions
+            must have the same sources, machine code, clock and tuning choices as the entry, and
+            `differences` must find no difference between the two environments.
+        texts: today's digests of the sides' source texts, by key. An entry with one of these
+            digests gets the digest of the syntax tree instead.
     """
     table = _table(stored, environments)
     for name, facts in stored.environments.items():
@@ -111,7 +111,7 @@ def _several(stored: Stored) -> bool:
 
 
 def _unlike(old: Result, new: Result, table: Environments, several: bool) -> list[str]:
-    """Return the names of the sources and facts that make `old` and `new` incomparable."""
+    """Return the names of the differences that make `old` and `new` incomparable."""
     sides = sorted(old.sources.keys() | new.sources.keys())
     names = [f"{side} source" for side in sides if old.sources.get(side) != new.sources.get(side)]
     if old.values and new.values:
@@ -171,7 +171,7 @@ def recorded_result(recorded: Recording, environment: str, samples: str | None) 
 
     Args:
         environment: the key of the run's environment.
-        samples: the hash of the row's samples; None if the run keeps none.
+        samples: the hash of the row's samples, or None if the run keeps no samples.
     """
     others = ("text_sources", "replace")
     fields = {name: value for name, value in asdict(recorded).items() if name not in others}
@@ -206,7 +206,7 @@ def _with_session(old: Result, new: Result, table: Environments) -> Result:
 
 
 def _mean(old: Result, one: float | None, other: float | None) -> float | None:
-    """Return the geometric mean over all sessions: `one` is the mean for `old`.
+    """Return the geometric mean over all sessions. `one` is the mean over the sessions of `old`.
 
     `other` is the value of the new session. The result is None if `one` or `other` is None.
     """
