@@ -225,7 +225,7 @@ class TestCute:
 
     @pytest.mark.parametrize("products", ["warp_products", "warpgroup_products"])
     def test_pairs_of_results_are_neighbors_in_a_row(self, products):
-        """Each result belongs to one thread. Its result 2 i + 1 is right of its result 2 i."""
+        """A thread owns whole results. Its result 2 i + 1 is to the right of its result 2 i."""
         from cutlass import cute
 
         from suites.ch09 import cute_gemm

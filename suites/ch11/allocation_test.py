@@ -7,19 +7,19 @@ Problem    Compute `steps` variances of n fp32 values: of the first 1/steps of t
            several blocks, which need two more tensors.
 Baseline   device_malloc: each tensor is allocated by `cudaMalloc` and freed by `cudaFree`, as in
            CUDA code that allocates where it needs memory. In PyTorch, the environment variable
-           `PYTORCH_NO_CUDA_MEMORY_CACHING` does this.
+           `PYTORCH_NO_CUDA_MEMORY_CACHING` has this effect.
 Optimized  stream_ordered: `backend:cudaMallocAsync`. `cudaMallocAsync` takes each tensor from the
            driver's pool, and `cudaFreeAsync` returns it, in stream order. The pool keeps freed
            memory, because PyTorch sets the pool's release threshold to the largest value. With the
            driver's default threshold of 0, the pool releases its free memory at each wait for the
            GPU.
-           cached: PyTorch's default. Its own allocator keeps freed memory and hands it out again,
-           without a driver call.
+           cached: PyTorch's default. PyTorch's own allocator keeps freed memory and hands it out
+           again, without a driver call.
 Bound      The host, which launches kernels and calls the allocator. In device_malloc, `cudaFree`
            waits until the GPU is idle, so the host cannot launch ahead. `cudaMalloc` and `cudaFree`
            also change the GPU's page tables. The costs of device_malloc count one wait for each
-           tensor. Nobody has measured how long a call to the driver's pool takes. So the costs of
-           stream_ordered count such a call as a torch call that launches nothing.
+           tensor. We did not measure how long a call to the driver's pool takes, so the costs of
+           stream_ordered count it as a torch call that launches nothing.
 Seen       device_malloc takes more than twice as long as predicted, because `cudaMalloc` and
            `cudaFree` of a tensor take more than twice as long as a wait. cached calls neither
            function, but takes 1.5 times as long as predicted. The predicted time of a launch was
@@ -27,7 +27,7 @@ Seen       device_malloc takes more than twice as long as predicted, because `cu
            cached is about as predicted.
 Use when   You write CUDA code that needs temporary memory. Allocate it by `cudaMallocAsync`, with a
            release threshold, or by the framework's allocator. In PyTorch, keep the default.
-           `PYTORCH_NO_CUDA_MEMORY_CACHING` is meant for finding memory bugs.
+           `PYTORCH_NO_CUDA_MEMORY_CACHING` is only for finding memory bugs.
            `../ch13/allocator_test.py` compares how much reserved memory each allocator leaves
            unused.
 """

@@ -9,20 +9,18 @@ Optimized  chunked: changes whole. The rows are cut into `chunks` chunks. A seco
            Each chunk has its own memory on the GPU, so no copy has to wait for a product. The cases
            only show a curve, so the page claims no speedup for them.
 Bound      PCIe and fp32 arithmetic, which overlap. Only the copy of the first chunk and the product
-           of the last chunk overlap with nothing. With twice as many chunks, each of these two
-           takes half the time. Two effects limit the gain. First, each copy and each kernel has a
-           fixed start-up time. Second, a product of few rows has fewer tiles than the GPU has SMs:
-           with 128 chunks, half of the SMs are idle.
+           of the last chunk overlap with nothing. With twice as many chunks, these two take half
+           the time. Two effects limit the gain. First, each copy and each kernel has a fixed
+           start-up time. Second, a product of few rows has fewer tiles than the GPU has SMs: with
+           128 chunks, half of the SMs are idle.
 Seen       chunked is fastest with 8 to 32 chunks. With 128 chunks, there is almost no gain. The
            cost predicts this, because it assumes tiles of 128 x 128. The products do not reach the
-           fp32
-           peak: a product alone takes about a quarter longer than predicted. With 4 chunks, the
-           products take even longer. cuBLAS chooses a kernel by the number of rows, so the curve is
-           not smooth.
+           fp32 peak: a product alone takes about a quarter longer than predicted, and even longer
+           with 4 chunks. cuBLAS chooses a kernel by the number of rows, so the curve is not smooth.
 Use when   A copy and the work on the copied data take similar times. Begin with 8 to 16 chunks. Use
-           fewer if a chunk would become smaller than about 1 MiB, or if its kernel would no longer
-           fill the GPU. `../ch01/double_buffering_test.py` shows the same overlap with only two
-           buffers, for data that do not fit in the GPU's memory.
+           fewer if a chunk would become smaller than about 1 MiB, or if the kernel of a chunk would
+           no longer fill the GPU. `../ch01/double_buffering_test.py` shows the same overlap with
+           only two buffers, for data that does not fit in GPU memory.
 """
 
 import math

@@ -1,14 +1,14 @@
 // A layer of n neurons, out = relu(weights x), in a chain of layers. n is a multiple of 8, at most
-// 1024. One warp computes one neuron. A kernel here may start before the previous kernel of its
-// stream has ended, so it must wait before it reads x, and before it writes out.
+// 1024. One warp computes one neuron. These kernels may start before the previous kernel of the
+// stream has ended, so they must wait before they read x or write out.
 //
 // waits_first: waits for the previous kernel, then loads its weights.
 // loads_first: loads its weights, then waits for the previous kernel.
 
 #include "dependent_launch_layer.cuh"
 
-// Lets the next kernel start as soon as SMs have room for its blocks. The results of this kernel
-// are not ready then. Before the next kernel reads them, it waits until this kernel has ended.
+// Lets the next kernel start as soon as SMs have room for its blocks. At that time, the results of
+// this kernel are not ready. The next kernel must wait before it reads them.
 __device__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // Returns when the previous kernel has ended and its writes are visible. The previous kernel also

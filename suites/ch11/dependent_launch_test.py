@@ -1,29 +1,30 @@
-"""Programmatic dependent launch: start a kernel while the one before it is ending.
+"""Programmatic dependent launch: start a kernel before the previous kernel has ended.
 
-Problem    A chain of fp32 layers, x = relu(W x), with n neurons each, for one vector x. A layer
-           needs the whole result of the previous layer. All weights are known in advance.
-Baseline   launches: one kernel per layer. A kernel starts when the one before it has ended.
+Problem    Compute a chain of fp32 layers, x = relu(W x), with n neurons each, for one vector x. A
+           layer needs the whole result of the previous layer. All weights are known in advance.
+Baseline   launches: one kernel per layer. A kernel starts when the previous kernel has ended.
 Optimized  waits_first: changes launches. Every layer except the first is a dependent launch.
            Each kernel allows the next kernel to start at once. The blocks of the next kernel start
            early, and `griddepcontrol.wait` makes them wait until the previous kernel has ended.
            Then they load their weights.
            loads_first: changes waits_first. A kernel loads its weights before the wait, not after
-           it. So the loads run while the previous layer or an even earlier one is running.
+           it. So the loads run during the previous layer or an even earlier one.
            library: `torch.mv` and `relu_`, two kernels per layer.
 Bound      Latency and DRAM. The weights are ten times as large as the L2, so each call reads them
-           from DRAM. Reading the weights of a layer takes less time than starting a kernel, waiting
-           for its first bytes, and ending it. waits_first hides the start. loads_first also hides
-           the DRAM latency, and reads while the previous layer ends. So only the time to read the
-           weights and a short sum remain. The costs include neither a latency nor the hidden part
-           of a start. So launches, waits_first and loads_first have the same predicted time.
+           from DRAM. Reading the weights of a layer takes less time than starting the kernel,
+           waiting for the first bytes, and ending the kernel. waits_first hides the start.
+           loads_first also hides the DRAM latency, and reads while the previous layer ends. So only
+           the time to read the weights and a short sum remain. The costs include neither latencies
+           nor the hidden part of a start, so launches, waits_first and loads_first have the same
+           predicted time.
 Seen       launches, waits_first and library take a third to two thirds longer than predicted, on an
            H100 and an H200. The costs leave out latencies, which explains the difference:
            loads_first hides the latencies, and takes about as long as predicted on an H100.
-Use when   Short kernels run one after another, as in decoding, and you write these kernels. Each
-           kernel also needs data that the previous kernel does not compute, such as weights. The
-           SMs must have room for the blocks of a kernel while the previous kernel is still running.
-           Before the wait, write nothing, and read nothing that the previous kernel writes. Between
-           long kernels, the gap is too short to matter.
+Use when   You write short kernels that run one after another, as in decoding. Each kernel also
+           needs data that the previous kernel does not compute, such as weights. The SMs must have
+           room for the blocks of a kernel while the previous kernel is still running. Before the
+           wait, write nothing, and read nothing that the previous kernel writes. Between long
+           kernels, the gap is too short to matter.
 """
 
 import torch
@@ -129,8 +130,8 @@ def chain_cost(layers, n):
         **dict.fromkeys([launches, waits_first, loads_first], chain_cost),
         library: lambda layers, n: layers * layer_cost(n, launches=2),
     },
-    # The weights evict each other from the L2 anyway. The weights that `library` reads evict no
-    # other data, so the plugin's check for a cold L2 would reject `library`.
+    # The weights evict each other from the L2 anyway. In `library`, they evict no other data, so
+    # the plugin's check for a cold L2 would reject it.
     conditions=Conditions(l2="warm"),
 )
 def test_dependent_launch(pair):

@@ -22,10 +22,10 @@ Seen       With few rows, host_waits is slower than one_stream on an H100, and e
            graph, event_waits took a third less time. With many rows, the products are the limit. As
            in `chunk_count_test.py`, they do not reach the fp32 peak. So all sides take longer than
            predicted by about the same factor.
-Use when   Two streams depend on each other, and the steps take less than about 1 ms. If the steps
-           are longer, a wait by the host costs little. If the host's calls take longer than the
-           steps, use larger chunks or capture a graph. The host must still wait before it reads a
-           result, and before it writes new data into pinned memory that is being copied.
+Use when   Two streams depend on each other, and a step takes less than about 1 ms. If steps take
+           longer, a wait by the host costs little. If the host's calls take longer than the steps,
+           use larger chunks or capture a graph. The host must still wait before it reads a result,
+           and before it writes new data into pinned memory that is being copied.
 """
 
 from dataclasses import replace

@@ -1,9 +1,9 @@
 """A graph with branches: several streams help only if the host is not the limit.
 
-Problem    `towers` small networks (towers) of different widths, as in a model that embeds different
-           kinds of features. Each tower has its own (batch, width) fp32 input, and computes a
-           (batch, out) output by two linear layers with a relu between them. The towers do not
-           depend on each other. Their outputs are concatenated at the end.
+Problem    Run `towers` small networks (towers) of different widths, as in a model that embeds
+           different kinds of features. Each tower has its own (batch, width) fp32 input, and
+           computes a (batch, out) output by two linear layers with a relu between them. The towers
+           are independent, and their outputs are concatenated at the end.
 Baseline   in_turn: one tower after another, on one stream.
 Optimized  streams: like in_turn, with a stream for each tower.
            captured: like in_turn, as a CUDA graph. The graph is one chain of kernels.
@@ -18,9 +18,9 @@ Seen       in_turn and streams take several times as long as predicted. The same
            as a graph, so the extra time is spent on the host. The predicted time of a launch was
            measured with a small addition, not with linear layers. captured takes as long as
            predicted, and branches takes slightly longer than predicted.
-Use when   A model has independent parts whose kernels are too small to fill the GPU. The shapes of
-           the model are fixed, so it can be captured. Without a graph, streams help only if the
-           work takes longer on the GPU than its launches take on the host.
+Use when   A model has fixed shapes and independent parts whose kernels are too small to fill the
+           GPU. Without a graph, streams help only if the work takes longer on the GPU than its
+           launches take on the host.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """KV prefetch: fetch the next layer's cache from the host while this layer computes.
 
-Problem    One decoding step of `layers` layers in bf16, for `batch` sequences whose keys and values
-           are in pinned host memory, because the GPU has no room for them. A layer projects x to
+Problem    Compute one decoding step of `layers` bf16 layers for `batch` sequences. The GPU has no
+           room for their keys and values, which are in pinned host memory. A layer projects x to
            queries, attends to the `tokens` tokens of its cache, and projects back. An MLP follows.
            Attention and MLP each add their result to x. All query heads share 2 heads of keys and
            values. The page times a curve over the number of tokens.
@@ -13,17 +13,17 @@ Bound      PCIe or DRAM, whichever takes longer. A layer reads the same weights 
            number of tokens, but with more tokens, there is more cache to copy. If a copy takes less
            time than a layer, prefetched hides every copy except the first. If a copy takes much
            longer than a layer, only a small part of the copy is hidden, and the gain is small
-           again. The gain is largest if copy and layer take the same time, and it is never more
-           than twofold.
+           again. The gain is largest if copy and layer take the same time, and is never more than
+           twofold.
 Seen       On an H200, even without the copy, a layer takes about twice as long as predicted. The
            prediction counts the weights of the layer and the starts of its kernels. The extra time
            grows with the number of tokens. We did not measure which kernels take it. Since layers
            take longer, it takes more tokens than predicted to reach the largest gain. With 1024
            tokens or more, PCIe is the limit, and prefetched takes as long as predicted.
 Use when   Caches have to stay in host memory for a while, and the copy of a layer's cache does not
-           take much longer than the layer. For longer caches, move fewer bytes: keep a part of each
-           cache on the GPU, or store it in 8 bits. Capture the step as a CUDA graph. Without a
-           graph, the host's launches are the limit. `../ch13/kv_cache_test.py` shows caches that
+           take much longer than the layer. For longer caches, move fewer bytes: keep part of each
+           cache on the GPU, or store the cache in 8 bits. Capture the step as a CUDA graph. Without
+           a graph, the host's launches are the limit. `../ch13/kv_cache_test.py` shows caches that
            stay on the GPU.
 """
 

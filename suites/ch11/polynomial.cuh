@@ -4,8 +4,8 @@
 
 constexpr unsigned MOST = 1024;  // coefficients that a block keeps in shared memory at a time
 
-// Returns the value at `at`. The first coefficient belongs to the highest power. `part` is shared
-// memory of the block. All threads of the block must call this function.
+// Returns the polynomial's value at `at`. The first coefficient belongs to the highest power.
+// `part` is shared memory of the block. All threads of the block must call this function.
 __device__ inline float polynomial(const float* coefficients, unsigned count, float at,
                                    float (&part)[MOST]) {
   float value = 0.0f;

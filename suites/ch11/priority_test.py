@@ -1,10 +1,10 @@
-"""Stream priority: small urgent kernels do not have to wait for a large one.
+"""Stream priority: small urgent kernels do not have to wait for a large kernel.
 
 Problem    A large kernel computes the sigmoid of n fp32 values. At the same time, a recurrent
            network of width m computes `steps` steps of h = tanh(W h + x), each with three small
-           kernels. Each step needs the result of the previous one. The network alone takes slightly
-           less time than the large kernel alone. If the network has to wait for the large kernel,
-           the whole call takes longer.
+           kernels. Each step needs the result of the previous step. The network alone takes
+           slightly less time than the large kernel alone, so the call takes longer if the network
+           has to wait.
 Baseline   same_priority: the large kernel on the current stream, and the network on a second one.
            The large kernel is launched first, so the GPU starts all its blocks before any block of
            the network.
@@ -12,9 +12,10 @@ Optimized  urgent: changes same_priority. The second stream has a higher priorit
            the large kernel ends, a waiting block of the network takes its place. Running blocks are
            not interrupted.
 Bound      DRAM for the large kernel, and the latency of small kernels for the network. In
-           same_priority, the two times add up. In urgent, the two overlap, so a call takes as long
-           as the longer one. The costs include the start of a small kernel, but not its latency.
-           The costs of urgent leave out the network's starts, which happen during the large kernel.
+           same_priority, the two times add up. In urgent, they overlap, so a call takes only as
+           long as the longer of the two. The costs include the start of a small kernel, but not its
+           latency. The costs of urgent leave out the network's starts, which happen during the
+           large kernel.
 Use when   Urgent requests share a GPU with other work, and the kernels of the other work have many
            short blocks. Priority does not help if these blocks run for milliseconds, as in
            persistent kernels. An SM must also have room for an urgent block next to the other

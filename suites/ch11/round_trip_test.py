@@ -1,19 +1,19 @@
-"""Round trip: copy results to the host while the next data are copied to the GPU.
+"""Round trip: copy results to the host while the next data is copied to the GPU.
 
-Problem    fp32 data are in pinned host memory, as `chunks` chunks of n values. The GPU computes the
-           sigmoid of each value. The results have to be in pinned host memory at the end. All sides
-           allocate the result buffer, and two chunks of GPU memory per stream, before the timed
-           part.
+Problem    The fp32 data is in pinned host memory, as `chunks` chunks of n values. Compute the
+           sigmoid of each value on the GPU. The results must end up in pinned host memory. All
+           sides allocate the result buffer, and two chunks of GPU memory per stream, before the
+           timed part.
 Baseline   one_stream: copy a chunk in, compute, copy the result out, then go to the next chunk.
 Optimized  two_streams: changes one_stream. The chunks alternate between two streams. While one
-           stream copies results out, the other one copies data in.
+           stream copies results out, the other stream copies data in.
            three_streams: like two_streams, with a third stream. While one chunk is copied in, a
-           second chunk can be computed, and the results of a third one copied out.
-Bound      PCIe. PCIe carries data in both directions at once, and a GPU has a copy engine for each
+           second chunk can be computed, and the results of a third chunk copied out.
+Bound      PCIe, which carries data in both directions at once. A GPU has a copy engine for each
            direction. one_stream uses only one direction at a time. The kernel reads and writes
            DRAM, not PCIe, so it takes much less time than a copy. So a third stream hides only a
            little more.
-Use when   Data are streamed through the GPU, and the results go back to the host. Two or three
+Use when   Data is streamed through the GPU, and the results go back to the host. Two or three
            chunks in flight are enough. If the results stay on the GPU, only the copy in and the
            kernel can overlap (`chunk_count_test.py`). More streams only add buffers.
 """

@@ -22,8 +22,8 @@ Seen       captured_loop takes several times as long as predicted, so its kernel
            measured with an addition, not with products.
 Use when   A model's output is its next input, as in decoding and forecasting. Capture one step if
            the number of steps varies, or if the host must look at a result between steps. Capture
-           the whole loop if the number of steps is fixed. This saves the copies, but the graph has
-           about `steps` times as many nodes, which all have to be instantiated.
+           the whole loop if the number of steps is fixed. A whole loop needs no copies, but its
+           graph has about `steps` times as many nodes to instantiate.
 """
 
 import torch

@@ -1,4 +1,4 @@
-// Sum segments of x, as segments.cu does, but with kernels that are launched by a kernel. Segment s
+// Sum segments of x, as segments.cu does, but with kernels that another kernel launches. Segment s
 // is x[offsets[s]] to x[offsets[s + 1] - 1], and may be empty.
 //
 // launch_segments: a thread per segment launches a child of one block, which sums the segment. The

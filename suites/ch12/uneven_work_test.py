@@ -1,17 +1,17 @@
 """Uneven work: let each warp take its next item when it is done.
 
-Problem    n items. Each item is a random generator that runs a given number of steps. A warp runs
-           an item, with a different seed in each lane. One item in 128 is heavy: it has 32 times as
-           many steps as the others. With order=last, the heavy items come after all others, as in
-           data that are sorted by size. With order=random, the heavy items are at random places.
-           With order=even, all items have the same number of steps, and the page claims only that
-           two of the variants lose nothing.
+Problem    Run n items. Each item is a random generator that runs a given number of steps. A warp
+           runs an item, with a different seed in each lane. One item in 128 is heavy: it has 32
+           times as many steps as the others. With order=last, the heavy items come after all
+           others, as in data that is sorted by size. With order=random, the heavy items are at
+           random places. With order=even, all items have the same number of steps, and the page
+           claims only that two of the variants are not slower.
 Baseline   static_share: as many warps as fit on the GPU. Each warp runs a contiguous share of the
            items.
 Optimized  interleaved: changes static_share. With W warps in the grid, a warp runs every W-th item.
            So neighboring heavy items go to different warps.
-           queue: changes interleaved. When a warp has finished an item, it takes the next one by an
-           atomic addition to a shared counter. So the shares are not fixed.
+           queue: changes interleaved. When a warp has finished an item, it takes the next item by
+           an atomic addition to a shared counter.
            queue_by_4: changes queue. A warp takes four items at once, so there are a quarter as
            many atomics.
            warp_per_item: changes static_share. There are no shares: the grid has a warp for each
@@ -35,9 +35,8 @@ Use when   Some items take much longer than others, and you do not know which. S
            interleave them: interleaving costs nothing, and heavy items are often neighbors. Write
            your own queue if blocks keep data in shared memory or registers between items. If you
            know which items are long, start them first. All warps of a queue update one address, so
-           take enough work with each atomic. But take so little that each warp comes back several
-           times. If a warp takes work only once, its share is fixed. If all items take the same
-           time, a queue does not help.
+           take enough work with each atomic, but so little that each warp comes back several times.
+           If all items take the same time, a queue does not help.
 """
 
 import torch

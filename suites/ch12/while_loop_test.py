@@ -1,23 +1,23 @@
-"""Loop until convergence: ask the GPU less often, or let the GPU repeat the loop itself.
+"""Loop until convergence: read the GPU's flag less often, or let the GPU repeat the loop.
 
-Problem    Shortest paths from a corner of a width x width grid. Entering a cell costs 1 to 9. Each
-           step updates the distance of every cell from its neighbors (relaxation). The loop ends
-           when a step changes nothing. The number of steps depends on the costs. Extra steps change
-           nothing, so all sides return the same distances.
+Problem    Find the shortest paths from a corner of a width x width grid. Entering a cell costs 1 to
+           9. Each step updates the distance of every cell from its neighbors (relaxation). The loop
+           ends when a step changes nothing. The number of steps depends on the costs. Extra steps
+           change nothing, so all sides return the same distances.
 Baseline   ask_always: after every two steps, the host waits for a flag that says whether these
            steps changed anything.
 Optimized  ask_rarely: changes ask_always. After every 16 steps, the host waits for the flag, which
            says whether the last two steps changed anything. So there are up to 14 unnecessary
            steps.
-           captured: changes ask_rarely. The 16 steps are a CUDA graph. The host replays it, waits
-           for the flag, and replays it again.
+           captured: changes ask_rarely. The 16 steps are a CUDA graph. The host replays the graph,
+           waits for the flag, and replays the graph again.
            while_node: changes ask_always. The two steps are the body of a while node of a CUDA
            graph. A kernel sets the node's condition from the flag, so the GPU repeats the body by
            itself, and the host launches once.
-Bound      The host for ask_always, which waits in every iteration, and for ask_rarely, which
+Bound      The host limits ask_always, which waits in every iteration, and ask_rarely, which
            launches each step. In captured and while_node, the GPU starts a small kernel for each
            step. while_node has one more kernel in each iteration, which sets the node's condition.
-           Then the node decides whether to repeat. Nobody has measured how long the decision takes,
+           Then the node decides whether to repeat. We did not measure how long the decision takes,
            so the predicted time leaves it out. The number of steps depends on the data. The costs
            assume two steps per row of the grid, because nearly every shortest path goes right and
            down.
@@ -27,7 +27,7 @@ Seen       ask_always and ask_rarely take twice as long as predicted or more. A 
            kernel in a graph was measured with an addition to one number. In while_node, the
            decision also takes time. The assumed number of steps is right: on a CPU, three grids of
            256 x 256 needed 513 to 517 steps.
-Use when   The data decide when a loop ends, as in solvers, searches, and decoding until all
+Use when   The data decides when a loop ends, as in solvers, searches, and decoding until all
            sequences have ended. If extra iterations do no harm, first try to read the flag only
            every few iterations. If extra iterations do harm, or if the host has other work, use a
            while node. The body of a while node is a graph, so its shapes are fixed. A while node

@@ -1,12 +1,12 @@
-"""Allocator settings: which ones keep growing caches from fragmenting GPU memory.
+"""Allocator settings: which settings keep growing caches from fragmenting GPU memory.
 
 Problem    Caches of 16 layers grow from 1024 to 4096 tokens, 64 at a time. Each cache is a (tokens,
            width) bf16 tensor. `cat` replaces it with a longer one, as in text generation with
            dynamic caches. The page compares how much memory the allocator took from the GPU and
            never used.
 Baseline   segments: torch's allocator with its default settings. It allocates segments from the
-           driver and serves later requests from them. When a cache grows, the longer cache does not
-           fit into a segment that a shorter cache has freed.
+           driver and serves later requests from them. A cache that has grown does not fit into a
+           segment that a shorter cache has freed.
 Optimized  Each variant changes one setting of the baseline.
            expandable: `expandable_segments:True`: one range of addresses that grows as pages are
            mapped to it. Free space at the end of the range becomes part of the next request.
@@ -24,12 +24,11 @@ Bound      The allocator's rules. At most 576 MiB are in use: 16 full caches, an
            and 5984 MiB are unused. The rules of the driver's pool are not published.
 Seen       The measurement of capped is exactly what the simulation predicts. segments, expandable
            and rounded leave less memory unused than predicted. If 128 MiB had been free in the
-           cache before the call, the prediction would be exact for rounded and within 3 % for
+           allocator before the call, the prediction would be exact for rounded and within 3 % for
            segments. We did not record how much was free, so we cannot explain the difference. The
            ranking of the settings is as predicted.
 Use when   Tensors of growing sizes fill the GPU, although little memory is in use. Use expandable
-           segments. Do not cap the split size, because for such tensors a cap makes fragmentation
-           worse.
+           segments. Do not cap the split size: for such tensors, a cap makes fragmentation worse.
 """
 
 import torch
