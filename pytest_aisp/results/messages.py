@@ -1,7 +1,7 @@
 """The messages between the pytest process and its worker processes.
 
 The pytest process sends a `Task`. The worker sends `ProgressUpdate` messages, and then one `Reply`.
-Every message has a tag that names its type. Messages contain only JSON types (`encoding`). So the
+Every message has a tag that names its type. Messages contain only JSON types (`encoding`), so the
 two processes may run different Python versions, and a recorded reply can be replayed.
 """
 
@@ -17,7 +17,7 @@ Json: TypeAlias = Any
 """Any JSON value: a number, a text, a list or a table."""
 
 READY = "ready"
-"""The first progress message of a process. The time limit of a task starts when this arrives."""
+"""The first progress message of a process. The time limit of a task starts with this message."""
 
 AT = " at "
 """The separator between the work and the size in a progress message, as in ``check at n=64``."""
@@ -39,7 +39,7 @@ class Task(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_fi
 
     @property
     def kind(self) -> str:
-        """The tag, such as ``check``. It also names the work in messages to the user."""
+        """The tag, such as ``check``, which also names the work in messages to the user."""
         return str(self.__struct_config__.tag)
 
 
@@ -58,13 +58,13 @@ class CaseTask(Task, frozen=True, kw_only=True):
         page, root, module: path of the page, root of its source tree, and the page's import name.
         function, variant, size, gpus: the test function and the parameters of the case.
         case: pytest id of the case.
-        at: the sizes to check: ``case`` for the case's own size and a few fixed sizes, ``check``
-            for small sizes only.
+        at: the sizes to check. ``case`` means the case's own size and a few fixed sizes. ``check``
+            means small sizes only.
         rule: keyword arguments for `numerics.Rule`.
         seed: secret seed for the input values at check sizes, and for values that are drawn after
             the sides were prepared.
-        reproducible: use deterministic algorithms only.
-        without: protections to switch off. Only this project's tests of exploits use it.
+        reproducible: True to use only deterministic algorithms. without: protections to switch off,
+            which only this project's tests of exploits do.
     """
 
     page: str = ""
@@ -96,8 +96,9 @@ class TimeTask(CaseTask, frozen=True, kw_only=True, tag="time"):
     """Time two sides against each other.
 
     Attributes:
-        versus: the comparison: ``baseline`` for optimized against baseline, ``self`` for a side
-            against itself (A/A trial), ``old`` for a side against its version at a commit.
+        versus: the kind of comparison. ``baseline`` means optimized against baseline. ``self``
+            means a side against itself (A/A trial). ``old`` means a side against its version at a
+            commit.
         side: for ``old``, the role of that side.
         past: for ``old``, the page at the commit.
         budget: keyword arguments for `schedule.Budget`.
@@ -125,7 +126,7 @@ class HoldTask(CaseTask, frozen=True, kw_only=True, tag="hold"):
     Attributes:
         other: True for the second of two environments. Only a simulated timer uses this field.
         lap: number of the lap, from 0. Lap 0 first builds the copies once to choose the clock.
-        known: the clock, and each copy's number of calls in a window, if already chosen.
+        known: the clock and each copy's number of calls in a window, if they were chosen before.
     """
 
     side: str
@@ -166,10 +167,11 @@ class CountTask(CaseTask, frozen=True, kw_only=True, tag="count"):
 
 
 class ChangedTask(CaseTask, frozen=True, kw_only=True, tag="changed"):
-    """Find the sides whose sources differ from those in `past`, the page at a commit.
+    """Find the sides whose sources differ between the page and `past`, the page at a commit.
 
-    If `arch` is given, also compare the machine code for it, or return its digests if there is no
-    `past`. If the role `sass` is given, only return the difference of that side's SASS.
+    If `arch` is given, also compare the machine code for that arch, or return digests of the
+    machine code if there is no `past`. If the role `sass` is given, only return the difference of
+    that side's SASS.
     """
 
     past: PageSource | None
@@ -211,7 +213,8 @@ class DrawTask(CaseTask, frozen=True, kw_only=True, tag="draw"):
 class PrepareTask(CaseTask, frozen=True, kw_only=True, tag="prepare"):
     """Prepare the side with the role `side` in the sandbox, with `slots` sets of inputs.
 
-    A unit of work is one CUDA graph of `counted` calls on the ``graph`` clock, else one call.
+    On the ``graph`` clock, a unit of work is one CUDA graph of `counted` calls. On all other
+    clocks, a unit is one call.
     """
 
     side: str
@@ -228,7 +231,7 @@ class PerformTask(CaseTask, frozen=True, kw_only=True, tag="perform"):
 
 
 class ShowTask(CaseTask, frozen=True, kw_only=True, tag="show"):
-    """Run the side in the sandbox on the file `values`; write outputs of `slots` to `outputs`."""
+    """Run the side in the sandbox on the file `values`. Write outputs of `slots` to `outputs`."""
 
     side: str
     values: str
@@ -271,7 +274,7 @@ def case_fields(task: CaseTask) -> dict[str, Json]:
 
 
 class ProgressUpdate(Struct, frozen=True, tag="progress"):
-    """A message about the current work of the process. It also restarts the time limit."""
+    """A message about the current work of the process, which also restarts the time limit."""
 
     text: str
 

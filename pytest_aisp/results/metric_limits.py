@@ -1,8 +1,8 @@
 """The metrics other than time that a page may limit: memory, launches, energy and goodput.
 
 Counted amounts vary too. For example, the memory that an allocator takes from the GPU differs
-between processes and between boards. So recording runs count in several processes and sessions, and
-the spread of these counts gives the margin against a stored amount. A metric that is the same in
+between processes and between boards. So results are recorded from several processes and sessions,
+and the spread of the counts gives the margin against a stored amount. A metric that is the same in
 all processes, such as launches, has no margin.
 """
 
@@ -31,14 +31,14 @@ class Metric:
 
     Attributes:
         what: the words that follow the amounts in a message.
-        assertion: the method of `pair` that limits it.
+        assertion: the method of `pair` that limits the metric.
         unit: function that formats one amount.
         relative: True if the limit is a share of the baseline's amount.
-        margin, slack: the loss against a stored amount that is allowed even without noise: the
-            share `margin` of the stored amount, plus the amount `slack`.
+        margin, slack: the share of a stored amount, and an amount to add. Their sum is the loss
+            that is allowed even without noise.
         rises: True if a larger amount is better.
         one_session: the smallest allowed loss, as a share, if the stored amount comes from one
-            session. If it comes from S sessions, this is divided by S.
+            session. For S sessions, the share is divided by S.
     """
 
     what: str
@@ -69,8 +69,7 @@ class Metric:
         return self._beyond(amounts["optimized"], limit, amounts.get("noise", 0.0))
 
     def worse(self, before: Amounts, amounts: Amounts, sessions: int = 1) -> bool:
-        """Return whether the optimized side is worse than `before` by more than the margin and the
-        noise.
+        """Return whether the optimized side exceeds `before` by more than the margin and the noise.
 
         Args:
             sessions: the number of sessions in which `before` was counted.
@@ -83,8 +82,9 @@ class Metric:
     def allowed(self, before: Amounts, sessions: int) -> float:
         """Return the largest allowed loss without `slack`, as a share of the amount `before`.
 
-        A few counts cover only part of the range of all possible counts. So half of their range is
-        multiplied by 1.5 + 3 / (N - 1), for N sessions, or for N processes of a single session.
+        A few counts cover only part of the range of all possible counts. So half of the counts'
+        range is multiplied by 1.5 + 3 / (N - 1), for N sessions, or for N processes of a single
+        session.
         """
         count = sessions if sessions > 1 else before.get("processes", 1)
         spread = before.get("noise", 0.0) * (1.5 + 3 / (count - 1) if count > 1 else 1)
@@ -95,7 +95,7 @@ class Metric:
 
 
 def pooled(amounts: Sequence[Amounts]) -> Amounts:
-    """Return each side's median amount over processes; the noise is half of the range."""
+    """Return each side's median amount over processes. The noise is half of the range."""
     if len(amounts) == 1:
         return amounts[0]
     return _around({role: median(each[role] for each in amounts) for role in ROLES}, amounts)
@@ -122,11 +122,11 @@ def _around(middles: Mapping[str, float], amounts: Sequence[Amounts]) -> Amounts
 
 
 def shares(busy: Amounts, seconds: Sequence[float]) -> dict[str, float]:
-    """Return, by side, the share of a call's time during which the GPU computes; at most 1.
+    """Return each side's share of a call's time during which the GPU computes, at most 1.
 
     Args:
-        busy: by side, the GPU's busy seconds in a call under the profiler. These seconds can exceed
-            the call's time, because the GPU's clock rate may be lower under the profiler.
+        busy: the GPU's busy seconds in a call under the profiler, by side. The busy seconds can
+            exceed the call's time, because the GPU's clock rate may be lower under the profiler.
         seconds: each side's seconds per call, without the profiler.
     """
     both = zip(ROLES, seconds, strict=True)

@@ -1,7 +1,7 @@
 """Notes and remarks of a row: graphs, memory, launch-bound sides, predicted times, slow baselines.
 
-A remark that a baseline waits, or that it hardly uses the machine, never changes the verdict. It
-only tells the reader to check the baseline.
+Remarks about a baseline that waits or hardly uses the machine never change the verdict. They only
+tell the reader to check the baseline.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from .messages import Json
 from .row import amount, duration
 
 LAUNCH_BOUND = 1.5
-"""A side is launch-bound if its calls take at least this many times longer without a CUDA graph."""
+"""A side is launch-bound if a call without a CUDA graph takes at least this many times as long."""
 MORE_TIMES, MORE_BYTES = 1.5, 64 << 20
-"""Memory is traded for speed if the optimized side needs this many times more memory than the
-baseline, and also this many bytes more.
+"""Memory is traded for speed if the optimized side needs this many times the baseline's memory, and
+also this many bytes more.
 """
 WAITS, FEWER_TIMES = 0.5, 2.0
 """A baseline waits if its CPU share (CPU time over wall time) is below the first number, and if the
@@ -28,7 +28,8 @@ limit, while the optimized side reaches at least the second share.
 
 
 def graph_notes(names: Sequence[str], details: Mapping[str, Json]) -> list[str]:
-    """Return notes with each side's CUDA graph nodes per call, or why they were not counted."""
+    """Return notes with each side's CUDA graph nodes per call, or the reason for a missing
+    count."""
     if "no graph_nodes" in details:
         return [f"graph: nodes not counted: {details['no graph_nodes']}"]
     by_side = details.get("graph_nodes", {})
@@ -56,13 +57,12 @@ def memory_note(peaks: Mapping[str, int]) -> tuple[str, bool]:
 def launch_bound(
     clock: str, seconds: Mapping[str, float], as_called: Sequence[float]
 ) -> dict[str, float]:
-    """Return the ratio of the times without and with a CUDA graph for each launch-bound side.
+    """Return each launch-bound side's time without a CUDA graph divided by the time with one.
 
     Args:
         clock: the clock whose times the verdict uses. On all clocks except ``graph``, the result is
-            empty.
-        seconds: for each side, the seconds per call on that clock.
-        as_called: for each side in the same order, the seconds per call on the host's clock.
+            empty. seconds: each side's seconds per call on that clock. as_called: each side's
+            seconds per call on the host's clock, in the same order.
     """
     if clock != "graph":
         return {}

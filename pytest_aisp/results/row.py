@@ -35,7 +35,7 @@ IN_BOTH = "@environments"
 
 
 class Profile(ProfileResult, omit_defaults=True):
-    """The files that the profiler `tool` wrote below `folder`; empty without a profile."""
+    """The files that the profiler `tool` wrote below `folder`, or nothing without a profile."""
 
     tool: str = ""
     folder: str = ""
@@ -71,51 +71,51 @@ class Recording(Struct, omit_defaults=True, kw_only=True):
 
 
 class CaseRecord(Struct):
-    """The facts about one case after its end, without samples.
+    """The facts about a finished case, without samples.
 
     Attributes:
         file, key: the file of the case's stored result, and its key in that file.
         page, function, variant, size, bound: the page and the test function, the case's parameters,
             and the resource that limits its speed.
-        gpus: number of ranks that its sides run on.
+        gpus: number of ranks that the sides run on.
         sweep: the key of `size` over which the page is a curve, or empty.
         baseline: name of the slow side.
         product, arch: the machine.
         need: why the case could not be timed here, or empty.
-        verdict: the verdict; empty before there is one.
-        cause: what made the case red, stale or inconclusive, or empty: see `verdict.Cause`.
-        value, low, high: ln(speedup) with its 99 % interval; None if nothing was timed.
+        verdict: the verdict, or empty before there is one.
+        cause: what made the case red, stale or inconclusive (see `verdict.Cause`), or empty.
+        value, low, high: ln(speedup) with its 99 % interval, or None if nothing was timed.
         clock: the clock whose times the verdict uses.
         seconds: seconds per call by side, with the baseline first.
         predicted: seconds per call that each side's cost predicts at the machine's rates.
         unexplained: the sides whose time differs from the predicted time by more than a quarter,
             unless the page says what was seen.
-        errors: for each side that need not be exact, the largest rms error of its timed outputs, as
-            a share of the rms of the expected values.
-        precisions: for each side, the precision that the page declares for it.
-        share, limit: the share of the machine's limit that the optimized side reaches, and the name
-            of that limit.
+        errors: the largest rms error of each side's timed outputs, as a share of the rms of the
+            expected values. Sides that must be exact are left out. precisions: the precision that
+            the page declares for each side.
+        share, limit: the share of the machine's limit that the optimized side reaches, and the
+            limit's name.
         claim, stored: the page's claim and the stored value, with which the speedup was compared.
         versus: ``library`` if the baseline is a library, else empty.
         origins: the places where ``claim``, ``stored`` and ``limit`` are written.
         work: the minimum bytes and operations of a call.
         sources: hashes of both sides' sources.
-        unchanged: roles of changed sides that launch the same machine code as their old version.
-            They were not timed against it.
-        machine_code: for each role, a digest of the machine code that the side launches, if the run
-            recorded it or compared it with the stored one.
+        unchanged: roles of changed sides that launch the same machine code as the old version, and
+            so were not timed against the old version.
+        machine_code: a digest, by role, of the machine code that the side launches, if the run
+            recorded the code or compared it with the stored code.
         spread, session: spread of one process's ln(speedup), and spread from session to session.
         detectable: the smallest loss of ln(speedup) that is detected in 99 % of trials.
         votes: ln(speedup) of every fresh process that voted.
         trials: ln(speedup) and verdict of each repeated A/A trial.
         suspect: 1 if the case was suspected to be slower than before, -1 if faster, else 0.
-        reasons: a text for each missed limit: by how much it was missed, and where it is written.
+        reasons: a text for each missed limit, with the size of the miss and the place where the
+            limit is written.
         notes, remarks: further facts. Notes are shown only with ``-vv``, remarks always.
-        launch_bound: for each launch-bound side, how many times longer a call takes without a
-            graph.
-        goals: for each metric, the amounts per call of ``baseline`` and ``optimized``.
-        limits: the page's limits by metric.
-        held: for each metric, the optimized side's amount in the stored result.
+        launch_bound: each launch-bound side's time without a graph, as a multiple of the time with
+            a graph. goals: the amounts per call of ``baseline`` and ``optimized``, by metric.
+            limits: the page's limits by metric. held: the optimized side's amount in the stored
+            result, by metric.
         environment: versions and facts that the result depends on.
         wall: seconds that the whole case took.
     """
@@ -217,7 +217,8 @@ class CaseRecord(Struct):
         return [(f"aisp_{name}", value) for name, value in found.items() if value not in (None, "")]
 
     def pair_seconds(self) -> tuple[float, ...]:
-        """Return the seconds per call of baseline and variant; empty if nothing was timed."""
+        """Return the seconds per call of baseline and variant, or nothing if the case was not
+        timed."""
         return tuple(self.seconds.values())
 
 
@@ -242,7 +243,7 @@ class JournalLine(CaseRecord, kw_only=True):
     """A line of the journal: a case's record, and a reference to the file of its samples.
 
     Attributes:
-        samples: the file of samples; None if it could not be written.
+        samples: the file of samples, or None if the file could not be written.
     """
 
     schema: int

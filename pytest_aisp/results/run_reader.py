@@ -38,9 +38,10 @@ class RecordedRun:
     Attributes:
         path: the folder.
         manifest: the run's options, its machine and its outcome.
-        lines: the journal's lines, one for each case. Each refers to a file with its samples.
+        lines: the journal's lines, one per case. Each line refers to a file with the case's
+            samples.
         canaries: the canary of each process.
-        lost: a message about each line that was skipped because it is half written.
+        lost: a message about each half-written line, which was skipped.
         plain_manifest, plain_canaries: the contents of the manifest and of the canaries, including
             fields that only newer versions use.
     """
@@ -158,7 +159,8 @@ def _lines(file: Path) -> tuple[list[dict[str, Json]], list[str]]:
 
 @contextmanager
 def _reading(file: Path) -> Iterator[None]:
-    """Turn an error into a RunError if it occurs while `file` is read, or concerns its contents."""
+    """Turn errors into RunErrors if they occur while `file` is read, or concern the file's
+    contents."""
     try:
         yield
     except OSError as error:
