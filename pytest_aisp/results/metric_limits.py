@@ -69,7 +69,8 @@ class Metric:
         return self._beyond(amounts["optimized"], limit, amounts.get("noise", 0.0))
 
     def worse(self, before: Amounts, amounts: Amounts, sessions: int = 1) -> bool:
-        """Return whether the optimized side exceeds `before` by more than the margin and the noise.
+        """Return whether the optimized side is worse than `before`, beyond the margin and the
+        noise.
 
         Args:
             sessions: the number of sessions in which `before` was counted.

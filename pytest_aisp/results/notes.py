@@ -28,8 +28,7 @@ limit, while the optimized side reaches at least the second share.
 
 
 def graph_notes(names: Sequence[str], details: Mapping[str, Json]) -> list[str]:
-    """Return notes with each side's CUDA graph nodes per call, or the reason for a missing
-    count."""
+    """Return notes with each side's CUDA graph nodes per call, or the reason for no count."""
     if "no graph_nodes" in details:
         return [f"graph: nodes not counted: {details['no graph_nodes']}"]
     by_side = details.get("graph_nodes", {})

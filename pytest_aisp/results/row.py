@@ -217,8 +217,7 @@ class CaseRecord(Struct):
         return [(f"aisp_{name}", value) for name, value in found.items() if value not in (None, "")]
 
     def pair_seconds(self) -> tuple[float, ...]:
-        """Return the seconds per call of baseline and variant, or nothing if the case was not
-        timed."""
+        """Return the seconds per call of baseline and variant, or nothing if there are none."""
         return tuple(self.seconds.values())
 
 

@@ -159,8 +159,7 @@ def _lines(file: Path) -> tuple[list[dict[str, Json]], list[str]]:
 
 @contextmanager
 def _reading(file: Path) -> Iterator[None]:
-    """Turn errors into RunErrors if they occur while `file` is read, or concern the file's
-    contents."""
+    """Turn errors from reading `file`, or from its contents, into RunErrors."""
     try:
         yield
     except OSError as error:
@@ -249,7 +248,7 @@ def name_of(number: int, case: str) -> str:
 
 
 def write(folder: Path, number: int, row: Row) -> SampleFile:
-    """Write the samples of a case; return their path below `folder`, and their hash.
+    """Write the samples of a case. Return the path of the file below `folder`, and its hash.
 
     Raises:
         OSError: if they cannot be written. In that case, no partial file remains.

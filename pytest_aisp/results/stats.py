@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean, median
 
 FLOOR = 0.0010
-"""The smallest standard deviation that is used, 0.10 %. An estimate below it is due to chance."""
+"""The smallest standard deviation that is used, 0.10 %. Smaller estimates are due to chance."""
 INTERVAL = 2.6
 """Half the width of the printed 99 % interval, as a multiple of the spread."""
 ASSUMED = 4
@@ -36,7 +36,7 @@ def process_value(blocks: Sequence[float], firsts: Sequence[int] = (), *, robust
     clock are noisier and need the median (`robust`).
 
     Args:
-        firsts: for each block, the index of the side that was built first. That order changes the
+        firsts: the index of the side that was built first, for each block. The order changes the
             memory layout, which favors one side by up to 1 %. So each order gets its own mean, and
             the two means have the same weight.
     """
@@ -50,18 +50,18 @@ def process_value(blocks: Sequence[float], firsts: Sequence[int] = (), *, robust
 
 
 def process_error(blocks: Sequence[float], laps: int, firsts: Sequence[int] = ()) -> float:
-    """Return the standard error of a process's value from its laps; 0 with fewer than three laps.
+    """Return the standard error of a process's value from its laps, or 0 for fewer than three laps.
 
-    The value is the mean of the middle half of the blocks. So a block outside the middle half is
+    The value is the mean of the middle half of the blocks, so a block outside the middle half is
     replaced here by the nearest block inside. As a result, a few slow windows change neither the
-    value nor its error. This method is designed for four laps. With eight laps, whole laps would be
+    value nor the error. This method is designed for four laps. With eight laps, whole laps would be
     outside the middle half, and the computed error would be only half of the true error.
 
     Args:
         blocks: the blocks of all laps in order. Each lap has the same number of blocks.
         laps: number of laps.
-        firsts: for each block, the index of the side that was built first. The effect of that
-            order cancels in the value, so only laps of the same order are compared.
+        firsts: the index of the side that was built first, for each block. The effect of the order
+            cancels in the value, so only laps of the same order are compared.
     """
     if laps < 3:
         return 0.0
@@ -83,9 +83,9 @@ def process_error(blocks: Sequence[float], laps: int, firsts: Sequence[int] = ()
 def trimmed_spread(values: Sequence[float]) -> float:
     """Return a standard deviation of `values` that a single outlier does not inflate.
 
-    The result is the rms of the deviations from the median, without the largest deviation. It is
-    scaled so that, for normal values, its square is an unbiased estimate of the variance. At least
-    3 values are required.
+    The result is the rms of the deviations from the median, without the largest deviation. The
+    scale is chosen so that, for normally distributed values, the square is an unbiased estimate of
+    the variance. At least 3 values are required.
     """
     if len(values) < 3:
         raise ValueError(f"a spread needs at least 3 processes, got {len(values)}")
@@ -100,7 +100,7 @@ def _scale(count: int) -> float:
 
 
 def rms(values: Iterable[float]) -> float:
-    """Return the root mean square; 0 for no values."""
+    """Return the root mean square, or 0 for no values."""
     squares = [v * v for v in values]
     return math.sqrt(fmean(squares)) if squares else 0.0
 
@@ -119,14 +119,13 @@ def pooled_spread(own: float, processes: int, others: Sequence[float]) -> float:
 def session_spread(cases: Sequence[Sequence[Sequence[float]]], assumed: float) -> float:
     """Return the standard deviation between sessions, from the cases with several sessions.
 
-    For each case, the part that the variance between processes explains is subtracted from the
-    variance between sessions. The result is pooled over all cases. Only sessions with at least two
-    processes show the variance between processes. Sessions with one process still count for the
-    variance between sessions. `assumed` counts as much as `ASSUMED` additional sessions. So the
+    The variance between sessions includes some variance between processes, which is subtracted for
+    each case. The result is pooled over all cases. Sessions with one process count only for the
+    variance between sessions. `assumed` counts as much as `ASSUMED` additional sessions, so the
     margin stays wide if a few cases agree by chance.
 
     Args:
-        cases: for each case, a list of sessions. Each session is a list of its processes' values.
+        cases: a list of sessions for each case. Each session is a list of its processes' values.
         assumed: the standard deviation to assume without any data.
     """
     total, count = ASSUMED * assumed**2, ASSUMED
@@ -145,12 +144,12 @@ def session_spread(cases: Sequence[Sequence[Sequence[float]]], assumed: float) -
 def case_session_spread(sessions: Sequence[Sequence[float]], pool: float) -> float:
     """Shrink the spread between one case's sessions toward `pool`, the spread of all cases.
 
-    The spread differs from case to case: if the two sides' kernels are very different, their ratio
+    The spread differs from case to case: if the two sides' kernels are very different, the speedup
     varies more between boards. `pool` counts as much as `ASSUMED` sessions. The result has a lower
     bound that falls with the number of sessions, because a few sessions may agree by chance.
 
     Args:
-        sessions: for each session, the list of its processes' values.
+        sessions: the values of each session's processes.
     """
     least = pool * math.sqrt(ASSUMED / (ASSUMED + max(0, len(sessions) - 1)))
     return max(least, session_spread([sessions], pool))
@@ -165,8 +164,8 @@ def interval(
 ) -> tuple[float, float]:
     """Return the 99 % interval of ln(speedup) to print, for a mean over `processes` processes.
 
-    If `session`, the spread between sessions, is 0, the interval is valid only within the same
-    session. With a larger `session`, it covers other sessions too.
+    If `session` (the spread between sessions) is 0, the interval is valid only within one session.
+    With a larger `session`, the interval covers other sessions too.
     """
     half = INTERVAL * math.hypot(spread / math.sqrt(processes), session / math.sqrt(sessions))
     return value - half, value + half

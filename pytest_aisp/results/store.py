@@ -4,8 +4,8 @@ A file is replaced atomically, and a file that cannot be read is never overwritt
 
 Writers take turns with `flock` on `.<chapter>.json.lock`, a hidden file next to the results. A lock
 in /tmp would not stop another node that shares the disk. The process that has the lock removes the
-lock file at the end, so that it never appears in git. A killed process may leave an empty lock
-file, which blocks no other process.
+lock file at the end, so that the file never appears in git. A killed process may leave an empty
+lock file, which blocks no other process.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def write(
     The write is atomic, under the file's lock. If nothing changes, the file is not written.
 
     Raises:
-        StoreError: if the file cannot be read or written; then it is unchanged.
-        ValueError: if a result's environment is unknown, or is stored with different facts.
+        StoreError: if the file cannot be read or written. The file is then unchanged. ValueError:
+            if a result's environment is unknown, or is stored with different facts.
     """
     if path.absolute().parent.name != product:
         raise misplaced(path, product)
@@ -133,7 +133,7 @@ def _is_named(path: Path, descriptor: int) -> bool:
 
 
 def _replace_file(path: Path, text: str) -> None:
-    """Replace `path` atomically. After a failure, it is unchanged, without any leftover file."""
+    """Replace `path` atomically. A failure changes nothing and leaves no extra file behind."""
     temporary = path.with_name(f".{path.name}.tmp")  # one name is enough under the lock
     try:
         with open(temporary, "w", encoding="ascii", newline="\n") as file:
@@ -159,7 +159,7 @@ def _sync(directory: Path) -> None:
 
 
 SCHEMAS = (1, 2)
-"""The schema versions: of a file whose cases were all timed, and of a file with untimed cases."""
+"""The schema versions of a file with only timed cases, and of a file with untimed cases."""
 
 
 class StoreError(Exception):
@@ -202,7 +202,7 @@ def _lines(table: Mapping[str, Json]) -> list[str]:
 
 
 def _row(result: Result) -> dict[str, Json]:
-    """Return the fields of a result's line. The speedup is there only for human readers."""
+    """Return the fields of a result's line. The speedup is only for human readers."""
     row: dict[str, Json] = msgspec.to_builtins(result)
     speedup = result.speedup
     return row if speedup is None else {"speedup": float(f"{speedup:.4g}"), **row}
@@ -214,7 +214,7 @@ def _sealed(key: str, result: Result) -> dict[str, Json]:
 
 
 def _seal(key: str, row: Mapping[str, Json]) -> str:
-    """Return 12 hex digits of a line's hash. They show whether a number was edited by hand."""
+    """Return 12 hex digits of a line's hash, which show whether a number was edited by hand."""
     return hashlib.sha256(json.dumps([key, row], sort_keys=True).encode()).hexdigest()[:12]
 
 

@@ -16,12 +16,11 @@ class SizeCheck(Struct):
     """The findings of a check at one size.
 
     Attributes:
-        errors: for each side, the largest rms error and the largest error of an element, both as
-            multiples of the allowed standard deviation.
+        errors: each side's largest rms error and largest error of an element, both as multiples of
+            the allowed standard deviation.
         controls: the result of each negative control.
         exact: the result of the exact integer probe, or the reason why it did not run.
-        remarks: what a reader should know about the error bound.
-        inputs: what a reader should look at in the inputs.
+        remarks: remarks about the error bound. inputs: remarks about suspicious inputs.
     """
 
     errors: dict[str, list[float]] = {}
@@ -55,12 +54,11 @@ class TimeResult(Struct, kw_only=True):
         sources: hashes of both sides' sources.
         work: the minimum bytes and operations of a call.
         spent: seconds spent in each phase.
-        one_off: for each side, the seconds to prepare it once.
-        errors: for each side, the largest error of the outputs of timed calls.
-        relative: for each side, the largest rms error of an output of timed calls, as a share of
-            the rms of the expected values.
-        outputs_checked: how many outputs of timed calls were compared.
-        kernels: for each side, the fields of `cross_check.KernelProfile`.
+        one_off: the seconds to prepare each side once. errors: the largest error of each side's
+            outputs in timed calls. relative: the largest rms error of each side's outputs in timed
+            calls, as a share of the rms of the expected values. outputs_checked: the number of
+            compared outputs of timed calls. kernels: the fields of `cross_check.KernelProfile` for
+            each side.
         assembled: the resources that each kernel uses on this arch, such as registers.
     """
 
@@ -92,7 +90,7 @@ class HoldResult(Struct):
 
     Attributes:
         laps: the number of laps in which the held side is timed.
-        counted: for each copy, the number of calls by which the time of a window is divided.
+        counted: the number of calls by which the time of each copy's window is divided.
         repeats: a window's duration divided by the duration of its calls.
     """
 
@@ -117,13 +115,13 @@ class WindowResult(Struct):
 
 
 class ChangedResult(Struct):
-    """The result of a `ChangedTask`: the changed sides, or why sides cannot be compared.
+    """The result of a `ChangedTask`: the changed sides, or the reason why sides cannot be compared.
 
     Attributes:
         kernels_alone: the roles of changed sides in which only the sources of kernels differ.
-        why_timed: for each of these roles, the reason why the side must be timed; empty if it
-            launches the same machine code as before.
-        machine_code: for each role, the digest of the machine code that the side launches.
+        why_timed: the reason why each of these sides must be timed, or empty if the side launches
+            the same machine code as before. machine_code: the digest of the machine code that each
+            side launches, by role.
         sass: the lines of the diff of a side's SASS.
     """
 
@@ -168,7 +166,7 @@ class ProfileResult(Struct, omit_defaults=True):
     Attributes:
         files: names of the written files, keyed by side, or by ``both`` for files about both.
         differences, words: the differences between the sides, as data and as text.
-        memory: for each side, the bytes of each kind of memory, ``before`` and ``after`` a call.
+        memory: the bytes of each kind of memory ``before`` and ``after`` a call, by side.
     """
 
     files: dict[str, list[str]] = {}
@@ -218,4 +216,4 @@ class HierarchyResult(Struct):
 
 
 Facts: TypeAlias = dict[str, Json]
-"""The result of a `FactsTask`: versions and the device. If it is recorded, it has all facts."""
+"""The result of a `FactsTask`: versions and the device. A recorded result has all facts."""

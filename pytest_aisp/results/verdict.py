@@ -1,9 +1,9 @@
 """The verdict of a case: gates, screen, and votes.
 
 A gate compares ln(speedup) with one limit. If the first measurement is past the gate's screen (a
-threshold), the case is a suspect. It is then measured again in up to five fresh processes. Each of
-these measurements is a vote, and three red votes make the case red. `verdict.md` explains this and
-has the error rates, which are tested on a simulated device (`pytest_aisp.timing.fake_device`).
+threshold), the case is a suspect and is measured again in up to five fresh processes. Each of these
+measurements is a vote, and three red votes make the case red. `verdict.md` explains this and has
+the error rates, which are tested on a simulated device (`pytest_aisp.timing.fake_device`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ ATTEMPTS = 5
 SCREEN, VOTE = 2.2, 2.8
 """The loss above which a case is a suspect, and the loss above which a vote is red, in spreads."""
 BELIEVED = 1.5
-"""A process's standard error replaces the recorded spread if it is more than this many times
-larger.
+"""A process's standard error replaces the recorded spread if the error is more than this many times
+the spread.
 """
 DETECTABLE = 4.6
 """The loss that screen and votes together detect in 99 % of trials, in spreads."""
@@ -41,7 +41,7 @@ RECORD_SPREADS = 10.0
 SESSION_SHIFTS = 5.0
 """Number of session spreads to add to the detectable loss.
 
-All votes come from one session, so they do not show how much sessions differ.
+All votes come from one session, so the votes do not show how much sessions differ.
 """
 UNKNOWN_SESSION = {"graph": 0.010, "queue": 0.020, "host": 0.10, "cpu": 0.05, "process": 0.05}
 """The spread between sessions on each clock, assumed until sessions are recorded (spread.md)."""
@@ -57,7 +57,7 @@ INVALID_RUN = 17
 Outcome = Literal["clear", "red", "green", "open"]
 RED = ("fail", "regressed", "wrong", "invalid")
 DISTURBED = "disturbed"
-"""The verdict of a case that the machine disturbed. It says nothing about the code."""
+"""The verdict of a case that the machine disturbed. This verdict says nothing about the code."""
 NOT_COMPARED = "not compared with its version"
 """Part of every remark about a side that may have changed, but was not compared."""
 LOOK = (*RED, DISTURBED, "inconclusive", "stale")
@@ -91,10 +91,10 @@ class Gate:
         name: ``claim``, ``neutral``, ``record``, ``improvement``, ``code``, ``same-slower``,
             ``same-faster``.
         limit: the ln(speedup) with which the case is compared.
-        screen: a case is a suspect if its deficit is above this.
+        screen: a case with a deficit above `screen` is a suspect.
         red, green: a vote is red if its deficit is above `red`, and green if it is at most `green`.
-        spread: the spread of one process, if `red` is derived from it. If the processes of this
-            case have larger errors, a red vote needs a larger deficit.
+        spread: the spread of one process, if `red` is derived from the spread. If the processes of
+            this case have larger errors, a red vote needs a larger deficit.
     """
 
     name: str
@@ -203,8 +203,8 @@ def decide(
 
     Args:
         first: the result of the first process.
-        remeasure: function that measures in one more fresh process. It returns None if there is no
-            budget left for that.
+        remeasure: a function that measures in one more fresh process, or returns None if no budget
+            is left.
     """
     votes: list[Reading] = []
     while len(votes) < ATTEMPTS and any(g.decide(first, votes) == "open" for g in gates):
@@ -248,8 +248,8 @@ CODE_IS_AS_FAST = Finding("pass")
 def case_cause(findings: Sequence[Finding], word: str) -> Cause:
     """Return the cause of the findings that led to the verdict `word`.
 
-    The cause is the machine if the changed code is as fast as the old code, and nothing else
-    explains the loss against the stored result.
+    If the changed code is as fast as the old code, and nothing else explains the loss against the
+    stored result, the cause is the machine.
     """
     words = ("stale", word) if word == "regressed" else (word,)
     decisive = [finding for finding in findings if finding.verdict in words]
@@ -266,10 +266,10 @@ def case_cause(findings: Sequence[Finding], word: str) -> Cause:
 
 
 def case_verdict(findings: Iterable[Finding], *, strict_environment: bool = False) -> str:
-    """Return the verdict of a case, the worst of its findings; empty without findings.
+    """Return the verdict of a case: the worst of its findings, or empty without findings.
 
     Args:
-        strict_environment: True if a loss in another environment is a regression too.
+        strict_environment: True to treat a loss in another environment as a regression.
     """
     words = [finding.verdict for finding in findings]
     if strict_environment:
@@ -281,8 +281,8 @@ def detectable(gates: Sequence[Gate], spread: float, session: float) -> float:
     """Return the smallest loss of ln(speedup) that is detected in 99 % of trials.
 
     If there is a stored result, the loss is relative to it, and includes the spread between
-    sessions. Without a stored result, the loss is relative to the claim. A loss that is 1.8 spreads
-    larger than `Gate.red` makes at least three of five votes red in 99 % of trials.
+    sessions. Without a stored result, the loss is relative to the claim. If the loss is 1.8 spreads
+    larger than `Gate.red`, at least three of five votes are red in 99 % of trials.
     """
     record = next((g for g in gates if g.name == "record"), None)
     if record is None:

@@ -90,7 +90,7 @@ def sweep(
     """Return the time (s) and clock of each collective at each size, and the library versions.
 
     A size is the number of bytes in the buffer that is reduced, gathered into, scattered from, or
-    exchanged. It is rounded down so that each rank gets a whole number of elements.
+    exchanged. Sizes are rounded down so that each rank gets a whole number of elements.
     """
     import torch
     import torch.distributed as dist
@@ -150,7 +150,7 @@ def known_collective(op: str, nbytes: int, device: str) -> Collective:
 
 
 def loop_of_all_reduces(sizes: Sequence[int], device: str) -> BoundSide:
-    """Return a side that makes one all-reduce for each size of `sizes`, in bytes, in this order."""
+    """Return a side that makes one all-reduce per size in `sizes` (in bytes), in this order."""
     collectives = [known_collective("all_reduce", nbytes, device) for nbytes in sizes]
 
     def all_reduces() -> None:
@@ -181,7 +181,7 @@ def _one_shot_refusal(device: str) -> str | None:
 
 
 def _one_shot(nbytes: int, device: str) -> Collective:
-    """Return torch's one-shot all-reduce, in which each rank reads and sums the buffers of all."""
+    """Return torch's one-shot all-reduce: each rank reads and sums the buffers of all ranks."""
     import torch
     import torch.distributed as dist
     import torch.distributed._symmetric_memory as symmetric

@@ -1,5 +1,5 @@
-"""Timing on the CPU's clock. GPU pages whose ordinary calls are timed, not graphs, use its
-`HostWindow` too."""
+"""Timing on the CPU's clock. `HostWindow` is also used for GPU pages whose ordinary calls are
+timed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .unseen_values import SHORT_WINDOW, UnseenValues, window_calls
 WINDOW = 10e-3
 """Shortest length of a window, in seconds."""
 SIMILAR = 4
-"""If the two sides' numbers of calls differ by less than this factor, both use the larger number.
+"""If the two sides' call counts differ by less than this factor, both use the larger count.
 """
 MALLOC_PARAMETERS = {
     -1: 64 << 20,  # M_TRIM_THRESHOLD
@@ -39,9 +39,8 @@ process that has freed a block of 32 MiB or more.
 def reset_malloc() -> None:
     """Set malloc's parameters, unless the user has set some of them for the whole process.
 
-    A side could change the parameters with `mallopt` and so force each large allocation of the
-    other side to map new pages. The current values cannot be read, so they are set before each
-    window.
+    With `mallopt`, a side could force each large allocation of the other side to map new pages. The
+    current parameters cannot be read, so they are set before each window.
     """
     if MALLOPT is not None and enabled("malloc"):
         for number, value in MALLOC_PARAMETERS.items():
@@ -56,7 +55,7 @@ def find_mallopt() -> Callable[[int, int], int] | None:
 
 
 MALLOPT = find_mallopt()
-"""Looked up when this module is imported, before a page can set malloc's environment variables."""
+"""`mallopt`, looked up at import time, before a page can set malloc's environment variables."""
 
 
 class HostWindow:
@@ -64,7 +63,7 @@ class HostWindow:
 
     Attributes:
         before: runs before each window.
-        wall, cpu: the seconds of all windows so far, and the CPU seconds of this process in them.
+        wall, cpu: the seconds of all finished windows, and this process's CPU seconds in them.
     """
 
     repeats = 1
@@ -189,7 +188,7 @@ class CpuPairTimer:
         return call
 
     def _unseen_seconds(self, side: BoundSide, unseen: UnseenValues) -> float:
-        """Return how many seconds a call takes. If calls are short, the windows take about 1 ms."""
+        """Return the seconds per call. If calls are short, the windows take about 1 ms."""
         single = UnseenWindow(side, 1, 0, unseen)
         seconds = min(single() for _ in range(3))
         calls = min(len(self.pool.slots), int(SHORT_WINDOW / seconds))

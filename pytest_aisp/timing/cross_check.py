@@ -43,11 +43,11 @@ LATE, LATE_QUEUED, LATE_ON_RANKS = 50e-6, 30e-6, 150e-6
 """The device must be idle within this many seconds (plus `MARGIN`) after the last event.
 
 Queued calls get no `MARGIN`. Work hidden on a side stream may end only one call late, and a margin
-would excuse that. With NCCL, an honest GPU became idle after 50 to 120 us, or after 450 us when the
-NCCL calls had run for 0.2 s.
+would hide that delay. With NCCL, an honest GPU became idle after 50 to 120 us, or after 450 us when
+the NCCL calls had run for 0.2 s.
 """
 ATTEMPTS = 5
-"""A side is refused only if this many readings disagree. One may disagree if the host is busy."""
+"""A side is refused only if this many readings disagree, because a busy host can spoil one."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class Clocks:
 
     Attributes:
         events: time between two events on the side's stream.
-        host: time from an idle device to the second event; None if other work ran first.
-        counter: time between two timestamps on that stream; None if they cannot be compiled.
+        host: time from an idle device to the second event, or None if other work ran first.
+            counter: time between two timestamps on that stream, or None if they cannot be compiled.
         late: time from the second event until the whole device was idle.
         queued: True if the calls were queued one by one, not replayed as a graph.
     """
@@ -117,7 +117,8 @@ def read_clocks(
     """Time the GPU work that `work` launches on the current stream with each clock.
 
     Args:
-        before: launches untimed work that runs before `work`. The host's clock is then not read.
+        before: a function that launches untimed work before `work`. With `before`, the host's clock
+            is not read.
     """
     import torch
 
@@ -201,7 +202,7 @@ class KernelProfile:
 
     Attributes:
         launches: number of launches per call, by name.
-        busy: seconds per call during which at least one of them ran.
+        busy: seconds per call during which at least one launch ran.
     """
 
     launches: Mapping[str, float]
@@ -275,13 +276,13 @@ def computes(name: str) -> bool:
 
 
 def launches_per_call(pool: InputPool, side: Side) -> float:
-    """Return how many kernels, copies and fills a warm call launches (maximum over the ranks)."""
+    """Return the number of kernels, copies and fills in a warm call (maximum over the ranks)."""
     with _warm(pool, side) as call:
         return current_group().max(sum(profile_kernels(call, 1).launches.values()))
 
 
 def compute_seconds(pool: InputPool, side: Side) -> float:
-    """Return how long kernels compute in a warm call, in seconds (minimum over the ranks)."""
+    """Return the seconds that kernels compute in a warm call (minimum over the ranks)."""
     with _warm(pool, side) as call:
 
         def work() -> None:

@@ -28,9 +28,9 @@ T = TypeVar("T")
 WARMUP = 3
 """Number of calls before a callable is captured."""
 SCARCE = 1 / 4
-"""The allocator's cache is emptied before a capture if less than this share of memory is free, or
-if less memory is free than the cache holds. A capture needs about as much memory as earlier calls
-left in the cache.
+"""If less than this share of memory is free, or less memory than the allocator's cache holds, the
+cache is emptied before a capture. A capture needs about as much memory as earlier calls left in the
+cache.
 """
 abandoned: list[_POOL_HANDLE] = []
 """Memory pools of failed captures.
@@ -99,7 +99,7 @@ class GraphWindow:
 def window_times(function: Callable[[], object], *, window: float, windows: int) -> list[float]:
     """Time a warm callable in `windows` windows, and return the seconds per call of each window.
 
-    On a GPU, a window is the replay of a CUDA graph if `function` can be captured. Otherwise the
+    On a GPU, a window is the replay of a CUDA graph. On a CPU, or if `function` cannot be captured,
     windows are timed with the host's clock.
     """
     import torch
@@ -209,9 +209,9 @@ def capture(step: Callable[[], T], *, pool: _POOL_HANDLE | None = None) -> Calla
     """Capture `step` in a CUDA graph and return a callable that replays it.
 
     `step` first runs three times on a side stream, so that everything it creates lazily exists. The
-    callable returns `step`'s outputs, which every replay overwrites. It keeps `step` alive, and
-    with it the tensors that the graph reads and writes. Without a GPU, the callable is `step`
-    itself, so that a page's results can be checked on any machine.
+    callable returns `step`'s outputs, which every replay overwrites. The callable keeps `step` and
+    the graph's tensors alive. Without a GPU, the callable is `step` itself, so that a page's
+    results can be checked on any machine.
 
     Args:
         pool: memory that several graphs share (`torch.cuda.graph_pool_handle()`). Replay such
@@ -256,7 +256,7 @@ NODE_NAMES = {
     "EMPTY": "empty node",
     "WAIT_EVENT": "event wait",
 }
-"""Readable names of the node types whose name is not the driver's constant in lower case."""
+"""Readable names of node types. Other types are named by the driver's constant in lower case."""
 IDLE = frozenset(
     (
         *("host node", "child graph", "empty node", "event wait", "event record"),
@@ -272,8 +272,8 @@ A child graph does not count as a node, because the nodes inside it are counted.
 def count_nodes(graph: torch.cuda.CUDAGraph) -> dict[str, int]:
     """Return the number of nodes of each type. Capture the graph with ``keep_graph=True``.
 
-    The nodes of child graphs are included. Not included are kernels that a kernel launches, graphs
-    that are launched on the device, and the bodies of conditional nodes.
+    The nodes of child graphs are included. Kernels that a kernel launches, graphs that are launched
+    on the device, and the bodies of conditional nodes are not included.
 
     Raises:
         Uncounted: if cuda.bindings is missing, or torch or the driver cannot list the nodes.
@@ -314,7 +314,7 @@ def node_name(constant: str) -> str:
 
 
 def contradiction(nodes: Mapping[str, int]) -> str:
-    """Return why a graph with these nodes must not be timed, or an empty string."""
+    """Return the reason why a graph with these nodes must not be timed, or an empty string."""
     if not enabled("graph-nodes"):
         return ""
     callbacks, total = nodes.get("host node", 0), sum(nodes.values())

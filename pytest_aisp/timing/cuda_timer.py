@@ -27,8 +27,7 @@ from .memory import peak_bytes
 from .schedule import Budget, calls_a_round, calls_for, calls_to_plant, extra_calls
 
 LINKS = ("pcie", "nvlink")
-"""A page with one of these bounds transfers data over a link, so its data need not be cold in the
-L2.
+"""Pages with these bounds transfer data over a link, so the data need not be cold in the L2.
 """
 WINDOW = {"graph": 1e-3, "queue": 1e-3, "host": 5e-3}
 """Shortest length of a window in seconds, by clock."""
@@ -41,11 +40,11 @@ SIZINGS = 3
 FASTEST = 5e-7
 """A call is assumed to take at least this many seconds.
 
-An empty graph node takes twice as long, so a side that seems faster than this does no work. The
-limit keeps the windows of such a side from having a million calls.
+An empty graph node takes twice as long, so a side that seems faster than this does no work. Without
+this limit, a window of an empty side would have a million calls.
 """
 NEAR = 0.25
-"""The number of calls in a window is accepted if it is off by at most this share."""
+"""The number of calls in a window may be off by at most this share."""
 THREADS = "the page owns threads, which a capture would disturb"
 
 
@@ -111,7 +110,7 @@ WINDOWS = {"graph": GraphWindow, "queue": QueueWindow, "host": HostWindow}
 
 
 class CudaPairTimer:
-    """Time two sides on one GPU, on the best clock that both can use. Windows repeat their values.
+    """Time two sides on one GPU, on the best clock that both can use. Windows repeat values.
 
     Args:
         order: the order in which the two sides are built.
@@ -259,8 +258,9 @@ class CudaPairTimer:
         """Profile both sides. Refuse a side whose kernels run longer than its `seconds` per call.
 
         This runs the sides again. On the graph clock, a side is refused only if a profiled replay
-        takes too long as well. No side is refused on the host's clock, because its windows wait for
-        all work, or with several ranks, because kernels may wait for other ranks' profilers.
+        takes too long as well. On the host's clock, no side is refused, because the windows wait
+        for all work. With several ranks, no side is refused, because kernels may wait for other
+        ranks' profilers.
         """
         profiles = {}
         for side, window, expected in zip(self.sides, self.windows, seconds, strict=True):
@@ -276,8 +276,8 @@ class CudaPairTimer:
     def _runs_longer(self, window: CudaWindow, called: KernelProfile, expected: float) -> bool:
         """Return whether kernels run longer than `expected` seconds, in calls and in a replay.
 
-        Kernels of several streams, or with programmatic dependent launch, overlap in a graph. When
-        Python launches them, they often do not. The replay must run the same kernels.
+        Kernels of several streams, or with programmatic dependent launch, overlap in a graph, but
+        often not when Python launches them. The replay must run the same kernels.
         """
         if not isinstance(window, GraphWindow):
             return True
@@ -302,7 +302,8 @@ class CudaPairTimer:
             return {f"no {key}": str(error).splitlines()[0]}
 
     def memory(self) -> dict[str, object]:
-        """Run the sides again. Return the bytes that a call of each needs beyond its inputs."""
+        """Run the sides again. Return the bytes that a call of each side needs beyond its
+        inputs."""
         peaks = [peak_bytes(side) for side in self.sides]
         return {"peak_bytes": dict(zip(ROLES, peaks, strict=True))}
 

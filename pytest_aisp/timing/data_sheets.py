@@ -1,8 +1,8 @@
 """Rates of GPUs without stored measurements, estimated from NVIDIA's data sheets.
 
-A prediction from a data sheet is not a measurement. It assumes that each rate reaches the same
-share of its data-sheet value as on the H200, whose rates are measured. Fixed times, such as the
-time of a launch, are assumed to be the same as on the H200.
+A prediction from a data sheet is not a measurement. Each rate is assumed to reach the same share of
+the data-sheet value as on the H200, whose rates are measured. Fixed times, such as the time of a
+launch, are assumed to be the same as on the H200.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ REFERENCE = "nvidia-h200"
 
 @dataclass(frozen=True)
 class DataSheet:
-    """What the data sheet of one GPU says.
+    """The contents of one GPU's data sheet.
 
     Attributes:
         arch: the GPU's arch, even if pages cannot run on it.
@@ -60,7 +60,7 @@ _FIGURES = {
     **dict.fromkeys(("peer", "peer_both", "busbw"), "nvlink"),
     **dict.fromkeys(("h2d", "d2h", "pcie_both"), "pcie"),
 }
-"""For each rate that is scaled, the column of the table that has it."""
+"""The table column of each rate that is scaled."""
 _ONE_WAY = ("peer", "busbw", "h2d", "d2h")
 """Rates in one direction of a link. The table has the sum of both directions."""
 _OTHER_KERNEL = 1.3
@@ -82,7 +82,7 @@ SHEETS = _parse()
 
 
 def full_rate(product: str, rate: str) -> float | None:
-    """Return the value of `rate` in the data sheet of `product`; None if it has none."""
+    """Return the value of `rate` in the data sheet of `product`, or None if there is none."""
     figure, sheet = _FIGURES.get(rate), SHEETS.get(product)
     if figure is None or sheet is None or figure not in sheet.figures:
         return None
@@ -93,9 +93,9 @@ def full_rate(product: str, rate: str) -> float | None:
 def most_above(product: str, rate: str, measured: float) -> float:
     """Return the factor by which a side may exceed the `measured` rate before its work is doubted.
 
-    The rate of a matrix product is measured with a library's kernel and random values. A side can
-    be faster than that if its kernel is better, or if its values need less power. So the limit is
-    the data sheet's rate, if the data sheet has one.
+    The rate of a matrix product is measured with a library's kernel and random values. A side with
+    a better kernel, or with values that need less power, can exceed the measured rate. So the limit
+    is the data sheet's rate, if the data sheet has one.
     """
     if rate not in MATRIX:
         return TOLERANCE
