@@ -1,7 +1,7 @@
 """Training in lower precision: products in TF32, bf16 or fp16, but weights and updates in fp32.
 
-Problem    One AdamW step of 2 decoder blocks of width 1024 on 4 x 1024 tokens. Weights, gradients
-           and moments are fp32 on every side. A step returns the loss.
+Problem    Take one AdamW step of 2 decoder blocks of width 1024 on 4 x 1024 tokens. Weights,
+           gradients and moments are fp32 on every side. A step returns the loss.
 Baseline   fp32: TF32 is off, which is torch's default. Matrix products run on the CUDA cores.
 Optimized  tf32: changes fp32. TF32 is on: tensor cores round the fp32 operands to 11 significant
            bits. Compare bf16 and fp16 with tf32, because few people train without TF32.
@@ -15,10 +15,10 @@ Bound      In theory, the tensor cores. Outside the matrix products, bf16 moves 
            embedding make q and k fp32. So the casts add about as much traffic as the smaller
            operands save.
 Seen       tf32, bf16 and fp16 are slower than predicted. In fp32 and tf32, attention runs in a
-           kernel made for Ampere, which multiplies in fp32 whether TF32 is on or off. Nobody has
-           measured the rate of that kernel. In bf16, attention may reach only the share of the peak
-           that flash reaches in long_attention_test.py. This would explain about a fifth of the
-           extra time. We cannot explain the rest.
+           kernel made for Ampere, which multiplies in fp32 whether TF32 is on or off. We did not
+           measure the rate of that kernel. In long_attention_test.py, flash reaches only a share of
+           the peak. The same share in bf16 would explain about a fifth of the extra time of bf16.
+           We cannot explain the rest.
 Use when   You train on a GPU with tensor cores. bf16 autocast needs no scaler. Use fp16 only on
            GPUs without bf16.
 

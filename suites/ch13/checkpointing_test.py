@@ -4,17 +4,17 @@ Problem    Compute the gradients of the mean loss of 8 decoder blocks of width 1
            rotary attention, SwiGLU) for 8 x 1024 tokens, in bf16. There is no optimizer, because an
            optimizer stores no activations.
 Baseline   stored: autograd keeps what each operation needs for its backward pass.
-Optimized  checkpointed: changes stored. `torch.utils.checkpoint` wraps each block. It keeps only
-           the block's input and recomputes the block in the backward pass (Chen et al.,
-           arXiv:1604.06174).
+Optimized  checkpointed: changes stored. `torch.utils.checkpoint` keeps only the input of each block
+           and recomputes the block in the backward pass (Chen et al., arXiv:1604.06174).
            selective: changes checkpointed. The results of matrix products and attention are kept.
-           Norms, rotation and SwiGLU are recomputed. This takes memory traffic, but no matrix
+           Norms, rotation and SwiGLU are recomputed, which takes memory traffic but no matrix
            products.
-Bound      Tensor cores. But the page is about memory. One unit is a bf16 value per token and
-           column. A block keeps 21.6 units: its input and the middle residual, both normalized (4),
-           q, k, v (3), q and k rotated (2), the output of attention and a copy with the heads side
-           by side (2), and gate, silu(gate), up and their product (10.6, since a hidden tensor is
-           2.656 units). The peak comes at a multiplication in the backward pass of SwiGLU:
+Bound      Tensor cores. But the page is about memory, counted in units. One unit is a bf16 value
+           per token and column. A block keeps 21.6 units: its input and the middle residual, both
+           normalized (4), q, k, v (3), q and k rotated (2), the output of attention and a copy with
+           the heads side by side (2), and gate, silu(gate), up and their product (10.6, since a
+           hidden tensor is 2.656 units). The peak comes at a multiplication in the backward pass of
+           SwiGLU:
              units                     stored  checkpointed  selective
              blocks that are kept       173.0           1.0       98.5
              computed again               0.0          20.6       10.3
@@ -33,8 +33,8 @@ Seen       The measured peaks are within 0.8 % of these sums. stored and selecti
            long_attention_test.py, flash reaches only a share of the full rate. If attention reaches
            the same share here, it explains about a third of the extra time of stored. We cannot
            explain the rest.
-Use when   Activations do not fit in memory, and nothing else can be freed. If selective saves
-           enough, prefer it: it repeats no matrix product. Outside a CUDA graph, selective takes
+Use when   Activations do not fit in memory, and nothing else can be freed. Prefer selective if it
+           saves enough, because it repeats no matrix product. Outside a CUDA graph, selective takes
            host time, because its Python policy function runs for each operation.
 """
 
@@ -116,7 +116,7 @@ def stored_cost(layers, width, rows, length):
 
 
 def checkpointed_cost(layers, width, rows, length):
-    # This counts the last matrix product of the block too, although it is not recomputed.
+    # The count includes the block's last matrix product, although that one is not recomputed.
     again = decoder_costs.forward(width, rows * length, length)
     return stored_cost(layers, width, rows, length) + layers * again
 

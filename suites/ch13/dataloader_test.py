@@ -1,16 +1,16 @@
 """DataLoader: decode the next batches while the model trains on the current one.
 
-Problem    One epoch of SGD on images. They are stored in memory as 8 x 8 blocks of DCT
-           coefficients, like a JPEG after entropy decoding. About 12 torch operations on the CPU
-           prepare each image: dequantize, invert the DCT, convert YCbCr to RGB, crop, flip, resize
-           with antialiasing. The images come in shards of 64. One shard in 4 holds grainy images,
-           which are also smoothed 8 times, so 4 slow batches come in a row. The sampler shuffles
-           within a shard, in the same order on all sides. Each side returns the logits of every
-           image. The check also compares the weights after the epoch.
-Baseline   in_process: `num_workers=0`. The training process also decodes.
-Optimized  workers: changes in_process. Worker processes decode. They start and end with the epoch.
-           persistent: changes workers. With `persistent_workers=True`, the workers start once,
-           before the timed part.
+Problem    Train for one epoch of SGD on images. The images are stored in memory as 8 x 8 blocks of
+           DCT coefficients, like a JPEG after entropy decoding. About 12 torch operations on the
+           CPU prepare each image: dequantize, invert the DCT, convert YCbCr to RGB, crop, flip,
+           resize with antialiasing. The images come in shards of 64. One shard in 4 holds grainy
+           images, which are also smoothed 8 times, so 4 slow batches come in a row. The sampler
+           shuffles within a shard, in the same order on all sides. Each side returns the logits of
+           every image. The check also compares the weights after the epoch.
+Baseline   in_process: `num_workers=0`. The training process also decodes the images.
+Optimized  workers: changes in_process. Worker processes, which start and end with the epoch, decode
+           the images. persistent: changes workers. With `persistent_workers=True`, the workers
+           start once, before the timed part.
            pinned: changes persistent. Batches are in pinned memory (`pin_memory=True`), and are
            copied with `non_blocking=True`.
            prefetched: changes pinned. With `prefetch_factor=4`, each worker prepares up to four
@@ -25,8 +25,8 @@ Use when   Decoding takes longer than a step: use persistent workers, with pinne
            end with the epoch, they pay off only in long epochs, because they have to start again
            each time. A larger prefetch factor helps only if loading times vary.
 
-Workers do not see changes that are made to a tensor after they start. So the images are stored in
-the state and never change. Only their order is an input.
+If a tensor changes after the workers have started, the workers still have the old values. So the
+images are stored in the state and never change. Only their order is an input.
 """
 
 from types import SimpleNamespace

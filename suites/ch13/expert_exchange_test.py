@@ -13,14 +13,13 @@ Optimized  single: changes listed. `all_to_all_single` exchanges tokens between 
            overlapped: changes single. The first exchange has `async_op=True`, and the shared expert
            computes during that exchange.
 Bound      Tensor cores for the two matrix products, then NVLink: each rank sends (world - 1) /
-           world of its tokens, each way. Gathering, scattering, GELU and the sum are limited by
-           DRAM.
+           world of its tokens, each way. DRAM limits gathering, scattering, GELU and the sum.
 Seen       All sides are slower than predicted. overlapped should hide one exchange, but saves only
-           about a fifth of the time of that exchange. The shared expert must take longer while
-           NCCL's kernels occupy SMs. We did not record how long each kernel takes, so we cannot
-           explain the rest.
-Use when   Experts are on several GPUs. Reuse the buffers between calls: this costs nothing. If some
-           computation does not depend on the exchange, overlap the two, but expect little gain.
+           about a fifth of the time of that exchange. The shared expert probably takes longer while
+           NCCL's kernels occupy SMs. We did not time each kernel.
+Use when   Experts are on several GPUs. Reuse the buffers between calls, which costs nothing. If
+           some computation does not depend on the exchange, overlap it with the exchange, but
+           expect little gain.
 """
 
 from dataclasses import replace

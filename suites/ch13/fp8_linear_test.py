@@ -1,6 +1,6 @@
 """FP8 linear: the tensor cores are twice as fast, but quantizing takes time.
 
-Problem    y = x W^T, x (m, k) and W (n, k) in bf16, y in bf16. The weights are the page's state.
+Problem    Compute y = x W^T in bf16, with x (m, k) and W (n, k). The weights are the page's state.
 Baseline   bf16: `torch.nn.functional.linear`, which is cuBLASLt.
 Optimized  All variants multiply in e4m3 by `torch._scaled_mm`.
            dynamic: changes bf16. x and W have one scale each, computed in each call from the
@@ -34,7 +34,7 @@ from .rounding import to_even
 
 LARGEST = 448.0  # the largest e4m3 number
 ROWS = "_scaled_mm with a scale a row before torch 2.13" if torch.__version__ < (2, 13) else ""
-"""Names what a CPU cannot do in this version of torch. Empty if the CPU can do everything."""
+"""Operations that a CPU does not support in this version of torch. Empty if there are none."""
 
 
 def state(device, m, n, k):

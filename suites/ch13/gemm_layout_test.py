@@ -1,7 +1,7 @@
 """Layouts of a matrix product: a transposed operand needs no copy.
 
-Problem    x @ w in bf16. x is (m, k), but it is stored transposed, as (k, m), like activations in
-           channels-first layout. The weight can be stored in either order.
+Problem    Compute x @ w in bf16. x is (m, k) but is stored transposed, as (k, m), like activations
+           in channels-first layout. The weight can be stored in either order.
 Baseline   nt: copies x to row-major (m, k) and multiplies. The weight is stored as (n, k), as in
            `linear`.
 Optimized  nn: changes nt. The weight is stored as (k, n). Reordering the weight is not timed.
@@ -17,13 +17,13 @@ Seen       The copy takes about twice as long as predicted. Each of its loads us
            also touches 32 cache lines, and the L1 looks up one line per cycle (`row_mapping` in
            chapter 8). The lookups take as long as reading the sectors. If lookups and reads do not
            overlap, they explain the extra time, as in `transpose` in chapter 7. We did not measure
-           whether they overlap.
+           the overlap.
 Use when   An operand is transposed in memory. Pass the view, and do not call `contiguous`. In fp8
            or tf32, k must be the contiguous dimension.
 
 When dimensions are odd, cuBLAS may split k and add the parts in bf16
 (`allow_bf16_reduced_precision_reduction`, torch's default). In that case, a result is rounded
-twice, and the page's tolerance allows for this.
+twice, which the page's tolerance allows.
 """
 
 from types import SimpleNamespace

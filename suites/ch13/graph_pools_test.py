@@ -1,8 +1,8 @@
 """Private pools: let graphs that never run at the same time share their memory.
 
-Problem    A stack of 4 SwiGLU layers of width 2048 in bf16. The stack is captured as 8 CUDA graphs,
-           as inference servers do: one graph per batch size, from 1/8 of `tokens` to all `tokens`.
-           A call replays each graph on the first rows of x.
+Problem    Run a stack of 4 bf16 SwiGLU layers of width 2048. As in inference servers, the stack is
+           captured as 8 CUDA graphs, one per batch size, from 1/8 of `tokens` to all `tokens`. A
+           call replays each graph on the first rows of x.
 Baseline   apart: each graph has a private pool, which is the default of `torch.cuda.graph`. A
            graph's temporaries keep their memory, although no two graphs run at once.
 Optimized  shared: all graphs are captured into one pool, the largest first. The temporaries of a

@@ -2,13 +2,13 @@
 
 Problem    Decode `steps` tokens of `batch` sequences with one attention layer in bf16. Each step
            projects the token to query, key and value, appends key and value to the cache, and
-           attends to the whole cache. Its output is added to the next token, so the steps run one
+           attends to the whole cache. The output is added to the next token, so the steps run one
            after another. The cache starts with `prompt` tokens. Queries are twice as large as
            usual, so that about 40 keys get most of the weight. The check compares the outputs of
            all steps.
 Baseline   grown: `torch.cat` joins the cache and the new entry, as in caches without a fixed size.
 Optimized  by_words: changes grown. `cat` gets views of the bytes as int64. When PyTorch copies into
-           part of a tensor, each thread copies one element at a time. With bf16 elements, a warp
+           part of a tensor, each thread copies one element at a time, so with bf16 elements, a warp
            moves only 64 bytes at a time.
            preallocated: changes by_words. Memory for all tokens is allocated once, and each token
            is written to its place. The prompt is copied as int64.
@@ -24,9 +24,9 @@ Seen       grown takes longer than its memory traffic alone. by_words moves the 
            same number of kernels and comes close to its prediction. So copying single bf16 elements
            explains the extra time of grown.
 Use when   Preallocate when the maximum length is known and fits in memory. Use pages when sequences
-           end at different lengths, because pages allocate memory for 64 tokens at a time. Here,
-           all sequences have the same length, so paged needs about as much memory as preallocated.
-           grown needs twice as much.
+           end at different lengths, because pages allocate memory for 64 tokens at a time. On this
+           page, all sequences have the same length, so paged needs about as much memory as
+           preallocated. grown needs twice as much.
 """
 
 import functools

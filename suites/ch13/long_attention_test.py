@@ -1,7 +1,7 @@
 """Causal attention over a long context: do not write the scores to memory.
 
-Problem    Forward pass of causal attention in bf16, with a head dimension of 128, for 16384 and
-           32768 tokens. The scores have a standard deviation of 3, which is typical of trained
+Problem    Run the forward pass of causal attention in bf16, with a head dimension of 128, for 16384
+           and 32768 tokens. The scores have a standard deviation of 3, which is typical of trained
            models. So each query gives most of its weight to a few keys, and outputs are nearly as
            large as values.
 Baseline   eager: computes the scores by `matmul`, applies the mask, computes the softmax in fp32,
@@ -11,17 +11,18 @@ Optimized  flash: changes eager. One kernel does all steps: the FlashAttention-2
            cudnn: changes flash. The kernel is cuDNN's kernel for Hopper, which uses wgmma and TMA.
            flex: changes flash. The kernel is compiled FlexAttention. The mask is a Python function.
            A block mask, built before the timed part, lists the tiles to skip.
-Bound      eager: DRAM. Every step reads and writes all scores. The softmax also converts the scores
-           to fp32 in a separate step. The variants: tensor cores, for the causal half of the matrix
-           products. The exponentials take about a third of the time of these products.
+Bound      DRAM limits eager: every step reads and writes all scores. The softmax also converts the
+           scores to fp32 in a separate step. Tensor cores limit the variants, for the causal half
+           of the matrix products. The exponentials take about a third of the time of these
+           products.
 Seen       flash, cudnn and flex take longer than their matrix products alone. flash uses
            `mma.sync`, which does not reach the rate of wgmma on Hopper (ch10/gemm_test.py). If
            exponentials and matrix products do not overlap, their sum explains the time of cudnn. We
-           did not measure whether they overlap. We cannot fully explain the times of flash, flex
-           and eager. We did not measure the steps of eager one by one.
+           did not measure the overlap, or the steps of eager one by one. We cannot fully explain
+           the times of flash, flex and eager.
 Use when   Use a fused kernel for every long context, also in training: the memory of eager grows
            with the square of the length. On Hopper, choose cudnn. Use flex when no library kernel
-           supports the mask. FlashAttention-3 is not included, because it had no wheel in November
+           supports the mask. The page leaves out FlashAttention-3, which had no wheel in November
            2026.
 """
 
@@ -125,8 +126,8 @@ def causal(heads, tokens):
         write=2 * heads * tokens * WIDTH,
         flops={"bf16": 2 * heads * tokens * (tokens + 1) * WIDTH},
         terms=tokens,
-        # Each side rounds the scaled queries, the weights and the outputs, which is 3 roundings. It
-        # also rounds the scores. The largest scores are about 16, so this error is larger than the
+        # Each side rounds the scaled queries, the weights and the outputs, which is 3 roundings,
+        # and also the scores. The largest scores are about 16, so this error is larger than the
         # error from rounding q and k, which is 3 * 2**0.5 (about 4.2) roundings. It counts as
         # (16 / 4.2)**2, about 13 roundings.
         roundings=16,

@@ -1,29 +1,29 @@
 """Mixture of experts in training: group the tokens by expert on the GPU.
 
-Problem    Forward and backward pass of a block like DeepSeek-V2's (arXiv:2405.04434) in bf16. It
-           has attention with keys and values from a latent of width / 4, one shared expert, and
-           `experts` routed experts. Each token uses 4 routed experts, weighted by a softmax over
-           the router's 4 largest scores. Rotary positions are left out. The check compares the
-           gradients of the input and of all weights. The router's weights make the score of an
-           expert close to one coordinate of the token. In each token, 4 of these coordinates are
-           raised. So rounding cannot change which experts are chosen, and all sides and the
-           reference choose the same experts.
-Baseline   looped: for each expert, find its tokens, gather them, compute, and add to the output.
+Problem    Run the forward and backward pass of a bf16 block like the blocks of DeepSeek-V2
+           (arXiv:2405.04434). The block has attention with keys and values from a latent of width /
+           4, one shared expert, and `experts` routed experts. Each token uses 4 routed experts,
+           weighted by a softmax over the router's 4 largest scores. Rotary positions are left out.
+           The check compares the gradients of the input and of all weights. The router's weights
+           make the score of an expert close to one coordinate of the token. In each token, 4 of
+           these coordinates are raised. So all sides and the reference choose the same experts
+           despite rounding.
+Baseline   looped: for each expert, find and gather its tokens, compute, and add to the output.
 Optimized  sliced: changes looped. The tokens are sorted by expert once. Each expert processes its
            slice, and one gather puts the results back in order. The host reads the lengths of all
-           slices at once, so it waits for the GPU once and not once per expert.
+           slices at once, so it waits for the GPU only once.
            grouped: changes sliced. `grouped_mm` processes all experts and reads the ends of the
            slices on the GPU. There are two matrix products in total, not two per expert.
 Bound      Kernel launches by the host. sliced makes fewer launches per expert than looped. For
            grouped, the number of launches does not depend on the number of experts. The matrix
            products take a small part of the time.
-Seen       All sides take longer than predicted from their launches and waits. The factor is largest
-           for grouped. We cannot explain this. The predicted time of a launch was measured with an
-           in-place addition. We did not measure the host time that autograd and the allocator add
-           to each operation.
+Seen       All sides take longer than predicted from their launches and waits, most of all grouped.
+           The predicted time of a launch was measured with an in-place addition. We did not measure
+           the host time that autograd and the allocator add to each operation, so we cannot explain
+           the difference.
 Use when   A layer has many experts, and each expert gets few tokens. With larger widths, the GPU
-           has more work per launch. Once the GPU takes longer than the host, the number of launches
-           no longer matters for sliced and grouped. looped still waits for the GPU once per expert.
+           has more work per launch. If the GPU takes longer than the host, the number of launches
+           does not matter for sliced and grouped. looped still waits for the GPU once per expert.
 """
 
 import torch

@@ -1,12 +1,12 @@
 """AdamW with moments in 8 bits: a quarter of the optimizer's memory, and less memory traffic.
 
-Problem    One AdamW step of `n` fp32 parameters. The initial parameters are about as large as one
-           update, so that an error in the update is visible in the parameter.
-Baseline   library: fused `torch.optim.AdamW`. It keeps two fp32 moments, which are 8 bytes per
-           parameter. A step reads parameter, gradient and moments, and writes parameter and
-           moments, which takes 28 bytes per parameter.
-Optimized  fp32_moments: changes library. A Triton kernel of this page moves the same bytes. This
-           shows the effect of the kernel without the effect of 8-bit moments.
+Problem    Take one AdamW step of `n` fp32 parameters. The initial parameters are about as large as
+           one update, so that an error in the update is visible in the parameter.
+Baseline   library: fused `torch.optim.AdamW`, which keeps two fp32 moments, 8 bytes per parameter.
+           A step reads parameter, gradient and moments, and writes parameter and moments, which
+           takes 28 bytes per parameter.
+Optimized  fp32_moments: changes library. A Triton kernel of this page moves the same bytes, which
+           shows the effect of the kernel without 8-bit moments.
            eight_bits: changes fp32_moments. The kernel decodes 8-bit moments, updates them and
            encodes them again. Each group of 256 encoded values shares one fp32 scale (block-wise
            quantization, Dettmers et al., arXiv:2110.02861). Per parameter, the moments take 2.03
@@ -34,10 +34,10 @@ from pytest_aisp import Cost, Variant, Work, compare
 LR, BETAS, EPS = 2**-8, (1 - 2**-3, 1 - 2**-4), 1e-8
 GROUP, GROUPS = 256, 16  # parameters per scale, and scales per program
 # Codes are logarithmic: they cover 25 octaves (factors of 2) below the largest value of the group.
-# The error of linear codes is proportional to that largest value. That error would be too large for
-# small gradients, because their update divides by a small root. The code of the second moment
-# stores its square root in 10 steps per octave. The code of the first moment has a sign bit and 5
-# steps per octave.
+# The error of linear codes is proportional to the largest value. For small gradients, that error
+# would be too large, because the update divides by a small root. The code of the second moment
+# stores the moment's square root in 10 steps per octave. The code of the first moment has a sign
+# bit and 5 steps per octave.
 STEPS_AN_OCTAVE = 10
 
 
@@ -209,7 +209,7 @@ against_library = functools.partial(
 
 
 def library_cost(n):
-    # It also increments a step counter, which takes one more launch.
+    # The fused optimizer also increments a step counter, which takes one more launch.
     return updated(n, moments=8, launches=1 + math.ceil(n / CHUNKS), sfu=2)
 
 

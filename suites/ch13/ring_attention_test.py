@@ -1,10 +1,10 @@
 """Ring attention: send keys and values to the next rank while computing with them.
 
-Problem    Causal attention over a sequence. The rows of the sequence are split over the ranks, in
-           order. Each rank has q, k and v of shape (rows, heads, dim) in bf16, the layout that
-           projections return. Each rank returns the attention output for its own rows.
-Baseline   gathered: each rank gathers the keys and values of all ranks. Then it computes the
-           attention of its own rows over all rows up to its last row.
+Problem    Compute causal attention over a sequence. The rows of the sequence are split over the
+           ranks, in order. Each rank has q, k and v of shape (rows, heads, dim) in bf16, the layout
+           that projections return. Each rank returns the attention output for its own rows.
+Baseline   gathered: each rank gathers the keys and values of all ranks, and computes the attention
+           of its own rows over all rows up to its last row.
 Optimized  ring: changes gathered. Attention is computed in blocks. While a rank computes with one
            block of keys and values, it sends this block to the next rank and receives another
            block. The partial results are merged by their log-sum-exp, as in an online softmax (Liu
@@ -14,10 +14,10 @@ Optimized  ring: changes gathered. Attention is computed in blocks. While a rank
            rows are cut into 2 * world chunks, and rank r gets chunks r and 2 * world - 1 - r. The
            timed part includes moving the rows into this order, and moving the result back. If the
            data loader already uses this order, neither move is needed.
-Bound      gathered and ring: the tensor cores of the last rank. For the last rank, the mask removes
-           half of its own block, and nothing of the earlier blocks. ring hides the transfer, but
-           merging the partial results takes time. On many ranks, zigzag gives the last rank about
-           half as many matrix products.
+Bound      The tensor cores of the last rank limit gathered and ring: the mask removes half of that
+           rank's own block, and nothing of the earlier blocks. ring hides the transfer, but merging
+           the partial results takes time. On many ranks, zigzag gives the last rank about half as
+           many matrix products.
 Seen       All sides take longer than predicted, because the cost assumes that attention multiplies
            as fast as `a @ b`. PyTorch's flash attention is far slower, as long_attention_test.py
            shows for the same kernel alone.
@@ -122,7 +122,7 @@ def ring(q, k, v):
 
 
 def dealt(x, back=False):
-    """Start moving rows to zigzag order, or `back`. Return incoming rows and pending operations.
+    """Start moving rows to zigzag order, or back. Return incoming rows and pending operations.
 
     In zigzag order, rank r has chunks r and 2 * world - 1 - r of the 2 * world chunks.
     """
@@ -160,9 +160,9 @@ def zigzag(q, k, v):
     k, v = k.contiguous(), v.contiguous()
 
     def meet(out, lse, source, keys, values):
-        if source < dist.get_rank():  # our two chunks see only the source's early chunk
+        if source < dist.get_rank():  # our two chunks attend only to the source's early chunk
             join(out, lse, slice(None), *attention(q, keys[early], values[early], causal=False))
-        else:  # only our late chunk sees the source, and it sees both chunks
+        else:  # only our late chunk attends to the source, to both chunks
             join(out, lse, late, *attention(q[late], keys, values, causal=False))
 
     return exchanged(around(q, k, v, meet), back=True)

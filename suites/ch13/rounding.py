@@ -8,9 +8,9 @@ import triton.language as tl
 def to_even(value, DROPPED: tl.constexpr):
     """Round fp32 to nearest even, dropping `DROPPED` of 23 mantissa bits. A cast is then exact.
 
-    A GPU's cast already rounds this way. Triton 3.9's interpreter does not: a cast to bf16
-    truncates. When a cast to FP8 rounds up to a power of two, the interpreter may lose the carry.
-    Then the result is half of the correct value.
+    A GPU's cast already rounds this way. In Triton 3.9's interpreter, a cast to bf16 truncates. If
+    a cast to FP8 rounds up to a power of two, the interpreter may lose the carry and return half of
+    the correct value.
     """
     bits = value.to(tl.int32, bitcast=True)
     bits += (1 << (DROPPED - 1)) - 1 + ((bits >> DROPPED) & 1)

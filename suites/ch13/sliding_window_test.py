@@ -1,7 +1,8 @@
 """Sliding-window attention: fuse the passes over the scores, and skip masked tiles.
 
-Problem    Forward pass of attention in bf16 with a head dimension of 128. A token attends to itself
-           and the `window` - 1 tokens before it. Every side builds its mask before the timed part.
+Problem    Run the forward pass of attention in bf16 with a head dimension of 128. A token attends
+           to itself and the previous `window` - 1 tokens. Every side builds its mask before the
+           timed part.
 Baseline   dense: computes all scores by `matmul`, applies the mask, computes the softmax in fp32,
            rounds to bf16, and multiplies by the values.
 Optimized  fused: changes dense. `scaled_dot_product_attention` gets the mask of dense as a bias.
@@ -9,18 +10,18 @@ Optimized  fused: changes dense. `scaled_dot_product_attention` gets the mask of
            banded: changes dense. The queries are processed in blocks of `window`. Each block
            attends to two blocks of keys, so there are 2 * `window` scores per token instead of
            `tokens`.
-           flex: combines fused and banded. Compiled FlexAttention gets a block mask and skips all
-           tiles of 128 x 128 outside the band.
-Bound      dense and banded: DRAM, because every step reads and writes all scores. fused: tensor
-           cores, because fused also computes the masked scores. flex: DRAM and tensor cores about
-           equally. flex moves q, k, v and the output once, and computes 3 tiles of keys per tile of
-           queries.
-Seen       In an earlier form of this page, dense, fused and banded built their masks in every call.
-           These three took longer than predicted. Building the masks explains only part of the
-           extra time. We did not measure the steps one by one.
+           flex: changes fused. Compiled FlexAttention gets a block mask and, as in banded, skips
+           all tiles of 128 x 128 outside the band.
+Bound      DRAM limits dense and banded, because every step reads and writes all scores. Tensor
+           cores limit fused, because fused also computes the masked scores. DRAM and tensor cores
+           limit flex about equally: flex moves q, k, v and the output once, and computes 3 tiles of
+           keys per tile of queries.
+Seen       In an earlier version of this page, dense, fused and banded built their masks in every
+           call, and took longer than predicted. Building the masks explains only part of the extra
+           time. We did not measure the steps one by one.
 Use when   A model attends within a window that is much shorter than the sequence. Without
-           FlexAttention, blocks of `window` queries give most of the gain. When the window is about
-           as long as the sequence, the window skips hardly any tiles, so use the fused kernel.
+           FlexAttention, blocks of `window` queries give most of the gain. If the window is about
+           as long as the sequence, hardly any tiles can be skipped, so use the fused kernel.
 """
 
 import functools
@@ -79,7 +80,7 @@ def dense(q, k, v, window):
 def fused(q, k, v, window):
     tokens = q.shape[2]
     hidden = ~seen(tokens, window, q.device)
-    # If PyTorch got a Boolean mask, it would convert it to this bias in every call.
+    # PyTorch would convert a Boolean mask to this bias in every call.
     bias = q.new_zeros(tokens, tokens).masked_fill_(hidden, -torch.inf)
     yield lambda: F.scaled_dot_product_attention(q, k, v, bias)
 

@@ -1,6 +1,6 @@
-"""A training step: compile it if memory traffic is the limit, capture it if launches are.
+"""A training step: compile it if memory traffic is the limit. Capture it if launches are the limit.
 
-Problem    One AdamW step of a decoder of 2 or 4 blocks (RMS norm, rotary attention, SwiGLU) on
+Problem    Take one AdamW step of a decoder of 2 or 4 blocks (RMS norm, rotary attention, SwiGLU) on
            `rows` sequences of `length` tokens. Weights, gradients and moments are bf16. Every side
            uses torch's fused AdamW kernel.
 Baseline   eager: runs one operation after another. Attention and RMS norm are one kernel each.
@@ -9,21 +9,21 @@ Optimized  compiled: changes eager. `torch.compile` compiles the whole model, in
            regional: changes eager. `torch.compile` compiles one block. The compiled code is used
            for all blocks. Embedding and loss stay eager.
            captured: changes eager. The whole step is captured as one CUDA graph.
-Bound      Large model: tensor cores for the matrix products, then DRAM for the passes over
-           activations. Compiling saves about half of those passes. Embedding and loss are small, so
-           regional saves nearly as much as compiled. Small model: kernel launches by the host.
-           captured makes one launch, so the GPU limits it.
-Seen       Large model: all sides take longer than predicted. Attention is one reason:
+Bound      In the large model, tensor cores limit the matrix products, and DRAM limits the passes
+           over activations. Compiling saves about half of those passes. Embedding and loss are
+           small, so regional saves nearly as much as compiled. In the small model, kernel launches
+           by the host are the limit. captured makes one launch, so the GPU limits it.
+Seen       In the large model, all sides take longer than predicted. Attention is one reason:
            long_attention_test.py shows that PyTorch's flash attention is far below the rate of
-           matrix products. We cannot explain the rest. Small model: eager takes longer than its
-           launches predict. The predicted time of a launch was measured with an in-place addition.
-           We did not measure the host time that autograd and the optimizer add to each operation,
-           so we cannot explain this. captured also takes longer than predicted. Nearly all of its
-           predicted time is the starts of about 300 kernels. The predicted time of a start was
-           measured with an addition to one number. The prediction also assumes that every kernel
-           fills the GPU. But matrix products of 256 rows have tiles for only a few of the SMs, and
-           the kernels of norms and attention have few blocks. We did not time the kernels one by
-           one.
+           matrix products. We cannot explain the rest. In the small model, eager takes longer than
+           its launches predict. The predicted time of a launch was measured with an in-place
+           addition. We did not measure the host time that autograd and the optimizer add to each
+           operation, so we cannot explain this. captured also takes longer than predicted. Nearly
+           all of its predicted time is the starts of about 300 kernels. The predicted time of a
+           start was measured with an addition to one number. The prediction also assumes that every
+           kernel fills the GPU. But matrix products of 256 rows have tiles for only a few of the
+           SMs, and the kernels of norms and attention have few blocks. We did not time the kernels
+           one by one.
 Use when   Compile when passes over activations take a visible part of the step. Capture when the
            GPU waits for the host and shapes repeat. The time of matrix products grows with the
            square of the width, but the time of the passes only grows with the width. So compiling
@@ -169,7 +169,7 @@ def small_eager_cost(**size):
     return costs_of(**size, **eager_launches(size["layers"]))
 
 
-# One replay. It starts the kernels of eager, one after another.
+# One replay starts the kernels of eager, one after another.
 def captured_cost(**size):
     kernels = eager_launches(size["layers"])["launches"]
     return costs_of(**size, launches=1) + Cost(graph_nodes=kernels)

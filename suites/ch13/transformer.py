@@ -1,9 +1,9 @@
 """The decoder that the training pages of this chapter share, and a training step in float64.
 
-It has RMS norm, rotary positions, causal attention and SwiGLU. Weights, gradients and moments are
-bf16, unless a page says otherwise. AdamW starts with nonzero moments, as in the middle of training.
-So an update is a smooth function of the gradient, and all moments exist and can be compared with
-the reference.
+The decoder has RMS norm, rotary positions, causal attention and SwiGLU. Weights, gradients and
+moments are bf16, unless a page says otherwise. AdamW starts with nonzero moments, as in the middle
+of training. So an update is a smooth function of the gradient, and all moments exist and can be
+compared with the reference.
 """
 
 from types import SimpleNamespace

@@ -1,13 +1,13 @@
 """Transformer Engine: compare its FP8 recipes for the scales of a linear layer.
 
-Problem    Forward and backward pass of a linear layer. x (m, k), W (n, k) and the outputs y, dx and
-           dW are bf16. W is the page's state. In the FP8 and FP4 variants, every call quantizes x,
-           W and dy (the gradient of y).
+Problem    Run the forward and backward pass of a linear layer. x (m, k), W (n, k) and the outputs
+           y, dx and dW are bf16. W is the page's state. In the FP8 and FP4 variants, every call
+           quantizes x, W and dy (the gradient of y).
 Baseline   bf16: `torch.nn.functional.linear` and autograd.
 Optimized  All variants are layers of Transformer Engine. If Transformer Engine is not installed,
            the variants are skipped, and the message says how to install it.
-           te_bf16: changes bf16. The linear layer of Transformer Engine, in bf16. It shows the
-           overhead of the layer without FP8.
+           te_bf16: changes bf16. The linear layer of Transformer Engine in bf16 shows the overhead
+           of the layer without FP8.
            delayed: changes te_bf16. Operands are FP8. Each tensor has one scale, computed from its
            maxima in earlier calls.
            current: changes delayed. The scale is computed from the tensor's current maximum, which
@@ -51,9 +51,9 @@ INSTALLED = pytest.mark.skipif(
 def load_cudnn():
     """Load all libraries of PyTorch's cuDNN, so that Transformer Engine uses the same ones.
 
-    Transformer Engine links each library of cuDNN by name. At first, PyTorch loads only one of
-    these libraries. Without this function, Transformer Engine would load the other libraries from
-    the system, possibly in another version.
+    Transformer Engine links each library of cuDNN by name, and PyTorch first loads only one of
+    them. Without this function, Transformer Engine would load the others from the system, possibly
+    in another version.
     """
     mapped = Path("/proc/self/maps").read_text()
     if first := re.search(r"(/\S+)/libcudnn\.so", mapped):
@@ -94,8 +94,8 @@ def stepped(w, x, dy, recipe=None):
     layer = te.Linear(k, n, bias=False, params_dtype=w.dtype, device=w.device)
     with torch.no_grad():
         layer.weight.copy_(w)
-    # By default, two of the recipes use a type for dy that has one mantissa bit less than the type
-    # for x and W. Here, all recipes use e4m3 for dy too.
+    # By default, two of the recipes use a type for dy with one mantissa bit less than the type for
+    # x and W. Here, all recipes use e4m3 for dy too.
     scaling = getattr(recipes, recipe)(fp8_format=recipes.Format.E4M3) if recipe else None
 
     def step():

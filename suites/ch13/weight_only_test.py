@@ -1,24 +1,25 @@
 """Weight-only quantization: a decode step mostly reads weights, so make the weights smaller.
 
-Problem    y = x W^T, with few rows in x, as in a decode step. x (rows, k), W (n, k) and y are bf16.
-           W is the page's state.
+Problem    Compute y = x W^T with few rows in x, as in a decode step. x (rows, k), W (n, k) and y
+           are bf16. W is the page's state.
 Baseline   bf16: `torch.nn.functional.linear`, which calls cuBLAS.
 Optimized  All variants but library use one Triton kernel, which converts the weights to bf16 in
            registers. The weights are quantized once, before the timed part. x stays bf16.
-           streamed: changes bf16. The Triton kernel reads bf16 weights. This shows the effect of
-           the kernel without the effect of smaller weights.
+           streamed: changes bf16. The Triton kernel reads bf16 weights, which shows the effect of
+           the kernel without smaller weights.
            int8: changes streamed. Weights have one byte each, and each row of W has one scale.
            int4: changes int8. Weights have half a byte each, and every 128 weights of a row have
            one fp32 scale.
            library: changes int4. PyTorch's own kernel, `_weight_int4pack_mm`, multiplies the same
            weights.
-Bound      bf16 and streamed: DRAM, at 2 bytes per weight. The weights do not fit in any L2.
-           int8: DRAM and instructions about equally. int4: instructions. int8 and int4 need 5
-           instructions per weight to convert it and pass it to the tensor cores (counted with
-           nvdisasm for sm90). So int4 is hardly faster than int8, although it reads about half of
-           the bytes. The kernel always multiplies 16 rows, so 1 row and 16 rows take the same time.
+Bound      DRAM limits bf16 and streamed, at 2 bytes per weight. The weights do not fit in any L2.
+           DRAM and instructions limit int8 about equally, and instructions limit int4. int8 and
+           int4 need 5 instructions to convert a weight and pass it to the tensor cores (counted
+           with nvdisasm for sm90). So int4 is hardly faster than int8, although it reads about half
+           of the bytes. The kernel always multiplies 16 rows, so 1 row and 16 rows take the same
+           time.
 Seen       On an H200, int8 takes about a quarter longer than its memory traffic alone. Loads and
-           conversions take about the same time, and they probably overlap only in part.
+           conversions take about the same time, and probably overlap only in part.
 Use when   A few rows are multiplied with large weights, as in a decode step. With many rows, the
            matrix products take most of the time, and converting the weights is extra work. In that
            case, use 8-bit matrix products (fp8_linear_test.py).
@@ -37,7 +38,7 @@ from .rounding import to_even
 
 ROWS = 16  # rows of the smallest tensor core product
 GROUP = 128  # weights per scale of int4
-INNER_TILES = 8  # parameter of the library's packed format. 8 allows loads of 16 bytes
+INNER_TILES = 8  # parameter of the library's packed format; 8 allows loads of 16 bytes
 
 CONFIGS = [
     triton.Config({"N": n}, num_warps=warps, num_stages=stages)
@@ -46,7 +47,7 @@ CONFIGS = [
 tuned = triton.autotune(CONFIGS, key=["rows", "n", "k", "BITS"])
 
 # PTX that converts four bytes, each holding two 4-bit weights, to eight bf16 weights. For a byte u
-# below 16, it puts 0x43 in front of u, which gives the bf16 number 128 + u. Then it subtracts 136,
+# below 16, the PTX puts 0x43 in front of u, which gives the bf16 number 128 + u, and subtracts 136,
 # because a weight is stored as u = weight + 8. Outputs: two pairs of lower halves, two pairs of
 # upper halves.
 HALVES = tl.constexpr("""{

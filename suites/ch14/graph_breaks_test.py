@@ -1,7 +1,8 @@
 """Graph breaks: a Python `if` on data splits the graph, so use a tensor operation instead.
 
-Problem    Blocks x = clip(x + silu(x w)), fp32, on a few rows. If the RMS of x + silu(x w) is above
-           a limit, clip scales it down to that limit. About 10 of the 16 blocks clip.
+Problem    Compute fp32 blocks x = clip(x + silu(x w)) on a few rows. If the RMS of x + silu(x w) is
+           above a limit, clip scales the values down so that the RMS equals the limit. About 10 of
+           the 16 blocks clip.
 Baseline   broken: `torch.compile` of a block with `if rms > limit`. Dynamo compiles two graphs: the
            code before the branch, and the scaling after it. Between the two graphs, the host waits
            for the RMS.
@@ -16,7 +17,7 @@ Optimized  cond: changes broken. `torch.cond` keeps the branch in the graph, so 
            eager: like broken, but not compiled.
 Bound      The host. broken, cond and eager wait for the GPU once per block, and launch nothing
            while they wait. where and whole never wait, and launch two kernels per block. The host
-           also takes time to check guards and to call compiled code. Nobody has measured this time
+           also takes time to check guards and to call compiled code. We did not measure this time
            separately, so the costs leave it out, and where and whole have the same cost. The costs
            of broken and eager assume that every block clips. Each limit is a separate tensor. If
            the limits were elements of one tensor, most of them would not be aligned to 16 bytes,
@@ -29,8 +30,8 @@ Seen       On an H100, eager is no slower than broken, although it launches thre
            compiled code twice per block, before and after the break. This explains the time of
            broken. cond calls compiled code once per block, but takes as long as broken. We did not
            measure what Inductor's code for a branch does on the host.
-Use when   A branch on data chooses between two results that are cheap to compute. Compute both and
-           select one. Keep the branch if one path takes longer than the wait.
+Use when   A branch on data chooses between two results that are cheap to compute. Compute both
+           results and select one. Keep the branch if one path takes longer than the wait.
            `torch._dynamo.explain` and `TORCH_LOGS=graph_breaks` list the breaks of a model.
 """
 

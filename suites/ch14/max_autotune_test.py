@@ -1,30 +1,30 @@
 """Max-autotune: let the compiler time several matmul kernels, and fuse the following operations.
 
-Problem    x + silu(h w): a matrix product, an activation and a residual, in bf16 with fp32 sums.
-           test_max_autotune has a short inner dimension k. test_max_autotune_deeper has a long one.
-           test_max_autotune_alone has only the matrix product h w.
+Problem    Compute x + silu(h w), a matrix product, an activation and a residual, in bf16 with fp32
+           sums. The inner dimension k is short in test_max_autotune and long in
+           test_max_autotune_deeper. test_max_autotune_alone has only the matrix product h w.
 Baseline   compiled: `torch.compile` with its default mode. cuBLAS computes the matrix product. Then
            one kernel reads the product and x, and writes the result.
            library: `torch.matmul`, in test_max_autotune_alone.
 Optimized  autotuned: changes compiled. `mode="max-autotune-no-cudagraphs"` times Triton matmul
            kernels and cuBLAS. A Triton kernel can apply activation and residual in its epilogue, so
-           it neither writes nor rounds the product. Inductor also times that fused kernel. If
-           cuBLAS followed by a pointwise kernel is faster, Inductor keeps those two. The mode also
-           tunes pointwise kernels.
+           it neither writes nor rounds the product. Inductor also times this fused kernel. If
+           cuBLAS and a pointwise kernel are faster, Inductor keeps those two. The mode also tunes
+           pointwise kernels.
            eager: like compiled, but without `torch.compile`.
            autotuned_alone: changes library. The same mode as in autotuned compiles a matrix product
            alone.
-Bound      With a short k, DRAM: the epilogue saves writing and reading the product. With a long k
-           and for the product alone, tensor cores. Which kernel Inductor chooses is not known
-           before a run. If Inductor chooses cuBLAS, autotuned gains only what a tuned pointwise
-           kernel saves. The costs of autotuned assume a Triton kernel with an epilogue. The costs
-           of autotuned_alone hold for any kernel.
+Bound      With a short k, DRAM is the limit: the epilogue saves writing and reading the product.
+           With a long k and for the product alone, tensor cores are the limit. If Inductor chooses
+           cuBLAS in a run, autotuned gains only what a tuned pointwise kernel saves. The costs of
+           autotuned assume a Triton kernel with an epilogue. The costs of autotuned_alone hold for
+           any kernel.
 Seen       Only test_max_autotune is recorded, on an H100. autotuned takes as long as compiled,
            which is much longer than predicted for a fused epilogue. So Inductor probably kept
            cuBLAS and the pointwise kernel. We did not record its choice.
-Use when   Matrix products are followed by pointwise operations, or cuBLAS is slow for their shapes.
-           If cuBLAS is already fast, this mode helps little, so compare the times before you keep
-           it. Tuning takes a long time and is repeated for each shape, so keep the tuning cache, or
+Use when   Pointwise operations follow matrix products, or cuBLAS is slow for your shapes. If cuBLAS
+           is already fast, this mode helps little, so compare the times before you keep the mode.
+           Tuning takes a long time and is repeated for each shape, so keep the tuning cache, or
            deploy compiled code. On a GPU with fewer than 68 SMs, Inductor does not try Triton
            matmul kernels.
 """

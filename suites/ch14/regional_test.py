@@ -1,15 +1,15 @@
 """Regional compilation: compile one block of a model once, instead of the whole model.
 
-Problem    The first pass of a new process through `blocks` identical pre-norm SwiGLU blocks, fp32,
-           including compilation.
+Problem    Run the first pass of a new process through `blocks` identical fp32 pre-norm SwiGLU
+           blocks, including compilation.
 Baseline   whole: `torch.compile` of the model. Dynamo unrolls the loop over the blocks, so all
            blocks are in one graph.
 Optimized  regional: changes whole. `torch.compile` of one block. The blocks have the same code and
            shapes, so all of them use the code that is compiled for the first block.
            eager: like whole, but not compiled.
-Bound      The compiler, on the host. Nobody has measured how long compilation takes, so the costs
+Bound      The compiler, on the host. We did not measure how long compilation takes, so the costs
            count only the kernels. Both compiled sides take far longer than predicted. whole traces
-           all blocks and generates code for them. regional does this for one block only. On both
+           all blocks and generates code for them. regional does so for one block only. On both
            sides, identical kernels are compiled only once. Both times include importing the
            compiler, and both sides start with empty Inductor and Triton caches.
 Use when   A model repeats a block and start-up time matters, as in a server that scales out, a
