@@ -254,15 +254,16 @@ class TestMemoryNode:
             assert hidden.dtype == torch.bfloat16
 
 
-def test_a_layer_frees_its_hidden_activations_before_the_next_layer_allocates():
-    x, ups, downs = inputs("cpu", 8, 16)
-    earlier = []
+class TestRunLayers:
+    def test_a_layer_frees_its_memory_before_the_next_layer_allocates(self):
+        x, ups, downs = inputs("cpu", 8, 16)
+        earlier = []
 
-    def hidden_memory():
-        assert all(hidden() is None for hidden in earlier)
-        hidden = hidden_of(x)
-        earlier.append(weakref.ref(hidden))
-        return nullcontext(hidden)
+        def hidden_memory():
+            assert all(hidden() is None for hidden in earlier)
+            hidden = hidden_of(x)
+            earlier.append(weakref.ref(hidden))
+            return nullcontext(hidden)
 
-    run_layers(x, torch.empty_like(x), ups, downs, hidden_memory)
-    assert len(earlier) == LAYERS
+        run_layers(x, torch.empty_like(x), ups, downs, hidden_memory)
+        assert len(earlier) == LAYERS
