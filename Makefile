@@ -25,7 +25,7 @@ bench: $(VENV)/.ready
 	$(PY) -m pytest suites/ch01
 
 test: $(VENV)/.ready lint docs browser
-	$(ONE_THREAD) $(PY) -m pytest -q -n 2 --aisp-check suites
+	$(ONE_THREAD) $(PY) -m pytest -q -n 2 --dist loadfile --aisp-check suites
 	$(ONE_THREAD) $(PY) -m pytest -q -n 2 --aisp-compile=sm90,sm100 suites -m "sm90 or sm100"
 	$(PY) -m pytest -q -n 2 -p no:benchmark --durations=40 -m "not slow" tests emulator
 
