@@ -1,11 +1,11 @@
-"""Continuous batching: fill a row of the batch as soon as its request has ended.
+"""Continuous batching: when a request ends, start the next request in its row.
 
 Problem    Serve `requests` requests with a decoder in bf16 (`suites/decoder.py`) that has `slots`
            rows in its batch. All prompts are equally long. The lengths of the answers are quantiles
            of an exponential distribution with the mean `mean`, in a fixed order: most are short and
            a few are long. The lengths are given, so no side checks on the host whether an answer
-           has ended. A request starts only when a row is free. Decoding is greedy. All tokens and
-           their scores are compared.
+           has ended. A request starts only when a row is free. Decoding is greedy. The check
+           compares all tokens and their scores.
 Baseline   static: `slots` requests start together, and one call of the decoder computes their
            prompts. The next group starts when the longest answer of the group has ended.
 Optimized  continuous: changes static. A row starts the next request as soon as the row's answer has
@@ -14,16 +14,16 @@ Optimized  continuous: changes static. A row starts the next request as soon as 
            so one graph is enough. Prompts still run eagerly.
 Bound      The host's launches limit static and continuous. A step takes the same time in static as
            in continuous. continuous makes fewer steps and more calls for prompts, because most
-           requests start alone. captured is limited by DRAM: each step reads all weights and all
-           rows of the cache, whether they hold a request or not. Even in captured, launches limit
-           the prompts.
+           requests start alone. DRAM limits the steps of captured: each step reads all weights and
+           all rows of the cache, even rows without a request. Even in captured, launches limit the
+           prompts.
 Seen       static and continuous on an H100, and static on an H200, take two to three times as long
            as predicted. The costs count only the launches, but the eager decoder also spends time
            in Python. captured takes almost twice as long as predicted. Its prompts still run
            eagerly, and its graphs start many small kernels. We did not time these parts alone. The
            gains of continuous and captured agree with the predicted ones within the confidence
            intervals.
-Use when   Answers differ in length and nobody knows how long they will be. The gain is about the
+Use when   Answers differ in length, and the lengths are not known in advance. The gain is about the
            ratio of a group's longest answer to the average answer. There is no gain if all answers
            are equally long. static would also be faster if its step were a graph. A new request's
            prompt delays the next token of all other rows (`chunked_prefill_test.py`). With both
@@ -73,7 +73,7 @@ def schedule(lengths, slots, *, in_groups):
 
 def size_of(layers, width, prompt, requests, mean):
     lengths = lengths_of(requests, mean)
-    # Rounded up to 8 keys, because the fused attention kernels require it of their masks.
+    # Rounded up to 8 keys, as the masks of fused attention kernels require.
     return config_of(layers, width, -(-(prompt + max(lengths)) // 8) * 8), lengths
 
 

@@ -8,10 +8,10 @@ Problem    Compute a mixture-of-experts layer for inference, in bf16. Each of `t
 Baseline   masked: for each expert, find its tokens, gather them, compute the MLP, and add to the
            result. Early models in public libraries did the same.
            grouped: the baseline of fused in the second test, and a variant of masked in the first
-           test. It is described below.
+           test (see below).
 Optimized  sorted_slices: changes masked. The (token, expert) pairs are sorted by expert once. Each
-           expert then computes one slice of the pairs. The host reads the ends of all slices at
-           once.
+           expert then computes one slice of the pairs. The host reads where all slices end in a
+           single wait.
            grouped: changes sorted_slices. `grouped_mm` computes all experts in two products and
            reads the ends of the slices on the GPU.
            fused: changes grouped. A Triton kernel gathers the tokens of an expert as it loads them,
@@ -23,16 +23,16 @@ Bound      The host's launches and its waits for the GPU limit masked and sorted
            fused do little arithmetic with each weight that they read, so DRAM limits them when they
            run in a CUDA graph. The first test uses no graph, and there the host takes longer to
            launch grouped than the GPU takes to run it.
-Seen       First test, on an H100: the results contain two times of masked. One is twice as long as
-           the other, so the host's times are rough. grouped takes longer than predicted from its
+Seen       In the first test, on an H100, the two recorded times of masked differ by a factor of
+           two, so the host's times are rough. grouped takes longer than predicted from its
            launches. The predicted time of a launch was measured with an addition, and the host
            probably takes longer to launch a sort or a grouped product. In the second test, in a
-           graph, grouped and fused take about one and a half times the predicted time. For the
-           kernels that sort and gather, the costs count only the start. They also assume that the
-           products read weights at the DRAM rate. We did not measure which assumption is wrong.
+           graph, grouped and fused take about one and a half times the predicted time. The costs
+           count only the starts of the kernels that sort and gather, and assume that the products
+           read weights at the DRAM rate. We did not measure which assumption is wrong.
 Use when   A mixture of experts serves requests. grouped needs no kernel of your own. Serving
            engines use kernels like fused. fused saves some launches, and the traffic of sorted
-           tokens. That matters when there are few tokens per expert. See also chapter 13:
+           tokens, which matters if there are few tokens per expert. See also chapter 13:
            `moe_step_test.py` trains the layer, and `expert_exchange_test.py` has experts on several
            GPUs.
 """
@@ -225,7 +225,7 @@ def fused(weights, x, chosen, shares):
     ends = ends_of(chosen, experts)
     gated = x.new_empty(pairs, hidden)
     parts = torch.empty(pairs, width, device=x.device)
-    # An upper bound on the tiles, because the host does not know how many each expert fills.
+    # An upper bound, because the host does not know how many tiles each expert fills.
     tiles = triton.cdiv(pairs, BLOCK) + min(experts, pairs)
     # Triton 3.9's interpreter treats bf16 as integers. In fp32, the products are the same.
     kind = {"PRODUCT": tl.bfloat16 if x.is_cuda else tl.float32, "N": 64, "K": 64}

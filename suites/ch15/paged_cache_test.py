@@ -4,19 +4,20 @@ Problem    Decode `steps` given tokens of `requests` requests with a decoder in 
            (`suites/decoder.py`) and return all logits. The requests have different lengths, spread
            evenly from `shortest` to `longest` tokens, in a mixed order. Their keys and values are
            in the cache when a call begins.
-Baseline   masked: every request has a row with room for the longest one. PyTorch's attention reads
-           all rows to their ends, and a mask hides all positions after a request's last token.
+Baseline   masked: every request has a row with room for the longest request. PyTorch's attention
+           reads all rows to their ends, and a mask hides all positions after a request's last
+           token.
 Optimized  triton_rows: changes masked. Each program of a Triton kernel computes the attention of
-           one request and one group of heads. triton_rows still reads all rows to their ends, so it
+           one request and one group of heads. triton_rows still reads all rows to their ends, which
            shows the effect of the kernel alone.
            bounded: changes triton_rows. The kernel stops at the request's last token.
            paged: changes bounded. Keys and values are in pages of 64 tokens that all requests share
            (PagedAttention, arXiv:2309.06180). The same kernel looks up each page's number in a
            table.
 Bound      DRAM. masked and triton_rows read all rows to their ends. bounded and paged read only the
-           tokens that exist. For each page of thousands of numbers, paged loads only one additional
-           number from the table. All sides also read the weights and start many small kernels, so
-           the speedup of the whole step is smaller than the speedup of attention.
+           tokens that exist. For each page, which holds thousands of numbers, paged loads one
+           additional number from the table. All sides also read the weights and start many small
+           kernels, so the speedup of the whole step is smaller than the speedup of attention.
 Seen       On an H200, triton_rows is clearly faster than masked, although both read the same bytes.
            So the kernel alone helps. masked takes about twice as long as predicted, and triton_rows
            also takes longer than predicted. The costs count only the start of each small kernel,
@@ -388,7 +389,7 @@ class TestBadInput:
     def test_a_request_waits_while_the_pool_is_full_and_gets_its_pages_later(self, cache):
         assert cache.reserve(0, 3 * PAGE)
         assert not cache.reserve(1, PAGE + 1)
-        assert cache.taken[1] == []  # it keeps nothing while it waits, so others can go on
+        assert cache.taken[1] == []  # a waiting request keeps no pages, so others can go on
         cache.release(0)
         assert cache.reserve(1, PAGE + 1)
 

@@ -6,7 +6,7 @@ Problem    Compute `requests` prompts with a decoder in bf16 (`suites/decoder.py
            real server finds it by comparing hashes of token blocks. An earlier request had the same
            prefix, and its keys and values are part of the state of all sides. After a call, the
            cache has a row for each prompt. Each row then computes one more token, which reads the
-           whole row. The logits of this token are compared too.
+           whole row. The check also compares the logits of this token.
 Baseline   recomputed: all prompts are computed in full, as one batch.
 Optimized  copied: changes recomputed. The prefix is computed in one row, and its keys and values
            are copied to the other rows. Then the suffixes are computed as one batch. Nothing comes
@@ -21,9 +21,9 @@ Seen       On an H200, recomputed takes about a third longer than predicted, and
            time the kernels alone. Without a CUDA graph, cached takes more than four times as long,
            because the host's launches are the limit. copied is not recorded yet.
 Use when   Many requests begin with the same instructions, documents or turns of a conversation. The
-           time to the first token improves. Later tokens take as long as before. The time falls by
-           less than the number of computed tokens does, because small batches use the GPU less
-           efficiently. These copies save no memory, because each row holds its own copy of the
+           time to the first token improves, but by less than the number of computed tokens
+           suggests, because small batches use the GPU less efficiently. Later tokens take as long
+           as before. copied and cached save no memory, because each row holds its own copy of the
            prefix. A paged cache also saves memory: the page tables of all rows can name the same
            pages (`paged_cache_test.py`).
 """
@@ -67,7 +67,7 @@ def reference(model, suffixes, following):
 
 
 def with_next(model, cache, logits, following, length):
-    """Return the logits after each prompt, and the logits after one more token of each."""
+    """Return the logits after each prompt, and the logits after one more token."""
     at = torch.full((len(following),), length, device=following.device)
     return torch.stack([logits, model.step(following, at, cache)], 1)
 

@@ -1,29 +1,29 @@
 """Speculative decoding: guess a few tokens cheaply, and verify them in one call of the model.
 
 Problem    Generate `steps` greedy tokens for one sequence after a prompt of 8 tokens, with a
-           decoder in bf16 (`suites/decoder.py`). The tokens and their scores are compared. The
-           draft stands in for a real one: it guesses the right successor of `percent` % of all
-           tokens, chosen at random. A unit test, `TestAcceptance`, measures how many tokens a
+           decoder in bf16 (`suites/decoder.py`). The check compares the tokens and their scores.
+           The draft stands in for a trained draft: it guesses the right successor of `percent` % of
+           all tokens, chosen at random. A unit test, `TestAcceptance`, measures how many tokens a
            verification gives. All sides compute the prompt and their steps in CUDA graphs. A second
-           test is a curve over `percent`, from a draft that is never right to one that is always
-           right. Chance decides which guesses are right, so the number of verifications may differ
-           by several percent between two prompts.
+           test is a curve over `percent`, from a draft that is never right to a draft that is
+           always right. Chance decides which guesses are right, so the number of verifications may
+           differ by several percent between two prompts.
 Baseline   greedy: one token per step. The host launches all steps without waiting for the GPU.
 Optimized  speculative: changes greedy. The draft, a table of successors, guesses `drafted` tokens.
            One call of the decoder computes the last token and all guesses. All guesses before the
-           first wrong one are accepted, and the call gives one more token after them
-           (arXiv:2211.17192). The draft, the call and the acceptance are one graph of fixed shape.
-           The host waits after each graph to learn how many tokens there are.
-           fewer_waits: changes speculative. The host launches as many verifications as the
-           remaining tokens need if all guesses are right. Only then does it wait. So it waits only
-           a few times, and never launches more verifications than needed.
+           first wrong guess are accepted, and the call gives one more token (arXiv:2211.17192). The
+           draft, the call and the acceptance are one graph of fixed shape. The host waits after
+           each graph to learn how many tokens there are.
+           fewer_waits: changes speculative. Before each wait, the host launches as many
+           verifications as the remaining tokens need if all guesses are right. So the host waits
+           only a few times, and never launches more verifications than needed.
            draft_model: changes fewer_waits. The guesses come from a decoder of one layer and a
            quarter of the width, which knows the same successors. Its steps are in the graph too.
 Bound      DRAM, and the time to start each kernel of the graphs. A verification reads the same
-           weights as a step, for a few tokens instead of one. A verification gives all accepted
-           guesses and one more token. If a draft is never right, each verification gives only one
-           token, but the tokens are still correct. draft_model adds the small kernels of its steps,
-           one after another.
+           weights as a step, for a few tokens instead of one, and gives all accepted guesses and
+           one more token. If a draft is never right, each verification gives only one token, but
+           the tokens are still correct. draft_model adds the small kernels of its steps, one after
+           another.
 Seen       All sides take almost half as long again as predicted on an H100, and more on an H200.
            The costs count only the start of each small kernel, and assume that products of a few
            rows read weights at the DRAM rate. We did not time these kernels or products alone.
@@ -56,7 +56,7 @@ NARROWER = 4
 
 
 def size_of(layers, width, steps, drafted, percent):
-    # Rounded up to 8 keys, because the fused attention kernels require it of their masks.
+    # Rounded up to 8 keys, as the masks of fused attention kernels require.
     return config_of(layers, width, -(-(PROMPT + steps + drafted) // 8) * 8)
 
 
@@ -67,8 +67,8 @@ def draft_size(width, length):
 def state(device, layers, width, steps, drafted, percent):
     """Return a decoder with a known successor of each token, and its drafts' guesses.
 
-    Following the successors visits all tokens. So no sequence repeats a few tokens that a draft
-    happens to know.
+    The successors form one cycle through all tokens, so no sequence repeats a few tokens that a
+    draft happens to know.
     """
     config = size_of(layers, width, steps, drafted, percent)
     model, tokens = Decoder(config, device=device), config.vocabulary
@@ -98,7 +98,7 @@ class Sequence:
     """A sequence that is being decoded, at fixed addresses so that its steps can be captured.
 
     Attributes:
-        count: the number of tokens, as a tensor on the GPU. The last one is not in the cache yet.
+        count: the number of tokens, as a tensor on the GPU. The last token is not in the cache yet.
         token: the last token.
     """
 
@@ -226,7 +226,8 @@ def one_by_one(sequence, draft):
 def in_bursts(sequence, draft):
     """Return a function that decodes all tokens and waits only a few times.
 
-    Before each wait, it launches the verifications that are needed even if all guesses are right.
+    Before each wait, the function launches the verifications that are needed even if all guesses
+    are right.
     """
     read, verify = graphs_of(sequence, draft)
 
@@ -427,7 +428,7 @@ def decoded(percent, *loops):
 
 
 class TestAcceptance:
-    """How many guesses are accepted, and how many verifications that takes."""
+    """The number of accepted guesses, and the number of verifications."""
 
     def test_a_verification_gives_as_many_tokens_as_the_share_says(self):
         right, (calls,) = decoded(80, one_by_one)

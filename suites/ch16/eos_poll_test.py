@@ -1,34 +1,35 @@
 """End of answers: keep the GPU busy while the host checks whether decoding is done.
 
-Problem    Decode answers to `rows` prompts of 8 tokens, together and greedily, with a decoder in
-           bf16 (`suites/decoder.py`). An answer ends with the first end token, or after `limit`
-           tokens. The greedy tokens visit the whole vocabulary in a fixed cycle, and every
-           `period`-th token of the cycle is an end token. So answers have 1 to `period` tokens. The
-           host cannot know the number in advance. Decoding ends when all answers have ended. The
-           tokens and their scores are compared. After an answer's end, every side writes -1 and a
+Problem    Decode answers to `rows` prompts of 8 tokens, together and greedily, with a bf16 decoder
+           (`suites/decoder.py`). An answer ends with the first end token, or after `limit` tokens.
+           The greedy tokens visit the whole vocabulary in a fixed cycle, and every `period`-th
+           token of the cycle is an end token. So answers have 1 to `period` tokens, and the host
+           cannot know the number in advance. Decoding ends when all answers have ended. The check
+           compares the tokens and their scores. After an answer's end, every side writes -1 and a
            score of 0. All sides compute the prompts and the steps in CUDA graphs.
-Baseline   every_step: the host calls `.item()` after each step. The GPU idles until the host has
+Baseline   every_step: the host calls `.item()` after each step. The GPU is idle until the host has
            read the flag and launched the next step.
 Optimized  every_eighth: changes every_step. The host checks after every 8 steps. Up to 7 extra
-           steps run, and they change nothing.
+           steps run, which change nothing.
            one_behind: changes every_step. After each step, the flag is copied to pinned memory and
            an event is recorded. The host launches a step, and then waits for the event of the
            previous step. So the GPU always has work, and one extra step runs.
 Bound      DRAM and the starts of kernels in the graph limit the steps. every_step adds a wait to
            each step. every_eighth saves 7 of 8 waits and runs 3.5 extra steps on average.
            one_behind saves all waits and runs one extra step.
-Seen       On an H100, all sides take about twice as long as predicted. For each small kernel, the
-           costs count only the start, but a kernel probably takes longer. So a wait is a smaller
+Seen       On an H100, all sides take about twice as long as predicted. The costs count only the
+           start of each small kernel, but a kernel probably takes longer. So a wait is a smaller
            share of a step than predicted. The gain of both variants is smaller than the confidence
-           interval, even with a model of one layer. So each variant claims only that it is not
-           slower than every_step.
+           interval, even with a model of one layer. So the page claims only that both variants are
+           not slower than every_step.
 Use when   A loop decodes until an end token, and its steps are CUDA graphs. Expect little: the
            model of this page is tiny, and even its steps take many times as long as a wait. With a
            large model, the wait is an even smaller share of a step. If the host launches each
            kernel of a step separately, the host limits all sides, and the wait is a small part of
            the time. Checking rarely is simple, but helps only if answers are much longer than the
            interval. Extra steps after the end must be harmless, so the cache needs room for them. A
-           server that sends each token to its user can also send it one step late.
+           server that sends each token to the user can also use one_behind and send each token one
+           step late.
 """
 
 import pytest
@@ -44,7 +45,7 @@ NOTHING = -1
 
 
 def size_of(layers, width, rows, period, limit):
-    # Rounded up to 8 keys, because the fused attention kernels require it of their masks.
+    # Rounded up to 8 keys, as the masks of fused attention kernels require.
     return config_of(layers, width, -(-(PROMPT + limit) // 8) * 8)
 
 
@@ -76,7 +77,7 @@ class Answers:
     """Answers that are being decoded, at fixed addresses so that a step can be captured.
 
     Attributes:
-        count: the number of tokens decoded in each row, including those after the end.
+        count: the number of tokens decoded in each row, including tokens after the end.
         going: whether any answer has not ended yet.
     """
 
@@ -272,7 +273,7 @@ class Counted:
 
 
 class TestOverrun:
-    """The number of extra steps, and that they change nothing."""
+    """Counts the extra steps, and checks that they change nothing."""
 
     def made(self, model, prompts, limit):
         """Return the number of steps of each of the three sides. Results must be equal."""

@@ -9,17 +9,16 @@ Baseline   bools: the grammar writes a byte per token. The bytes are copied to t
 Optimized  bits: changes bools. The grammar writes a bit per token, in 32-bit words, like xgrammar.
            PyTorch unpacks the bits on the GPU with a shift and a comparison.
            fused: changes bits. A Triton kernel reads the bits and applies them in one pass.
-Bound      PCIe for bools and fused. bits sends an eighth of the bytes of bools. But it loses much
-           of this gain, because it unpacks the bits in several passes over arrays that are up to 32
-           times as large. For fused, the copy of the bits still takes longer than the pass over the
+Bound      PCIe for bools and fused. bits sends an eighth of the bytes of bools, but loses much of
+           this gain, because it unpacks the bits in several passes over arrays that are up to 32
+           times as large. In fused, the copy of the bits still takes longer than the pass over the
            logits.
 Seen       On an H100, all sides take 7 to 11 us more than predicted, which is a large share for
-           fused and a small share for bools. Every side has one copy from the host. For this copy,
-           the costs count the bytes and the start of a kernel. Starting a copy probably takes
-           longer than starting a kernel.
+           fused and a small share for bools. For the copy from the host, the costs count the bytes
+           and the start of a kernel. Starting a copy probably takes longer than starting a kernel.
 Use when   A grammar or a list of forbidden tokens changes in every step. If the mask is always the
-           same, leave it on the GPU, so that nothing is copied. This page does not include the time
-           of the grammar on the host. Overlap the grammar with the forward pass of the step.
+           same, leave it on the GPU, so that nothing is copied. Overlap the grammar, whose time on
+           the host is not included here, with the forward pass of the step.
 """
 
 import torch
@@ -56,7 +55,7 @@ def inputs(device, rows, vocabulary):
     logits = torch.randn(rows, vocabulary, device=device).bfloat16()
     share = torch.linspace(0, 1, rows)[:, None] if rows > 1 else torch.tensor([[0.5]])
     allowed = torch.rand(rows, vocabulary) < share
-    # The allowed tokens as bytes and as bits. Each side uses the form its grammar would write.
+    # The allowed tokens as bytes and as bits. Each side uses the form that its grammar would write.
     return logits, pinned(allowed, device), pinned(packed(allowed), device)
 
 

@@ -1,17 +1,17 @@
 """Graphs for prompts: capture a graph for each bucket of lengths, and pad prompts to it.
 
-Problem    Serve `requests` requests, one after another, with a decoder in bf16
-           (`suites/decoder.py`). The lengths of their prompts are quantiles of an exponential
-           distribution with the mean `mean`, at most `longest`. For each request, compute the
-           logits after its prompt, and the logits after one more token, whose step reads the cache.
-           On all sides, this step is a CUDA graph. All logits are compared.
+Problem    Serve `requests` requests, one after another, with a bf16 decoder (`suites/decoder.py`).
+           The lengths of the prompts are quantiles of an exponential distribution with the mean
+           `mean`, at most `longest`. For each request, compute the logits after its prompt, and the
+           logits after one more token, whose step reads the cache. On all sides, this step is a
+           CUDA graph. The check compares all logits.
 Baseline   eager_prefill: prompts run without a graph, because a graph has a fixed shape and prompts
            have many lengths.
 Optimized  padded: changes eager_prefill. One graph computes `longest` tokens, and shorter prompts
-           are padded. Attention is causal, so no token sees the padding after it. Logits are
+           are padded. Attention is causal, so no token attends to the padding after it. Logits are
            computed only at the last token. The graph reads this token's position from memory.
-           bucketed: changes padded. There is a graph for `smallest` tokens, one for twice as many,
-           and so on. A prompt is padded to the next size.
+           bucketed: changes padded. There are graphs for `smallest` tokens, for twice as many, and
+           so on. A prompt is padded to the next size.
            piecewise: changes bucketed. Attention is not part of the graphs, and is launched with
            the true length of the prompt. All work between the attention of two layers is one graph.
 Bound      The host limits eager_prefill, because it launches more than a hundred kernels per
@@ -23,8 +23,8 @@ Seen       On an H100, all sides take longer than predicted. The predicted time 
            measured with an addition, not with products. For each small kernel of a graph, the costs
            count only the start. The time of eager_prefill differs by a third between the recorded
            results. piecewise is not recorded yet.
-Use when   Prompts are short, or come in chunks of limited size. The model is so small that its
-           launches take longer than its work. With long prompts, launches overlap with the work on
+Use when   The model is so small that its launches take longer than its work, and prompts are short
+           or come in chunks of limited size. With long prompts, launches overlap with the work on
            the GPU, so padding only adds work. Each bucket needs its own capture and its own memory,
            so use few buckets. Capture in pieces if attention cannot be captured, for example
            because its library plans on the host.
@@ -42,7 +42,7 @@ from suites.decoder import Cache, Decoder, exact_logits, matrix_weights, normali
 from suites.serving import config_of, forward_cost, kernels_of
 
 MASK_KERNELS = 4
-"""Kernels that make a step's mask. A prompt needs none, because its attention is causal."""
+"""Kernels that make a step's mask. A prompt needs no mask, because its attention is causal."""
 
 
 def lengths_of(requests, mean, longest):
@@ -52,7 +52,7 @@ def lengths_of(requests, mean, longest):
 
 
 def buckets_of(longest, smallest):
-    """Return bucket sizes that double from `smallest` until one holds `longest` tokens."""
+    """Return bucket sizes that double from `smallest` until a bucket holds `longest` tokens."""
     sizes = [smallest]
     while sizes[-1] < longest:
         sizes.append(2 * sizes[-1])
@@ -70,7 +70,7 @@ def bucket_of(tokens, sizes):
 
 
 def size_of(layers, width, requests, mean, longest, smallest):
-    # Rounded up to 8 keys, because the fused attention kernels require it of their masks.
+    # Rounded up to 8 keys, as the masks of fused attention kernels require.
     room = max(buckets_of(longest, smallest)[-1], longest + 1)
     return config_of(layers, width, -(-room // 8) * 8)
 

@@ -4,9 +4,9 @@ Problem    Sample a token for each of `rows` sequences from `vocabulary` fp32 lo
            temperature 0.8, top-k 50 and a top-p that differs per row. Top-p takes the best of the
            top k tokens, one by one, until their probabilities add up to p. The Gumbel noise is an
            input. The token with the largest sum of scaled logit and noise wins, which amounts to
-           sampling from the softmax. We draw inputs for which rounding cannot change the kept
-           tokens or the winner. But keeping one token too many or too few changes the winner. All
-           tokens are compared exactly.
+           sampling from the softmax. The inputs are drawn so that rounding cannot change the kept
+           tokens or the winner, but keeping one token too many or too few changes the winner. The
+           check compares all tokens exactly.
 Baseline   sort_all: sort all logits, and mask the tokens that top-k and top-p exclude.
 Optimized  top_k_first: changes sort_all. `torch.topk` gives the best 50 tokens in order. All later
            operations use only these 50.
@@ -14,14 +14,14 @@ Optimized  top_k_first: changes sort_all. `torch.topk` gives the best 50 tokens 
            program per row.
 Bound      Sorting limits sort_all: a sort moves all numbers and their indices several times. DRAM
            or the L2 limits the other sides, which read all logits a few times to find the best 50.
-           The small kernels after that take about as long as their starts.
-Seen       On an H100, all sides take about twice as long as predicted. sort_all: `softmax` and
+           The small kernels that follow take about as long as their starts.
+Seen       On an H100, all sides take about twice as long as predicted. In sort_all, `softmax` and
            `cumsum` give each row to one block, so 64 blocks work and the other SMs are idle. The
            cost counts these operations as passes at the copy rate. A radix sort also ranks its keys
            in shared memory, so each pass is probably slower than a copy. We did not time these
-           parts separately. top_k_first and fused: the kernels of `topk` load one number at a time
-           and count it with an atomic in shared memory. Each kernel waits for the previous one. So
-           they probably do not reach the DRAM rate.
+           parts separately. In top_k_first and fused, the kernels of `topk` load one number at a
+           time and count it with an atomic in shared memory. Each kernel waits for the previous
+           one. So these kernels probably do not reach the DRAM rate.
 Use when   A request uses top-k, alone or with top-p. Top-p alone may keep very many tokens, so it
            needs a sort, or a kernel that searches for a threshold, as in FlashInfer. If the
            requests of a batch have different k, use the largest k and mask the rest.
@@ -85,7 +85,7 @@ def inputs(device, rows, vocabulary):
     # tokens.
     last = torch.randint(1, KEPT, (rows, 1), device=device)  # the place of the last kept token
     top_p = (sums.gather(1, last - 1) + sums.gather(1, last)) / 2
-    # In half of the rows, the last kept token wins. In the others, any kept token may win. The
+    # In half of the rows, the last kept token wins. In the other rows, any kept token may win. The
     # first token that is not kept would beat the winner. So a side that keeps one token too many or
     # too few fails the check.
     score = values + noise.double().gather(1, tokens)
@@ -161,7 +161,7 @@ def sort_all_cost(rows, vocabulary):
     written = Cost(read=12 * n, write=12 * n, launches=1)
     sort = Cost(write=8 * n, launches=1) + by_value + by_row + written
     scaled = summed = shares = Cost(read=4 * n, write=4 * n, launches=1)
-    rest_dropped = Cost(write=4 * n, launches=1)  # all but the best few of a row
+    rest_dropped = Cost(write=4 * n, launches=1)  # all but the best few tokens of a row
     masked = Cost(read=8 * n, write=4 * n, launches=1) + Cost(read=4 * n, write=n, launches=1)
     masked += Cost(read=5 * n, write=4 * n, launches=1)
     scattered = Cost(write=4 * n, launches=1) + Cost(read=12 * n, write=4 * n, launches=1)
@@ -224,5 +224,5 @@ class TestDistribution:
             used = wanted > 0
             chi = ((counts - draws * wanted).square() / (draws * wanted))[used].sum()
             freedom = int(used.sum()) - 1
-            # Six standard deviations of chi squared above its mean.
+            # The limit is six standard deviations of chi squared above the mean.
             assert chi < freedom + 6 * math.sqrt(2 * freedom)

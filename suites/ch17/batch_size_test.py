@@ -1,31 +1,31 @@
 """Batch size: a larger batch lowers the cost of a token and raises the time between two tokens.
 
-Problem    Decode 8 tokens of each of `rows` sequences with a decoder in bf16 (`suites/decoder.py`).
+Problem    Decode 8 tokens of each of `rows` sequences with a bf16 decoder (`suites/decoder.py`).
            The tokens are inputs, so both sides do the same work. Each sequence has a cache of 1024
            positions. Return the logits of all tokens. The page is a curve over `rows`.
 Baseline   alone: one sequence after another. A step is a CUDA graph.
 Optimized  batched: changes alone. One step advances all sequences, so each sequence waits for all
            others. The time between two tokens of a sequence is the time of the call divided by 8.
 Bound      DRAM. A step reads all weights once, for one sequence or for many. The step also reads
-           the whole cache of each sequence, because a captured step has fixed shapes: a mask hides
-           the positions after the current one. So the time between two tokens is the time to read
-           the weights and `rows` caches. The cost of a token is the time to read one cache and a
-           share of the weights. So this cost hardly falls once reading the caches takes longer than
-           reading the weights. With few sequences and two layers, the starts of a step's many small
-           kernels take even longer than the reads.
+           the whole cache of each sequence, because a captured step has fixed shapes and masks the
+           positions after the current token. So the time between two tokens is the time to read the
+           weights and `rows` caches. The cost of a token is the time to read one cache and a share
+           of the weights. If reading the caches takes longer than reading the weights, the cost of
+           a token hardly falls with more sequences. With few sequences and two layers, the starts
+           of a step's many small kernels take even longer than the reads.
 Seen       On an H100, both sides take one and a half times as long as predicted, or slightly
            longer, at every number of sequences. So their ratio is as predicted. For each small
            kernel, the costs count only the start. A kernel probably takes somewhat longer, because
-           it waits for its first bytes and has work for only a few SMs. `prefill_decode_test.py`
-           shows the same effect. With 64 and 256 sequences, reading the caches should take longer
-           than all kernel starts. But batched still takes one and a half times as long as
+           it waits for its first bytes and has work for only a few SMs, as in
+           `prefill_decode_test.py`. With 64 and 256 sequences, reading the caches should take
+           longer than all kernel starts. But batched still takes one and a half times as long as
            predicted. We did not time the attention of batched alone. With 1 sequence, both sides do
            the same work, so nothing is gained. With 16, batched also needs less than a tenth of the
            energy.
-Use when   A server has an objective for the time between tokens. The largest batch that meets it is
-           the cheapest, and the curve shows where larger batches no longer pay off. If even a step
-           with one sequence takes longer than the objective, no batch size helps. Use smaller
-           weights, a smaller cache, or more GPUs.
+Use when   A server has an objective for the time between tokens. The largest batch that meets the
+           objective is the cheapest, and the curve shows where larger batches no longer pay off. If
+           even a step with one sequence takes longer than the objective, no batch size helps. Use
+           smaller weights, a smaller cache, or more GPUs.
 """
 
 import torch

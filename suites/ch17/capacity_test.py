@@ -2,8 +2,8 @@
 
 Problem    A mixture of experts keeps at most `factor` times the mean number of tokens per expert.
            Each token goes to one expert. A token whose expert is full is dropped, and its result is
-           zero. The most popular expert is chosen four times as often as the least popular. Compute
-           the gated MLP of each expert, in bf16, for the kept tokens. The results are in the order
+           zero. The most popular expert is chosen four times as often as the least popular expert.
+           Compute each expert's gated MLP in bf16 for the kept tokens. The results are in the order
            of the tokens.
 Baseline   padded: each expert has a buffer, whose number of rows is `factor` times the mean. Tokens
            are copied into the buffers, `bmm` multiplies all buffers, and results are copied back.
@@ -23,10 +23,10 @@ Seen       On an H100, both sides take longer than predicted at every factor. Th
            growing part, the products and the gate, takes about a quarter longer than predicted. We
            did not time the two parts alone. grouped gains nothing at a factor of 1, where padded
            has few empty rows.
-Use when   All experts are on one GPU. With grouped products a large factor costs little, so there
+Use when   All experts are on one GPU. With grouped products, a large factor costs little, so there
            is no reason to lose quality by dropping tokens. Fixed-size buffers are useful if other
-           GPUs write into them. With such buffers, the factor is a trade-off: near 1, few rows are
-           empty, but many tokens are dropped.
+           GPUs write into them, but make the factor a trade-off: near 1, few rows are empty, but
+           many tokens are dropped.
 """
 
 import torch

@@ -1,26 +1,26 @@
 """Cascade and early exit: a small model labels the inputs it is sure of.
 
-Problem    Label `rows` inputs, in bf16. An easy input is near one of `classes` prototypes, and its
+Problem    Label `rows` bf16 inputs. An easy input is near one of `classes` prototypes, and its
            label is the prototype's number. A hard input is near the sum of two prototypes, and its
-           label is the sum of their numbers modulo `classes`. We chose to make one input in 5 hard.
-           The large network has `layers` random layers. The head of this network is fitted to a
-           training set by least squares, as part of the page's state. Every label must be right.
+           label is the sum of their numbers modulo `classes`. One input in 5 is hard. The large
+           network has `layers` random layers. The head of this network is fitted to a training set
+           by least squares, as part of the page's state. Every label must be right.
 Baseline   large: the large network labels all inputs.
-Optimized  cascade: changes large. A linear model, fitted to easy inputs, labels all inputs. If its
+Optimized  cascade: changes large. A linear model, fitted to easy inputs, labels all inputs. If the
            best score is less than 0.5 above the second best, the large network labels the input
-           instead. The host waits to learn the number of these inputs.
+           instead. The host waits to learn how many inputs that is.
            early_exit: changes cascade. In place of the linear model, a second head is fitted to the
            first layer of the large network. If this head is not sure of an input, the other layers
            continue from the first layer's output. early_exit multiplies more than cascade, because
            the first layer computes every input.
-Bound      Tensor cores. The large network multiplies each input by all its matrices. large does
-           this for all inputs, and cascade only for the hard inputs. The wait for the number of
+Bound      Tensor cores. The large network multiplies each input by all its matrices. large runs the
+           network on all inputs, and cascade only on the hard inputs. The wait for the number of
            hard inputs is the second largest part of the time.
 Seen       On an H200, large and cascade take about as long as predicted. On an H100, large takes as
            long as predicted, and early_exit takes a third longer. We did not time the parts of
            early_exit alone.
 Use when   Most inputs are easy, and the small model's scores show when it is not sure. Measure the
-           accuracy at your threshold, because a wrong label costs more than the time it saves.
+           accuracy at your threshold, because a wrong label costs more than the time that it saves.
            `TestAccuracy` shows that labels are wrong without a threshold. An early exit needs no
            second model, which saves memory.
 """

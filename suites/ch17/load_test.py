@@ -1,27 +1,27 @@
 """Offered load: a server that refills rows immediately keeps up with more arrivals.
 
-Problem    Serve `requests` requests with a decoder in bf16 (`suites/decoder.py`) that has `slots`
-           rows in its batch. Requests arrive at random, on average `load` per second. The arrivals
-           are drawn once and replayed in real time for all sides. A server without work waits for
-           the next arrival. All calls of the decoder are real, and each new token is copied to the
-           host before the next call. All prompts are equally long. The lengths of the answers are
+Problem    Serve `requests` requests with a bf16 decoder (`suites/decoder.py`) that has `slots` rows
+           in its batch. Requests arrive at random, on average `load` per second. The arrivals are
+           drawn once and replayed in real time for all sides. A server without work waits for the
+           next arrival. All calls of the decoder are real, and each new token is copied to the host
+           before the next call. All prompts are equally long. The lengths of the answers are
            quantiles of an exponential distribution with the mean `mean`. The server knows the
-           lengths in advance. A call ends when the last answer has ended. All tokens and scores are
-           compared. The loop of all sides is `serve` in `suites/server.py`. The first test is a
-           curve over `load`. The second test runs at the largest load.
-Baseline   static: all requests that have arrived when the batch is empty start together, up to
-           `slots` of them. The next group starts when the longest answer has ended.
+           lengths in advance. A call ends when the last answer has ended. The check compares all
+           tokens and scores. The loop of all sides is `serve` in `suites/server.py`. The first test
+           is a curve over `load`. The second test runs at the largest load.
+Baseline   static: when the batch is empty, up to `slots` requests that have arrived start together.
+           The next group starts when the longest answer has ended.
            continuous: the baseline of chunked.
 Optimized  continuous: changes static. A request starts as soon as it has arrived and a row is free.
-           Its whole prompt is computed in one call, and all decoding rows wait for it.
+           One call computes the whole prompt, and all decoding rows wait for this call.
            chunked: changes continuous. Prompts are computed in chunks, one prompt after another.
-           After each chunk, all decoding rows make a step. The total time is longer. But no token
-           waits for more than one chunk, so the longest time between tokens (ITL) does not depend
+           After each chunk, all decoding rows make a step. The total time is longer, but no token
+           waits for more than one chunk. So the longest time between tokens (ITL) does not depend
            on the length of prompts. Serving engines put a chunk and a step into one call, which
            saves one pass over the weights (`mixed` of `chunked_prefill_test.py` in chapter 15).
-Bound      The arrivals, while a side keeps up with them. All sides then take about the same time.
-           Above a side's capacity, requests wait in line, and a call takes `requests` divided by
-           the capacity. In all sides, a step is a CUDA graph. DRAM and the starts of the graph's
+Bound      Arrivals are the limit while a side keeps up with them, and all sides take about the same
+           time. Above a side's capacity, requests wait in line, and a call takes `requests` divided
+           by the capacity. In all sides, a step is a CUDA graph. DRAM and the starts of the graph's
            kernels limit the step. The capacity is limited by the number of steps, and by the host's
            launches for the prompts. static makes more steps, and fewer calls for prompts. The curve
            bends where static reaches its capacity.
@@ -38,8 +38,8 @@ Seen       At the largest load on an H200, static serves about 240 requests a se
            side that keeps up with its load takes longer than predicted.
 Use when   A server has objectives for the time to the first token (TTFT) and between tokens. Above
            the capacity, the line grows, so no TTFT objective can be met for long. Below the
-           capacity, chunks bound the time between tokens: `chunked` gives up some capacity for
-           that. This page judges the total time of all requests. To measure both latencies and the
+           capacity, chunks bound the time between tokens, for which chunked gives up some capacity.
+           This page judges the total time of all requests. To measure both latencies and the
            requests per second that meet objectives, with bootstrap intervals, run `python
            benchmarks/serving_load.py`, which replays the same sides.
 """
@@ -57,8 +57,8 @@ from suites.serving import config_of, continued, forward_cost, kernels_of, plant
 
 def size_of(layers, width, slots, prompt, chunk, requests, mean, load):
     lengths = lengths_of(requests, mean)
-    # Rounded up to 8 keys, because the fused attention kernels require it of their masks. One extra
-    # position takes the writes of steps while a row's prompt is being computed.
+    # Rounded up to 8 keys, as the masks of fused attention kernels require. One extra position
+    # takes the writes of steps while a row's prompt is being computed.
     return config_of(layers, width, -(-(prompt + max(lengths) + 1) // 8) * 8), lengths
 
 

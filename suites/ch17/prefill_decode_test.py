@@ -1,6 +1,6 @@
 """Prefill and decode: tokens computed together share one pass over the weights.
 
-Problem    Compute the logits of all `tokens` tokens of one sequence with a decoder in bf16
+Problem    Compute the logits of all `tokens` tokens of one sequence with a bf16 decoder
            (`suites/decoder.py`). The tokens are inputs, so nothing is generated. The page is a
            curve over `tokens`.
 Baseline   decode: one token after another, as when text is generated. A step is a CUDA graph. Its
@@ -8,8 +8,8 @@ Baseline   decode: one token after another, as when text is generated. A step is
 Optimized  prefill: all tokens in one call, like a prompt. The call is a CUDA graph too. Outputs,
            weights and cache are the same on both sides.
 Bound      A step of decode does only 2 operations with each weight that it reads, so DRAM limits
-           it. prefill reads the weights once. The number of operations grows with `tokens`. From
-           the ridge point of the roofline on, tensor cores limit prefill. Each token takes 2
+           it. prefill reads the weights once, and its number of operations grows with `tokens`.
+           Beyond the ridge point of the roofline, tensor cores limit prefill. Each token takes 2
            operations per weight. So the ridge point, in tokens, is half the number of operations
            that the tensor cores do while DRAM delivers one weight. The starts of the many small
            kernels add time. With two layers, they take longer than reading the weights.
@@ -20,8 +20,8 @@ Seen       The result with 4 tokens is from an H100, and the others are from an 
            fifth longer. So up to 256 tokens, the speedup is at least four fifths of the number of
            tokens.
 Use when   You decide how many tokens to compute together. Up to the ridge point, more tokens in a
-           call cost nearly nothing. Prompts are usually longer than that, but a sequence that is
-           being generated adds only one token per step. So a server batches decodes
+           call cost nearly nothing. Prompts usually have more tokens than that, but a sequence that
+           is being generated adds only one token per step. So a server batches decodes
            (`batch_size_test.py`), adds prompt tokens to them, or checks several guessed tokens in
            one call.
 """
@@ -38,7 +38,7 @@ def state(device, layers, width, tokens):
 
 
 def room_of(tokens):
-    return -(-tokens // 8) * 8  # rounded up to 8 keys, because fused kernels require it of masks
+    return -(-tokens // 8) * 8  # rounded up to 8 keys, as the masks of fused kernels require
 
 
 def inputs(device, layers, width, tokens):

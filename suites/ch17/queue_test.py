@@ -1,15 +1,14 @@
 """Queue disciplines: batch prompts of similar length, so that little padding is needed.
 
-Problem    `requests` prompts of 1 to `longest` tokens are waiting. Most of them are short. Compute
-           the hidden state of each prompt's last token with a decoder of `layers` blocks in bf16. A
-           batch is padded to its longest prompt. Attention is causal, so no token sees the padding
+Problem    `requests` prompts of 1 to `longest` tokens are waiting, and most are short. Compute the
+           hidden state of each prompt's last token with a decoder of `layers` bf16 blocks. A batch
+           is padded to its longest prompt. Attention is causal, so no token attends to the padding
            after it. The host knows all lengths at the start. The results are in the order of
            arrival.
 Baseline   fifo: 16 prompts at a time, in the order of arrival.
 Optimized  by_length: changes fifo. The queue is sorted by length, still 16 prompts at a time.
-           token_budget: changes by_length. A batch has no fixed number of prompts. It ends before
-           its tokens, including padding, exceed half of 16 times `longest`. So batches of short
-           prompts are larger.
+           token_budget: changes by_length. A batch has no fixed number of prompts, but at most half
+           of 16 times `longest` tokens, including padding. So batches of short prompts are larger.
 Bound      Tensor cores, which multiply the padding too. A length is `longest` times the cube of a
            uniform random number. So the mean is a quarter of `longest`, and the longest of 16
            prompts is on average five sixths of `longest`. token_budget saves launches and fills the
@@ -165,7 +164,7 @@ def budget_cost(requests, longest, layers, width):
 
 
 def work(requests, longest, layers, width):
-    # 0.6, because the prompts of a draw may be shorter than the expected ones.
+    # 0.6, because the prompts of a draw may be shorter than expected.
     tokens = 0.6 * requests * longest / 4
     return Work(
         read=24 * layers * width**2,

@@ -6,29 +6,29 @@ Problem    A router gives each token a score for each of `experts` experts, in f
 Baseline   of_all: a softmax over all experts, `topk`, and a division by the sum of the chosen
            shares, as in published implementations of Mixtral.
            looped: the baseline of a separate test, which routes requests instead of tokens. A
-           function routes one request and is called for each request, as in the first version of a
-           server. Nobody would write this for the tokens of a layer.
+           function is called once per request, as in the first version of a server. Nobody would
+           write such a loop for the tokens of a layer.
 Optimized  of_chosen: changes of_all. `topk` first, then a softmax over the 4 chosen scores. The
            shares are the same, because the sum over all experts cancels out.
            fused: changes of_chosen. One Triton kernel reads the scores once. It finds and removes
            the largest score 4 times. The scores and shares stay in registers. In the test of
-           requests, of_chosen changes looped. Its two calls process all requests at once.
-Bound      With few tokens, the host limits all sides: it launches a few kernels per call, and in
-           looped a few per request. With many tokens, DRAM limits fused. The other sides call
+           requests, of_chosen changes looped. Two calls process all requests at once.
+Bound      With few tokens, the host limits all sides: it launches a few kernels per call, or in
+           looped, a few per request. With many tokens, DRAM limits fused. The other sides call
            `topk` of torch, which starts a block of threads for each row. The block finds the fourth
            largest score digit by digit, with barriers in between.
 Seen       On an H100, with many tokens, of_chosen gains nothing over of_all, because both spend
            nearly all their time in `topk`. `topk` takes several times as long as predicted: the
            cost counts only the starts of its blocks, and not the search. fused takes longer than
            predicted from its bytes. fused searches a row 4 times for the largest score and its
-           index, and the cost does not count the instructions of this search. The predicted time of
-           a launch was measured with an addition. With few tokens, the host takes longer to call
+           index. The cost does not count the instructions of this search. The predicted time of a
+           launch was measured with an addition. With few tokens, the host takes longer to call
            `topk` or a Triton kernel than to call an addition.
-Use when   Choose first and normalize the chosen scores. The shares are the same with fewer
-           launches, which matters only with few tokens. Write one kernel if the router takes a
-           noticeable part of a layer's time. The kernel gains most with many tokens, but with large
-           experts the router hardly matters. Vectorize any decision that is made per request and
-           does not depend on the previous decision.
+Use when   Choose first and normalize the chosen scores. The shares are the same, and fewer launches
+           matter only with few tokens. Write one kernel if the router takes a noticeable part of a
+           layer's time. The kernel gains most with many tokens, but with large experts the router
+           hardly matters. Vectorize any decision that is made per request and does not depend on
+           the previous decision.
 """
 
 import functools
