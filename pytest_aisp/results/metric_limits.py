@@ -69,8 +69,7 @@ class Metric:
         return self._beyond(amounts["optimized"], limit, amounts.get("noise", 0.0))
 
     def worse(self, before: Amounts, amounts: Amounts, sessions: int = 1) -> bool:
-        """Return whether the optimized side is worse than `before`, beyond the margin and the
-        noise.
+        """Return whether the optimized side is worse than `before`, beyond margin and noise.
 
         Args:
             sessions: the number of sessions in which `before` was counted.

@@ -1,9 +1,9 @@
 """A simulated device that computes times with programmable noise, bias and faults.
 
-Tests and docs use it instead of a GPU. The time of a window is the side's true time, multiplied by
-shared and by separate noise, and rounded to the clock's resolution. Drift, the warm-up ramp and the
-clock steps are the same for both sides. The noise of each session, process, capture and window is
-separate for each side.
+Tests and docs use the simulated device instead of a GPU. The time of a window is the side's true
+time, multiplied by shared and by separate noise, and rounded to the clock's resolution. Drift, the
+warm-up ramp and the clock steps are the same for both sides. The noise of each session, process,
+capture and window is separate for each side.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Noise:
         throttle: chance that a block is throttled, which slows it by 20 %.
         steal: chance that the host takes the CPU during a block, which slows it by 20 %.
         neighbor: share of the device that another process uses, in time slices.
-        dip: chance that a process has one dip, in which both sides are 10 % slower for about 10 ms.
+        dip: chance that a process has a dip. In a dip, both sides are 10 % slower for about 10 ms.
     """
 
     window: float = 0.003
@@ -76,7 +76,7 @@ class Noise:
 
 
 class Process:
-    """One process on the simulated device. Its biases stay the same until it ends."""
+    """One process on the simulated device. The biases stay the same until the process ends."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class Process:
         return Slices(lost, SLICE_SECONDS if lost else 0.0, 4e-3 + lost)
 
     def lost(self, seconds: float) -> float:
-        """Return the time that the other process takes while this one computes for `seconds`."""
+        """Return the other process's time while this process computes for `seconds`."""
         share = self.noise.neighbor
         slices = seconds * share / (1 - share) / SLICE_SECONDS
         return SLICE_SECONDS * (math.floor(slices) + (self.rng.random() < slices % 1))
@@ -199,7 +199,7 @@ def hold(name: str, options: Mapping[str, Json], seed: str, *, other: bool, lap:
     """Return the timer of two copies of one side in a simulated process, for a `HoldTask`.
 
     Args:
-        options: as for `simulate`; ``name@other`` is the side in the other environment.
+        options: as for `simulate`. ``name@other`` is the side in the other environment.
         seed: makes this process different from all others.
     """
     seconds = options["seconds"]
@@ -222,7 +222,7 @@ def simulate(
     Args:
         options: ``seconds`` are the true times by side name (``name@old`` is the side at an older
             commit). ``noise`` has the keywords of `Noise`, ``session`` is the session's bias,
-            ``planted`` is the slowdown of the second side, and ``details`` are added to the result.
+            ``planted`` is the second side's slowdown, and ``details`` are added to the result.
         seed: makes this process different from all others.
     """
     seconds = options["seconds"]

@@ -1,7 +1,7 @@
-"""Measure the memory hierarchy of a GPU: the bandwidth and the latency of each of its levels.
+"""Measure the memory hierarchy of a GPU: the bandwidth and the latency of each level.
 
-Latency is the time of one load in a chain of loads, each of which needs the result of the load
-before it.
+Latency is the time of one load in a chain of loads. Each load needs the result of the previous
+load.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LINE = 32
 STEPS, LINES, LINKS = 4096, 2048, 4096
 BLOCK, ROUNDS, VECTOR = unit_probes.BLOCK, unit_probes.ROUNDS, unit_probes.VECTOR
 DRAM_SETS = 128
-"""The working set for DRAM, as a multiple of the L2's largest one. It is at least 32 L2s large."""
+"""The working set for DRAM, as a multiple of the largest one for the L2. It is 32 L2s or more."""
 L1_BYTES = 16 << 10
 """Bytes that fit in the L1 of every known GPU, next to other data."""
 HOST_BYTES, HOST_ROUNDS = 256 << 20, 16
@@ -126,9 +126,9 @@ def near_and_far(cycles: Sequence[int]) -> tuple[float, float]:
 
 
 def linked(count: int, stride: int, device: str = "cuda") -> torch.Tensor:
-    """Return a list of `count` links in random order, which ends where it begins.
+    """Return a circular list of `count` links in random order.
 
-    Link `i` is at index `i * stride`. Its value is the index of the next link.
+    Link `i` is at index `i * stride`. The value of a link is the index of the next link.
     """
     import torch
 
@@ -145,5 +145,5 @@ def read_rate(nbytes: int) -> float:
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """Return how many seconds one launch takes."""
+    """Return the seconds of one launch."""
     return seconds_per_run(GraphWindow, WINDOW["graph"], run)

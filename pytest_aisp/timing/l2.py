@@ -1,9 +1,9 @@
 """Flush the L2 cache between blocks, and check that a round of calls leaves it cold.
 
 Each call uses a different slot of inputs. All slots together are five times as large as the L2, so
-they should evict each other. The latency of dependent loads shows whether old data were evicted.
-These loads mark their lines as evict-first. Some sides, such as some matrix-vector products, mark
-their own data so, and would not evict lines that lack this mark.
+the slots should evict each other. The latency of dependent loads shows whether old data were
+evicted. The loads mark cache lines as evict-first. Some sides (some matrix-vector products, for
+example) mark their own data as evict-first, and would not evict lines without this mark.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ STEPS = 1024
 COLD_RATIO, COLD_SHARE = 1.25, 0.85
 """A load after a flush usually takes twice as long as a load from the L2. If this ratio is below
 the first number, the check says nothing. A round of calls must add at least the second number times
-the latency that a flush adds. On an H200, reading 24 MiB again and again adds 0.62 times that
-latency, and reading 256 MiB adds 0.99 times.
+the latency that a flush adds. On an H200, repeated reads of 24 MiB add 0.62 times that latency, and
+reads of 256 MiB add 0.99 times.
 """
 ATTEMPTS = 3
 
@@ -54,7 +54,7 @@ class Latency(NamedTuple):
 
     @property
     def cold(self) -> bool:
-        """True if the round of calls evicted the lines from the L2, or if even a flush does not."""
+        """True if the calls evicted the lines from the L2, or if even a flush evicts none."""
         if self.flushed < COLD_RATIO * self.warm:
             return True
         return self.after - self.warm >= COLD_SHARE * (self.flushed - self.warm)
@@ -63,7 +63,7 @@ class Latency(NamedTuple):
 def measure(
     work: Callable[[], object], read: Callable[[], float], flush: Callable[[], object]
 ) -> Latency:
-    """Measure the latency with `read` after `work`; return the coldest attempt.
+    """Measure the latency with `read` after `work`. Return the coldest attempt.
 
     All three latencies are measured right after the work, on the warm GPU. A warm GPU may lower its
     clock rate, and a load from DRAM then takes fewer cycles than on an idle GPU.
@@ -119,8 +119,8 @@ def latency_reader() -> Callable[[], float] | None:
 def check_cold(windows: Iterable[GraphWindow], slots: int, l2_bytes: int) -> dict[str, object]:
     """Refuse a side if data stay in the L2 during a round of its calls.
 
-    A side is never refused if its calls are so long (`schedule.LONG`) that a window does not use
-    all `slots`.
+    A side with long calls (`schedule.LONG`) is never refused, because a window does not use all
+    `slots`.
     """
     if not enabled("cold-l2"):
         return {}

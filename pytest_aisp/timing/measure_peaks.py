@@ -99,7 +99,7 @@ class _Survey:
         self.facts["date"] = datetime.now(timezone.utc).date().isoformat()
 
     def take(self, key: str, amount: float, runs: Mapping[str, Run]) -> None:
-        """Store the rate of the fastest of `runs` if it beats the rate that is stored.
+        """Store the rate of the fastest of `runs` if that rate exceeds the stored one.
 
         Each run processes `amount`.
         """
@@ -159,7 +159,7 @@ class _Survey:
         self.rates["pcie_both"] = both.amount / lasts
 
     def units(self, l2_bytes: int) -> None:
-        """Measure the rates of `UNITS`. Without a compiler, they are missing."""
+        """Measure the rates of `UNITS`. Without a compiler, these rates are missing."""
         from ..kernels.nvrtc import NoCompiler
 
         try:

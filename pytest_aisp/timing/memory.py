@@ -12,15 +12,15 @@ from ..util.device_state import release
 from ..util.process_group import current_group
 
 WATCHDOG = 0.25
-"""Seconds to wait for NCCL's watchdog. It polls every 0.1 s, so it has then seen every send."""
+"""Seconds to wait for NCCL's watchdog, which polls every 0.1 s and has seen every send by then."""
 
 
 class GraphMemory:
     """The memory that the driver gives to the memory nodes of graphs on the current GPU.
 
     During a capture, `cudaMallocAsync` adds such a node to the graph. torch's statistics do not
-    include the memory of these nodes. A driver that does not report it has no memory nodes, so all
-    amounts are then 0.
+    include the memory of these nodes. A driver that does not report this memory has no memory
+    nodes, so all amounts are then 0.
 
     Source: the CUDA programming guide, "Graph Memory Nodes".
     """
@@ -39,7 +39,7 @@ class GraphMemory:
         return self._read("RESERVED_MEM_CURRENT")
 
     def trim(self) -> None:
-        """Free the memory of all graphs that do not run. Their next launch takes it again."""
+        """Free the memory of idle graphs. The next launch of a graph allocates memory again."""
         self._call("cuDeviceGraphMemTrim")
 
     def start_peak(self) -> None:
@@ -50,8 +50,8 @@ class GraphMemory:
     def peak(self) -> int:
         """Return the peak of `used` since `start_peak`.
 
-        Some platforms do not reset the driver's peak, as the tests of cuda.core say. A peak that
-        has not risen may be older, so it is not used.
+        Some platforms do not reset the driver's peak, according to the tests of cuda.core. A peak
+        that has not risen may be older, so it is ignored.
         """
         high = self._read("USED_MEM_HIGH")
         return high if high > self._mark else self.used()
@@ -60,7 +60,7 @@ class GraphMemory:
         return self._call("cuDeviceGetGraphMemAttribute", attribute)
 
     def _call(self, function: str, attribute: str = "", value: int | None = None) -> int:
-        """Call the driver and return its result. If there is none, or the call fails, return 0."""
+        """Call the driver and return the result, or 0 without a driver or if the call fails."""
         try:
             driver = import_module("cuda.bindings.driver")
             args: list[object] = [self._device]
@@ -78,9 +78,9 @@ class GraphMemory:
 def drop_sent_tensors() -> None:
     """Wait for the GPU, and make each rank free the tensors that it has sent.
 
-    NCCL's process group keeps a tensor until two things have happened: its watchdog has seen that
-    the send is finished, and the next collective has begun. Without this function, tensors of one
-    side would be included in the memory of the next side.
+    NCCL's process group keeps a tensor until the watchdog has seen the end of the send, and the
+    next collective has begun. Without this function, tensors of one side would be included in the
+    memory of the next side.
     """
     import torch
 
@@ -102,7 +102,7 @@ def peak_bytes(side: BoundSide) -> int:
 
     drop_sent_tensors()
     graphs = GraphMemory()
-    graphs.trim()  # otherwise the side might reuse memory of the other side's graphs
+    graphs.trim()  # so that the side cannot reuse memory of the other side's graphs
     torch.cuda.reset_peak_memory_stats()
     graphs.start_peak()
     before = torch.cuda.memory_allocated() + graphs.used()
@@ -143,8 +143,8 @@ def _peaks(pool: InputPool, side: Side) -> tuple[float, float]:
     """Return the peaks of allocated and of reserved memory during calls of `side`, in bytes.
 
     The side has run before, so the workspaces of libraries already exist and are not included.
-    Allocated memory is measured at the second call. Reserved memory is measured from the first
-    call on, because neither the allocator nor the driver's pool for graphs returns it.
+    Allocated memory is measured at the second call. Reserved memory is measured from the first call
+    on, because the allocator and the driver's pool for graphs keep it.
     """
     import torch
 

@@ -3,7 +3,7 @@
 Processes on one GPU run in turn, each for a time slice of about a millisecond. Containers and
 virtual machines may hide the other processes, but cannot hide the lost time. So a chain of short
 kernels reads the GPU's nanosecond counter continuously. If the counter jumps between two readings,
-another process used the GPU in between. Where possible, NVML names that process.
+another process used the GPU in between. NVML names that process if it can.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ..util.process_group import current_group
 KERNELS, KERNEL_NS = 20, 200_000
 """The number of kernels in a chain, and the length of each: 4 ms in total.
 
-A chain is longer than a time slice, so that it is interrupted if other processes wait. The kernels
-are short, so that the chain can also be interrupted between two of them.
+A chain is longer than a time slice, so it is interrupted if other processes wait. The kernels are
+short, so the chain can also be interrupted between two kernels.
 """
 SLICE_NS = 50_000
 """A shorter pause between two readings is not a time slice."""
@@ -35,10 +35,10 @@ GATE_CYCLES = 2_000_000
 """Length of the kernel behind which the chain is queued, in GPU cycles, about 1 ms."""
 ATTEMPTS = 3
 FEW, MANY = 1, 6
-"""The number of chains: FEW in a routine look; MANY after an error, uneven windows, or a busy
+"""The number of chains: FEW in a routine check, and MANY after an error, uneven windows, or a busy
 GPU."""
 UNEVEN = 1.25
-"""Windows are uneven if the longest takes this many times the median."""
+"""Windows are uneven if the longest window takes this many times the median."""
 NAMED, NO_VERDICT = 0.05, 0.20
 """The shares of the GPU at which other processes are named, and at which no verdict is given."""
 EXCUSED = 0.01
@@ -46,7 +46,7 @@ EXCUSED = 0.01
 
 
 class Slices(NamedTuple):
-    """Time slices of other processes, as one chain saw them.
+    """Time slices of other processes, as detected by one chain.
 
     Attributes:
         lost: seconds in time slices of other processes.
@@ -66,8 +66,8 @@ def slices(kernels: Sequence[Sequence[int]]) -> Slices:
     """Return the time slices of other processes in a chain.
 
     Args:
-        kernels: for each kernel, in ns: its start, its end, its slices in total, its longest slice,
-            and its shortest step of the counter.
+        kernels: for each kernel, five times in ns: the start, the end, the total of its slices, the
+            longest slice, and the counter's shortest step.
     """
     finest = min(kernel[4] for kernel in kernels)
     least = max(SLICE_NS, COARSE * finest)
@@ -118,11 +118,10 @@ class Neighbors:
     """Other processes on the GPU of this process.
 
     Attributes:
-        read: runs a chain of kernels, or None on a CPU.
-        users: returns the share of the GPU that each process seen by NVML has used since the last
-            call, keyed by the name of the process.
-        seen: what all chains together have seen.
-        named: the largest share of each process that NVML names.
+        read: a function that runs a chain of kernels, or None on a CPU. users: a function that
+            returns each process's share of the GPU since the last call, by name, for all processes
+            that NVML shows. seen: the time slices from all chains together. named: the largest
+            share of each process that NVML names.
     """
 
     read: Callable[[], Slices | None] | None
@@ -131,7 +130,7 @@ class Neighbors:
     named: dict[str, float] = field(default_factory=dict)
 
     def look(self, chains: int = FEW) -> None:
-        """Look for time slices of other processes, and ask NVML which processes compute."""
+        """Search for time slices of other processes, and query NVML for their names."""
         if self.read is None:
             return
         for slices in filter(None, (self.read() for _ in range(chains))):
@@ -142,19 +141,19 @@ class Neighbors:
             self.named[name] = max(share, self.named.get(name, 0.0))
 
     def before(self) -> None:
-        """Look before the first window. Raise `Disturbed` at once if the GPU is busy."""
+        """Search before the first window. Raise `Disturbed` at once if the GPU is busy."""
         self.look()
         if self.share() >= NO_VERDICT:
             self.look(MANY)
         self.refuse(NO_VERDICT)
 
     def after_lap(self, *windows: Sequence[float], chains: int = FEW) -> None:
-        """Look after a lap. Look for longer if the `windows` of a side are uneven."""
+        """Search after a lap, and for longer if the `windows` of a side are uneven."""
         uneven = any(max(times) > UNEVEN * median(times) for times in windows)
         self.look(MANY if current_group().max(uneven) else chains)
 
     def share(self) -> float:
-        """Return the share of the GPU that others use; on several GPUs, the largest share."""
+        """Return the share of the GPU that others use, or the largest share of several GPUs."""
         seen = self.seen.lost / self.seen.total if self.seen.total else 0.0
         return current_group().max(max([seen, *self.named.values()]))
 
@@ -165,7 +164,7 @@ class Neighbors:
             raise Disturbed(f"{text}; {why}" if why else text)
 
     def text(self) -> str:
-        """Return who uses how much of the GPU."""
+        """Return the shares of the GPU that other processes use, as text."""
         share = self.share()
         names = [name for name, used in self.named.items() if used >= NAMED]
         who = f"{' and '.join(names) or 'another process'} use{'s' * (len(names) < 2)}"
@@ -180,7 +179,7 @@ class Neighbors:
 
     @contextmanager
     def excusing(self) -> Iterator[None]:
-        """Inside the block, blame the machine for a side's contradictory times if it is busy.
+        """Inside the block, blame a busy machine for a side's contradictory times.
 
         Raises:
             Disturbed: if a side was refused while something else used the machine.

@@ -22,7 +22,7 @@ TOLERANCE = 1.05
 """A side that is faster than the limit by more than this factor skips declared work."""
 PCIE = ("h2d", "d2h")
 UNITS = ("l2", "shared", "atomics", "sfu", "blocks")
-"""Rates of single units of a GPU. They do not limit declared work, which other units may do."""
+"""Rates of single units of a GPU. They are no limit, because other units may do the work."""
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "tf32": "float32", "fp32": "float32"}
 """Types of the matrix products. The slowest type is last, because a hot GPU lowers its clocks."""
 LINKS = ("peer", "busbw")
@@ -80,8 +80,9 @@ def limit_of(work: Work, bound: str, peaks: Peaks) -> Limit | None:
 
     The limit is the time of the slowest of three resources, which work at the same time. The time
     of memory uses the copy rate for equal bytes read and written, and the read or write rate for
-    the rest, or the L2's rate if the page is bound by the L2. The time of arithmetic is the sum
-    over types. The third resource is the link, at its faster rate, if the page is bound by one.
+    the remaining bytes. Pages bound by the L2 use the L2's rate. The time of arithmetic is the sum
+    over types. The third resource is the link, at its faster rate, for pages that are bound by a
+    link.
     """
     memory, wire = memory_rates(work.read, work.write), dict[str, float]()
     if bound == "l2":
@@ -127,7 +128,7 @@ def add(path: Path, product: str, rates: Mapping[str, float], facts: Mapping[str
 
 
 def path_of(baselines: Path, product: str) -> Path:
-    """Return the file that holds a product's peaks."""
+    """Return the file with a product's peaks."""
     return baselines / product / "peaks.json"
 
 
@@ -159,7 +160,7 @@ def save(path: Path, peaks: Peaks) -> None:
     """Write `peaks` to `path` atomically, one rate per line, with four significant digits.
 
     Raises:
-        PeaksError: if `path` exists but has no peaks of this product. It is not changed.
+        PeaksError: if `path` exists but has no peaks of this product. The file is not changed.
     """
     if path.exists() and (before := load(path).product) != peaks.product:
         raise PeaksError(f"{path} holds the peaks of {before}, not of {peaks.product}")

@@ -9,7 +9,7 @@ from ..page.cost import HOST, UNITS, Cost, memory_rates
 from .peaks import RATES, SECONDS, Peaks
 
 EXPLAINED = 0.25
-"""A time is unexplained if it differs from the predicted time by more than this share of it."""
+"""A time is unexplained if it differs from the predicted time by more than this share."""
 
 
 def explains(predicted: float, measured: float) -> bool:
@@ -22,8 +22,8 @@ class Prediction:
     """The minimum time of a call, in seconds.
 
     Attributes:
-        parts: seconds by rate, the largest first. They overlap within a phase, so their sum may be
-            longer than `seconds`.
+        parts: seconds by rate, the largest first. The parts of a phase overlap, so the sum of all
+            parts may exceed `seconds`.
     """
 
     seconds: float
@@ -45,7 +45,7 @@ class RateMissing(ValueError):
 
 
 def how_to_measure(rate: str) -> str:
-    """Return the command that measures and stores `rate`; empty for a type without a peak."""
+    """Return the command that measures and stores `rate`, or "" for a type without a peak."""
     if rate not in RATES:
         return ""
     links = {"peer": "bandwidth", "peer_both": "bandwidth", "busbw": "nccl", "all_reduce": "nccl"}
@@ -60,7 +60,7 @@ def predict(cost: Cost, peaks: Peaks, *, graph: bool) -> Prediction:
     times counts. A wait for the GPU ends such an overlap.
 
     Raises:
-        RateMissing: if a rate is missing. The message names it.
+        RateMissing: if a rate is missing. The message names the rate.
     """
     total, work, host = 0.0, 0.0, 0.0
     parts: dict[str, float] = {}
@@ -91,7 +91,7 @@ def _together(work: float, starts: float, *, graph: bool) -> float:
 
 
 def _seconds(phase: Cost, peaks: Peaks) -> list[dict[str, float]]:
-    """Return how many seconds `phase` uses each resource, keyed by rate. Resources overlap."""
+    """Return the seconds that `phase` uses each resource, keyed by rate. Resources overlap."""
     both = phase.h2d + phase.d2h if phase.h2d and phase.d2h else 0.0
     resources = (
         memory_rates(phase.read, phase.write),

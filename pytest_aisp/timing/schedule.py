@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 ROBUST_CLOCKS = ("host", "cpu", "process")
 """Clocks on which a process's value is the median of all its blocks."""
 MOST_STEPS = 16
-"""The maximum number of training steps per window. The reference repeats them all."""
+"""The maximum number of training steps per window. The reference repeats all steps."""
 MOST_DROPPED = 20
 """A measurement fails when this many blocks were disturbed."""
 FEW_DROPPED, DROPPED_SECONDS = 3, 10.0
@@ -39,9 +39,9 @@ class Window(Protocol):
 
     Attributes:
         calls: number of calls that are timed.
-        counted: number by which the time is divided. It is less than `calls` if a slowdown is
-            planted.
-        repeats: how much longer a window takes than its calls: 2 if an untimed replay comes first.
+        counted: number by which the time is divided, which is less than `calls` if a slowdown is
+            planted. repeats: a window's time divided by the time of its calls: 2 if an untimed
+            replay comes first.
     """
 
     calls: int
@@ -63,7 +63,7 @@ class PairTimer(Protocol):
         """Write new values into the inputs in place, and overwrite the outputs with NaN."""
 
     def disturbance(self) -> Cause | None:
-        """Return what disturbed the windows since the previous call of this method, or None."""
+        """Return the cause that disturbed windows since the previous call, or None."""
 
     def details(self) -> dict[str, object]:
         """Return facts for the row, in JSON types: slots, calls, clocks, allocations."""
@@ -71,7 +71,7 @@ class PairTimer(Protocol):
 
 @dataclass(frozen=True)
 class Budget:
-    """How long to measure, fixed before the first block.
+    """The length of a measurement, fixed before the first block.
 
     Attributes:
         blocks: maximum number of blocks.
@@ -120,11 +120,11 @@ class Samples:
         blocks: ln(speedup) of each block.
         baseline, optimized: seconds per call of each window, in the order they ran.
         orders: order of each block, ``ABBA`` or ``BAAB``.
-        dropped: for each dropped block, the cause of the disturbance.
+        dropped: the cause of the disturbance of each dropped block.
         details: facts from the timer.
         laps: ln(speedup) of each lap.
-        firsts: for each block, the side that was built first in its lap.
-        dropped_at: for each dropped block, the number of valid blocks before it.
+        firsts: the side that was built first in each block's lap. dropped_at: the number of valid
+            blocks before each dropped block.
     """
 
     clock: str
@@ -145,7 +145,7 @@ class Samples:
 
     @property
     def error(self) -> float:
-        """Standard error of `value`, computed from the laps; 0 if there are fewer than three."""
+        """Standard error of `value`, computed from the laps, or 0 for fewer than three laps."""
         return process_error(self.blocks, len(self.laps), self.firsts)
 
 
@@ -179,7 +179,8 @@ def measure(timer: PairTimer, budget: Budget, rng: random.Random, first: int = 0
 
     Raises:
         Disturbed: if the machine disturbed `MOST_DROPPED` blocks.
-        SideError: if a side itself disturbed them, for example with an import in every call.
+        SideError: if a side itself disturbed these blocks, for example with an import in every
+            call.
     """
     trial = _block(timer, "ABBA")
     timer.disturbance()
@@ -260,8 +261,8 @@ def settle(
     """Warm up all sides in turn until they are steady, and return the number of rounds.
 
     The sides are steady if three conditions are met: at least `least` rounds have run, nothing grew
-    in the last round, and for each side the median of the last three times is within 10 % of the
-    median of the three times before. The warmup stops after `seconds` in any case.
+    in the last round, and each side's median of the last three times is within 10 % of the median
+    of the three times before. The warmup stops after `seconds` even if the sides are not steady.
 
     Args:
         calls: functions that make one call of a side and return its time.
@@ -309,9 +310,8 @@ def warm(function: Callable[[], object]) -> int:
 PLANTABLE = 0.85, 1.35
 """To plant a slowdown exactly, the number of calls may change by a factor in this range."""
 LONG, FEW_SLOTS = 5e-3, 2
-"""If a call is longer than `LONG` seconds, a round needs only `FEW_SLOTS` slots.
-
-Two slots may stay in the L2, so the L2 is flushed before each of these windows.
+"""If a call is longer than `LONG` seconds, a round needs only `FEW_SLOTS` slots. Two slots may stay
+in the L2, so the L2 is flushed before each window.
 """
 
 
@@ -324,7 +324,7 @@ def calls_for(seconds_per_call: float, window: float, slots: int) -> int:
     """Return the number of calls, in whole rounds, that takes closest to `window` seconds.
 
     So both sides' windows take about the same time, and the fixed cost of starting a window is
-    about the same share of each.
+    about the same share of both windows.
     """
     calls = calls_a_round(seconds_per_call, slots)
     rounds = max(1, round(window / max(seconds_per_call * calls, 1e-9)))
@@ -332,7 +332,7 @@ def calls_for(seconds_per_call: float, window: float, slots: int) -> int:
 
 
 def extra_calls(counted: int, planted: float) -> int:
-    """Return how many extra calls make a window slower by at least the share `planted`."""
+    """Return the number of extra calls that slow a window down by at least the share `planted`."""
     return math.ceil(counted * planted - 1e-9)
 
 

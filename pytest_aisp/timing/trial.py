@@ -33,9 +33,9 @@ from .unseen_values import UnseenValues, ValueSource, supports
 from .verify_outputs import OutputVerifier
 
 PYTHON_CLOCKS = ("host", "cpu")
-"""On these clocks, a side's Python code runs in every timed call, and can look up an answer."""
+"""On these clocks, a side's Python code runs in every timed call and could look up an answer."""
 LONG_ROUND = 3e-3
-"""Seconds. If a call of the baseline takes longer, a case gets at most two laps."""
+"""If a call of the baseline takes longer than this many seconds, a case gets at most two laps."""
 
 
 class CheckedPairTimer(schedule.PairTimer, Protocol):
@@ -68,10 +68,10 @@ class Trial:
     """The measurement of one case: build both sides, time blocks in laps, check the outputs.
 
     Attributes:
-        source: draws values in another process, or None.
+        source: a source that draws values in another process, or None.
         one_off: seconds that preparation took, by side.
         kernels: the profile of each side, if profiles were requested.
-        tuned: for each autotuned Triton kernel, the configurations that were launched.
+        tuned: the configurations of each autotuned Triton kernel that were launched.
         known: the clock and the counted calls of the first lap, which later laps reuse.
     """
 
@@ -107,7 +107,7 @@ class Trial:
         return slice_reader(), OtherProcesses(torch.cuda.current_device()).shares
 
     def run(self) -> tuple[Samples, dict[str, Json]]:
-        """Measure the case. Return the samples, and the other facts about it for the row."""
+        """Measure the case. Return the samples, and other facts about the case for the row."""
         self._learn_types()
         with self.watch.phase("neighbors"):
             self.neighbors.before()
@@ -140,7 +140,7 @@ class Trial:
         return min(2, self.budget.laps) if self.round_seconds > LONG_ROUND else self.budget.laps
 
     def _rebuilds(self) -> bool:
-        """Return whether each lap builds both sides again. This is done only if it is cheap."""
+        """Return whether each lap builds both sides again, which is done only if it is cheap."""
         pair = self.pair
         return self.on_gpu and not (self.pool.prepared or pair.as_called or pair.state is not None)
 
@@ -178,9 +178,9 @@ class Trial:
     def _build_untimed(self, budget: Budget) -> dict[str, object]:
         """Build both sides once without timing them, and return the timer's details.
 
-        This chooses the clock. It also makes the first lap start from the same memory layout as the
-        later laps. The layouts then differ only by the order in which the sides are built, and that
-        effect cancels (docs/explanation/spread.md).
+        This chooses the clock, and makes the first lap start from the same memory layout as later
+        laps. The layouts then differ only by the order in which the sides are built, and the effect
+        of this order cancels (docs/explanation/spread.md).
         """
         self._lay_slots()
         with self.watch.phase("build"), self._built(budget) as timer:

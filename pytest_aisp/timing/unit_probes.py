@@ -11,7 +11,7 @@ ROUNDS = 512
 """Loops of each thread. A launch takes 0.1 to 1 ms."""
 ATOMIC_ROUNDS = 32
 L2_SHARES = (64, 16, 4, 2)
-"""The L2 is read with working sets of 1/64 to 1/2 of its size."""
+"""The L2 is read with working sets of 1/64 to 1/2 of the L2's size."""
 VECTOR = 16
 """Bytes of a load."""
 EMPTY_BLOCKS, WARP = 1 << 20, 32
@@ -25,8 +25,7 @@ class Probe(NamedTuple):
 
 
 def l2_reads(size: int) -> dict[int, Probe]:
-    """Return a probe for each working set, keyed by the bytes of the set. `size` is the size of the
-    L2 in bytes."""
+    """Return probes of an L2 of `size` bytes, one per working set, keyed by the set's bytes."""
     return {nbytes: read_past_l1(nbytes) for nbytes in l2_working_sets(size)}
 
 
@@ -84,8 +83,7 @@ def special_functions() -> Probe:
 
 
 def multiply_adds() -> Probe:
-    """Return a probe of fp32 multiply-adds in registers (faster than a matrix product). Unit:
-    FLOPs."""
+    """Return a probe of fp32 multiply-adds in registers. Unit: FLOPs."""
     import torch
 
     from ..kernels.cuda_cpp import cuda_module

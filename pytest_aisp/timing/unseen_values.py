@@ -2,9 +2,9 @@
 
 A window of the CPU's clock runs each call on its own slot. Immediately before the window, values
 that another process draws from a secret seed are written to these slots. No code of a side runs
-between this write and the start of the clock. So no answer can be computed in advance, and none can
-be remembered. Before the write, one untimed call runs on earlier values, so that the allocator
-already has memory pages for the outputs.
+between this write and the start of the clock. So no answer can be computed in advance or
+remembered. Before the write, one untimed call runs on earlier values, so that the allocator already
+has memory pages for the outputs.
 
 After the window, randomly chosen calls are kept, with their inputs and outputs.
 """
@@ -29,23 +29,23 @@ from ..util.process_group import current_group
 from .schedule import calls_to_plant, extra_calls
 
 LARGEST_SET = 4 << 20
-"""Bytes of the largest value set that is drawn anew. Larger value sets are repeated in windows.
+"""Bytes of the largest value set that is drawn again. Larger value sets are repeated in windows.
 
-The limit is in bytes and not in seconds, so that every run measures the same thing. A call
-on values that were just written may take several times as long as one on values in the caches.
+The limit is in bytes and not in seconds, so that every run measures the same thing. A call on newly
+written values may take several times as long as a call on cached values.
 """
 MOST_SLOTS = 128
-"""The maximum number of slots, and so of calls in a window."""
+"""The maximum number of slots, and therefore of calls in a window."""
 SLOT_BYTES = 64 << 20
 """The maximum number of bytes of all slots and their outputs."""
 DRAW_SECONDS, MOST_DRAW_SECONDS = 0.01, 0.1
-"""The maximum seconds to draw the values of one window, and the maximum if the calls are short."""
+"""The maximum seconds to draw the values of one window, for long and for short calls."""
 SLOWEST_DRAW = 0.5
-"""If it takes longer to draw one value set, windows repeat their values."""
+"""If one value set takes longer to draw, windows repeat their values."""
 SHORT_WINDOW = 1e-3
 """If drawing values is slow, all calls of a window together take this many seconds."""
 SEVERAL = 32
-"""Value sets that are drawn together to find out how long one takes."""
+"""Number of value sets that are drawn together to measure the time per set."""
 KEPT_CALLS, KEPT_BYTES, KEPT_OF_WINDOW = 512, 128 << 20, 32
 """The maximum number of kept calls per side, of their bytes, and of kept calls per window."""
 
@@ -88,7 +88,7 @@ class UnseenValues:
         seconds = self._seconds_to_draw(like, 1)
         if seconds > SLOWEST_DRAW:
             return 0
-        if seconds < DRAW_SECONDS:  # then it may be mostly the cost of the round trip
+        if seconds < DRAW_SECONDS:  # such a short time may be mostly the cost of the round trip
             seconds = self._seconds_to_draw(like, SEVERAL)
         self.draw_seconds = seconds
         fit = SLOT_BYTES // max(1, pytree.nbytes(like) + output_bytes)
@@ -121,7 +121,7 @@ class UnseenValues:
         return pytree.map_tensors(functools.partial(scaled_down, self._random.randrange(3)), values)
 
     def keep(self, side: BoundSide) -> None:
-        """Keep some calls of the last window, chosen so that each window has an equal chance.
+        """Keep some calls of the last window. Each window has the same chance.
 
         Raises:
             SideError: if a kept call changed its inputs, or returned outputs that are not plain.
@@ -156,8 +156,8 @@ class UnseenValues:
 def supports(pool: InputPool) -> bool:
     """Return whether every timed call of this case can get new values.
 
-    A state makes a call depend on the calls before it, and a prepared side may keep what it
-    prepared for a slot. Tensors must be plain, because their bytes are copied, and not too large.
+    A state makes a call depend on earlier calls, and a prepared side may keep data about a slot.
+    Tensors must be plain, because their bytes are copied, and not too large.
     """
     import torch
 
@@ -172,7 +172,7 @@ def window_calls(
 ) -> int:
     """Return the number of counted calls in a window.
 
-    Together with the extra calls, they use at most `slots` slots. If possible, there are at least
+    The counted and extra calls together use at most `slots` slots. If possible, there are at least
     two calls, because two calls reveal a shared output buffer.
 
     Args:

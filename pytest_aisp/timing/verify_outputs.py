@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 FURTHER_CALLS = 4
 """Number of calls after the last window whose outputs are compared one by one.
 
-If the outputs are large, there is one call for each value set, because the reference runs again for
-each of them.
+If the outputs are large, there is only one call per value set, because the reference runs again for
+every call.
 """
 
 
 COMPARED_CALLS, COMPARE_SECONDS = 2, 0.15
-"""On the CPU's clock: the number of calls of each side that are compared as in a check, and the
-seconds spent searching for more wrong calls.
+"""The number of calls of each side that are compared as in a check, and the seconds spent searching
+for more wrong calls. Both apply only on the CPU's clock.
 """
 SHARE = 0.05
 """A call is compared again if more than this share of an output is wrong."""
@@ -92,9 +92,9 @@ class OutputVerifier:
     def verify_calls(self, timer: TimedSides, unseen: UnseenValues) -> None:
         """Compare the outputs of timed calls that were chosen at random.
 
-        A few are compared as in a check. For the other calls, the reference runs without error
-        bounds. If a large part of a call's output is wrong, that call is also compared as in a
-        check.
+        A few calls are compared as in a check. For the other calls, the reference runs without
+        error bounds. If a large part of a call's output is wrong, that call is also compared as in
+        a check.
         """
         if not enabled("timed-outputs"):
             return
@@ -117,7 +117,7 @@ class OutputVerifier:
             self._compare(side, call.outputs, (turn,), precision)
 
     def _limits(self, precision: Precision | None) -> list[float | None]:
-        """Return, for each output, the largest allowed error on the first value set, or None."""
+        """Return each output's largest allowed error on the first value set, or None."""
         leaves = self.reference.leaves((0,), precision)
         return [
             None if leaf.sigma is None else leaf.worst_limit * largest(leaf.sigma)

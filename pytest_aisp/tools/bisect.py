@@ -1,12 +1,12 @@
 """Find the commits that made a case slower.
 
-The code gate compares each commit with the good one: it times both versions in one process. The
-search divides every range of commits whose ends differ by more than their noise. So if several
-commits cause a loss, the search finds all of them. Finally, it compares each of these commits with
+The code gate compares each commit with the good one, by timing both versions in one process. The
+search divides every range of commits whose ends differ by more than the noise. So if several
+commits cause a loss, the search finds all of them. Finally, each of these commits is compared with
 the version just before it.
 
-All measurements are kept in the git folder until the search ends. Their keys are hashes of the code
-that was compared. So an interrupted search can continue even after the history was rewritten.
+All measurements are kept in the git folder until the search ends. The keys are hashes of the
+compared code, so an interrupted search can continue even after the history was rewritten.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class NoLoss(CliError):
 
 
 class Kept(Struct):
-    """The state of a search. A file keeps it until the search ends.
+    """The state of a search, which is kept in a file until the search ends.
 
     Attributes:
         case: the case's id.
         product, arch: the product name and the arch of the machine.
-        measured: the measurements. Each key consists of the code hashes of two versions.
+        measured: the measurements, keyed by the code hashes of two versions.
     """
 
     case: str
@@ -64,10 +64,9 @@ class Bisection:
 
     Attributes:
         versions: the good version, and all later versions up to the bad one.
-        measure: compares one commit with an older one.
-        kept: the measurements so far.
-        save: stores `kept`.
-        say: prints a line about each measurement.
+        measure: a function that compares one commit with an older one. kept: the finished
+            measurements. save: a function that stores `kept`. say: a function that prints a line
+            about each measurement.
     """
 
     versions: Sequence[Version]
@@ -80,7 +79,7 @@ class Bisection:
     def compared(self, index: int, before: int = 0, *, again: bool = False) -> Measurement:
         """Return the comparison of version `index` with version `before`.
 
-        A kept measurement is returned. Without one, the versions are measured now.
+        Return a kept measurement if there is one. If not, measure the versions now.
 
         Args:
             again: True to measure once more and combine the kept and the new measurement.
@@ -221,7 +220,7 @@ def _summary(found: Measurement) -> str:
 
 
 def bisect_result(case: str, good: str, bad: str, *, tell: Say, say: Say) -> CliResult:
-    """Search the commits between `good` and `bad` for those that made `case` slower.
+    """Search between `good` and `bad` for the commits that made `case` slower.
 
     The exit code is 1 if the search is undecided.
 

@@ -18,8 +18,8 @@ class Finding(Struct):
 
     Attributes:
         before, after: the indices of the two versions. No version between them can be measured.
-        change: the side at `after` compared with `before`; None if the search is undecided.
-        why: why it is undecided.
+        change: the side at `after` compared with `before`, or None if the search is undecided. why:
+            the reason why the search is undecided.
     """
 
     before: int
@@ -29,7 +29,7 @@ class Finding(Struct):
 
 
 SassDiff = Callable[[str, Commit, str], list[str]]
-"""Returns the diff of a side's SASS. Arguments: the side's role, a commit and an older commit."""
+"""A function of a side's role, a commit and an older commit. It returns the diff of the SASS."""
 
 
 def loss_text(change: SideChange) -> str:

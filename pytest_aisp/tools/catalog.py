@@ -27,7 +27,7 @@ from ..worker.client import ReplayError, ReplayWorker
 
 COLLECTOR = "pytest_aisp.session.collect"
 LAST_LINES = 20
-"""If pytest cannot collect, this many of the last lines of its output are shown."""
+"""If pytest cannot collect, this many of the last lines of output are shown."""
 
 
 class Page(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,9 +92,9 @@ class Catalog(msgspec.Struct, frozen=True, kw_only=True):
     """The pages and cases that pytest collects in the working directory.
 
     Attributes:
-        root: pytest's root folder. The paths of pages are relative to it.
+        root: pytest's root folder, to which the paths of pages are relative.
         baselines: the folder of stored results.
-        folders: the folders of pages that the ini file names. If it names none, pytest searches
+        folders: the folders of pages that the ini file names. If there are none, pytest searches
             the working directory.
         pages: all pages, imported or not.
         cases: the cases of the imported pages.
@@ -211,7 +211,7 @@ TITLE_WIDTH = 60
 
 
 class TargetSummary(msgspec.Struct, frozen=True):
-    """One page in `aisp suite list`. A value that several of its cases share is listed once."""
+    """One page in `aisp suite list`. A value that several cases share is listed once."""
 
     target: str
     path: str
@@ -263,7 +263,7 @@ PYTHON = ("python", "-m", "pytest")
 
 
 def command_line(words: Sequence[str]) -> str:
-    """Return a pytest command as a user would type it. `run` uses this process's Python instead."""
+    """Return a pytest command as a user would type it. `run` uses the Python of this process."""
     return shlex.join([*PYTHON, *words])
 
 

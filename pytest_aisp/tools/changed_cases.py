@@ -1,8 +1,8 @@
 """Find the cases that a change to the code can affect.
 
-A page counts as changed if any file that it may use has changed. The page's syntax then shows which
-of its cases are affected: a changed function affects only the variants that use it. If the syntax
-does not show this, all cases of the page count as affected.
+A page counts as changed if any file that it may use has changed. The page's syntax then shows the
+affected cases: a changed function affects only the variants that use it. If the syntax is unclear,
+all cases of the page count as affected.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OWN_NAMES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 @dataclass
 class ComparedTest:
-    """A test with `@compare`: its syntax without the variants, and each variant by its name."""
+    """A test with `@compare`: the test's syntax without the variants, and each variant by name."""
 
     common: ast.stmt
     variants: dict[str, ast.expr] = field(default_factory=dict)
@@ -39,8 +39,8 @@ class PageSyntax:
     """The statements of a page.
 
     Attributes:
-        named: the statements that define a name, keyed by that name. Tests are left out.
-        unnamed: the statements that define no name. They may affect all cases.
+        named: the statements that define a name, keyed by that name. Tests are left out. unnamed:
+            the statements that define no name and may affect all cases.
         tests: the tests with `@compare`.
         dynamic: whether the page may look up a function dynamically, such as with `getattr`.
     """
@@ -98,7 +98,7 @@ class PageSyntax:
         return names
 
     def cases(self) -> Iterator[tuple[str, str]]:
-        """Yield a pair of names, of the test and of the variant, for each variant in a list."""
+        """Yield the names of the test and of the variant, for each variant in a list."""
         return ((test, name) for test, each in self.tests.items() for name in each.variants)
 
 
@@ -143,7 +143,7 @@ def touched(
     Args:
         cases: the cases of the page, each as the names of its test and its variant.
         changed_files: the changed files, apart from the page, that the page may use.
-        files_of: returns the files that a statement of the new page may use.
+        files_of: a function that returns the files that a statement of the new page may use.
     """
     every = set(cases)
     both = {name: (new.named.get(name, []), old.named.get(name, [])) for name in new.named}
@@ -176,7 +176,7 @@ def _test_differs(case: tuple[str, str], new: PageSyntax, old: PageSyntax) -> bo
 
 
 def changed_result(pages: Catalog, ref: str, *, tell: Callable[[str], None]) -> CliResult:
-    """Return the pytest ids of the cases that may give other results than at the commit `ref`.
+    """Return the pytest ids of cases whose results may differ from those at the commit `ref`.
 
     Only changed pages are imported. If a page cannot be imported, its path is returned instead of
     its cases. Paths are relative to the working directory.

@@ -1,8 +1,7 @@
 """Check that stored results are unedited, and that a run recorded them.
 
-The checksum of a line shows that nobody edited the line by hand. It does not show that anything was
-measured, because anyone can compute a checksum. The artifacts of the recording run do show that
-something was measured.
+The checksum of a line shows that nobody edited the line by hand. Anyone can compute a checksum, so
+only the artifacts of the recording run show that something was measured.
 """
 
 from __future__ import annotations
@@ -144,7 +143,7 @@ def _unproved(now: Stored, before: Stored, recorded: Recorded) -> Iterator[tuple
 def _sources(before: Stored, key: str, run: Recording) -> list[Result]:
     """Return the results that may be stored after a run recorded the case `key`.
 
-    These are the run's result, the result that was stored before, and the two merged.
+    The results are the run's result, the result that was stored before, and both merged.
     """
     old = before.results.get(key)
     if old is None:

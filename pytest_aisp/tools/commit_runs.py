@@ -220,7 +220,7 @@ class CommitRuns:
     def _path(self) -> str:
         """Return the `PYTHONPATH` with which the page imports from the worktree.
 
-        The worktree's version of this package is left out. So the installed plugin measures all
+        The worktree's version of this package is left out, so the installed plugin measures all
         commits, even commits of the plugin's own repository.
         """
         root, plugin = os.path.realpath(self.pages.root), os.path.dirname(PACKAGE)
@@ -235,7 +235,7 @@ def read_row(row: Row, invalid: Sequence[str], fault: str) -> Measurement:
 
     Args:
         invalid: the reasons why the run as a whole is invalid.
-        fault: the error that pytest printed. It is used if the row gives no reason.
+        fault: the error that pytest printed, which is used if the row gives no reason.
     """
     if row.verdict == DISTURBED or invalid:
         return Measurement(unclear="; ".join([*row.reasons, *invalid]))

@@ -1,4 +1,4 @@
-"""List the commits between two others, and find those that change what a page uses."""
+"""List the commits between two others, and find the ones that change a file that a page uses."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class Version(Struct, frozen=True):
     """A commit, with a hash of each file that a page may use at that commit.
 
     Attributes:
-        files: the hashes, keyed by path below the root. They ignore comments and formatting. Empty
-            if the page does not exist at that commit.
+        files: the hashes, keyed by path below the root. Comments and formatting do not affect a
+            hash. Without the page at that commit, there are no hashes.
         page: the path of the page at the commit, below the root.
     """
 
@@ -57,7 +57,7 @@ class Version(Struct, frozen=True):
 
     @property
     def code(self) -> str:
-        """A hash of all files. Renaming the page does not change it."""
+        """A hash of all files. A new name of the page does not change the hash."""
         others = sorted((n, each) for n, each in self.files.items() if n != self.page)
         return _hash(repr((self.files.get(self.page), others)))
 
@@ -191,7 +191,7 @@ def page_names(root: Path, page: str, commits: Sequence[Commit]) -> dict[str, st
     """Return the path of a page below `root` at each of `commits`, keyed by the commit's hash.
 
     Args:
-        page: the path at the last commit. From there, renames are followed back in the history.
+        page: the path at the last commit. Renames are followed from there back in the history.
     """
     command = ["-c", "core.quotePath=off", "log", "--first-parent", "-m", "--find-renames"]
     command += ["--diff-filter=R", "--relative", "--name-status", "--format=%x00%H"]
@@ -217,7 +217,7 @@ def versions(
 ) -> list[Version]:
     """Return the versions at the first commit and at each commit that changes a used file.
 
-    A used file is one that the page may use. A commit is checked out only if it modifies a used
+    A used file is a file that the page may use. A commit is checked out only if it modifies a used
     file, or adds or removes any file.
 
     Args:

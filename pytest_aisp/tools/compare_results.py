@@ -49,7 +49,7 @@ def compare_result(
     Args:
         old, new: folders relative to the working directory, or git refs of `root`'s repository.
         form: one of `FORMS`.
-        every: True to also list changes within the noise. JSON always lists them.
+        every: True to also list changes within the noise. JSON always lists all changes.
     """
     sides = read(old, root), read(new, root)
     comparison = diff.compare(sides[0].cases, sides[1].cases)
@@ -59,7 +59,7 @@ def compare_result(
 
 
 def read(name: str, root: Path) -> Side:
-    """Return the side for `name`: a folder, or a git ref if there is no such folder."""
+    """Return the side for `name`: a folder, or a git ref if the folder does not exist."""
     folder = run_reader.folder_of(Path(name))
     if folder.is_dir():
         if any((folder / file).exists() for file in (run_reader.MANIFEST, run_reader.JOURNAL)):

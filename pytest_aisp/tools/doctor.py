@@ -48,7 +48,7 @@ def doctor_result(findings: Sequence[Finding], *, as_json: bool) -> CliResult:
 
 
 COMMAND = re.compile(r"(?:^|: )((?:sudo|echo|pip|ulimit|export|unset) .+)$")
-"""Matches a command at the end of a finding's `change` that a script can run unmodified."""
+"""Matches a command at the end of a finding's `change` if it can run unmodified."""
 OF_A_SHELL = ("ulimit", "export", "unset")
 
 
@@ -198,7 +198,7 @@ class _Gpu:
         return self._finding("processes", "harms", text, "wait for them, or use another GPU")
 
     def places(self, root: Path, cores: Collection[int]) -> Iterator[Finding]:
-        """Yield findings: do this process and the GPU's interrupts run on CPUs of its NUMA node?"""
+        """Yield findings: do this process and the GPU's interrupts run on the GPU's NUMA node?"""
         pci = self._query("nvmlDeviceGetPciInfo")
         bus = "" if pci is None else pci.busId
         text = (bus.decode() if isinstance(bus, bytes) else str(bus)).strip("\0")

@@ -1,8 +1,8 @@
 """Compare stored results with the claims of the current pages.
 
 `aisp results expectations` compares each stored ln(speedup) with the current claim, and the stored
-digests of source code with the current pages. It also checks whether each result has enough
-processes and sessions to estimate a spread.
+digests of source code with the current pages. The command also checks whether each result has
+enough processes and sessions to estimate a spread.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def expectations_result(catalog: Catalog, archs: Mapping[str, str], *, form: str
     The exit code is 1 if a result is below its claim.
 
     Args:
-        archs: for each product, the arch whose claims apply.
+        archs: the arch, by product, whose claims apply.
     """
     entries = [e for product, arch in archs.items() for e in expectations(catalog, product, arch)]
     code = 1 if any("below" in one.states for one in entries) else 0

@@ -60,7 +60,7 @@ def gitlab(gate: Gate) -> list[str]:
 
 
 def as_json(gate: Gate) -> list[str]:
-    """Return the verdict and all runs as JSON. It includes the journal lines of red cases."""
+    """Return the verdict, all runs, and the journal lines of red cases as JSON."""
     names = ("folder", "products", "invalid", "unfinished", "disturbed", "cases", "commit", "red")
     plain = {
         "verdict": gate.verdict,
@@ -82,7 +82,7 @@ FORMS: dict[str, Callable[[Gate], list[str]]] = {
 
 
 class Annotation(NamedTuple):
-    """A problem to report. `file` is its page, or empty if the problem belongs to no page."""
+    """A problem to report. `file` is the page, or empty if the problem belongs to no page."""
 
     file: str
     line: int

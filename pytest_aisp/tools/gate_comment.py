@@ -18,7 +18,7 @@ from .gate_runs import Gate, GateRun
 
 TITLE = "Performance gate"
 MARKER = "<!-- aisp gate -->"
-"""The first line of the comment. A CI job searches for it to replace its earlier comment."""
+"""The first line of the comment. A CI job finds its earlier comment by this line."""
 LIMIT = 60_000
 """The maximum number of characters. GitHub allows 65,536, and a CI job adds a link."""
 LONGEST, LONGEST_COMMAND = 300, 600
@@ -30,7 +30,7 @@ PLOTTED = 40
 """The maximum number of cases in the plot."""
 WIDTH, LEFT, RIGHT, TOP, STEP = 1000, 460, 980, 72, 20
 FARTHEST = math.log(2)
-"""The largest change that the plot shows. An interval that goes beyond it is cut off."""
+"""The largest change that the plot shows. Intervals are cut off there."""
 COLORS = {word: "#cf222e" for word in RED} | {word: "#bc4c00" for word in set(LOOK) - set(RED)}
 
 
@@ -49,7 +49,7 @@ class Line(NamedTuple):
 
     @property
     def change(self) -> tuple[float, float, float] | None:
-        """Return ln(speedup over stored) with its interval, or None if there is no such value."""
+        """Return ln(speedup over stored) with its interval, or None if there is none."""
         one = self.case
         if one.value is None or one.low is None or one.high is None or one.stored is None:
             return None
@@ -195,7 +195,7 @@ def _speedup(line: Line) -> str:
 
 
 def _repeat(line: Line) -> str:
-    """Return the command that reruns the case, or if that cannot be shown, its page.
+    """Return the command that reruns the case, or the page if that command cannot be shown.
 
     A command cannot be shown if it is too long or contains invisible characters. If neither command
     can be shown, the result is a dash.
