@@ -102,6 +102,12 @@ def test_a_case_whose_partner_is_lost_runs_there_again_if_there_is_no_other_node
     assert done.notes == ["n2 lost a worker: killed"]
 
 
+def test_a_lost_wide_case_runs_again_on_its_node_if_no_other_is_wide_enough():
+    fleet = Cluster(works(1, gpus=4), [node("n1", 4), node("n2", 2)])
+    fleet.at(8, lambda: fleet.plan.lost(next(iter(fleet.plan.seats)), "killed"))
+    assert [where for _, where, _ in fleet.run().log] == ["n1", "n1"]
+
+
 def test_a_second_run_of_a_recording_is_on_other_nodes():
     fleet = Cluster(wide(1), [node(f"n{i}") for i in range(4)], span=True)
     end = fleet._end

@@ -155,7 +155,7 @@ def test_a_failure_of_all_ranks_names_no_rank(run):
 def task(path: Path, kind: type[Task] = CheckTask, **more: object) -> Task:
     where = {"page": str(path), "root": str(path.parents[1]), "module": f"ch99.{path.stem}"}
     case = {"function": "test_summing", "variant": "other", "size": {"n": 1001}, "gpus": 2}
-    return kind(at="check", **where, **case, **more)
+    return kind(**{"at": "check", **where, **case, **more})
 
 
 SHORT = {"blocks": 4, "least": 4, "seconds": 0.05, "window": 1e-3}

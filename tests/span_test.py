@@ -138,6 +138,18 @@ def test_a_fault_on_one_machine_names_the_rank_and_ends_all(two, spanning, name)
     wait_for(lambda: not alive_workers(two.there))
 
 
+def test_two_ranks_on_each_machine_are_four(two, spanning):
+    page = write(two.here, "four", KEEPS_FILE, 4)
+    page.write_text(page.read_text() + "\n\nassert dist.get_world_size() == 4\n")
+    bad = write(two.here, "bad", "if dist.get_rank() == 3: return summed(x) + 1", 4)
+    ranks = spanning(changed(two.start().machines, share=2))
+    assert ranks.ask(task(page, gpus=4), 120, quiet).message == ""
+    assert sorted(file.name for file in two.there.glob("ch99/ran-*")) == ["ran-2", "ran-3"]
+    reply = ranks.ask(task(bad, gpus=4), 120, quiet)
+    assert reply.message.startswith("rank 3: other is wrong at n=33"), reply.message
+    assert reply.error == "wrong"
+
+
 def test_a_lost_machine_is_no_failure_of_the_case(two, spanning):
     page = write(two.here, "lost", f"{KEEPS_FILE}; time.sleep(1000)")
     started = two.start()
@@ -153,6 +165,21 @@ def test_a_lost_machine_is_no_failure_of_the_case(two, spanning):
     assert found.value.args[0] == 1
     assert not ranks.alive
     wait_for(lambda: not alive_workers(two.there))
+
+
+def test_an_interrupted_task_ends_the_ranks_of_all_machines(two, spanning):
+    page = write(two.here, "interrupted", f"{KEEPS_FILE}; time.sleep(1000)")
+    ranks = spanning(two.start().machines)
+
+    def interrupt(text):
+        if text.startswith("check other"):
+            wait_for(lambda: list(two.there.glob("ch99/ran-1")))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ranks.ask(task(page), 1000, interrupt)
+    wait_for(lambda: not alive_workers(two.there))
+    assert not ranks.alive
 
 
 def test_a_server_that_is_gone_before_the_ranks_start_is_lost(two, spanning):
