@@ -2,7 +2,7 @@
 
 Each run is a folder of artifacts. The verdicts of an invalid run are ignored. The combined verdict
 is red if a case is red, a run is unfinished, or an expected product is missing. The exit code is 0,
-1 or 17, as pytest uses them for the same verdict. If a run cannot be read, the exit code is 2.
+1 or 17, as in pytest for the same verdict. If a run cannot be read, the exit code is 2.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Gate:
 
 
 def collect(folders: Sequence[Path], expected: Sequence[str], *, report_only: bool = False) -> Gate:
-    """Read the runs in `folders`, and judge them. They must include the `expected` products."""
+    """Read and judge the runs in `folders`. The runs must include the `expected` products."""
     runs, unreadable = [], []
     for folder in folders:
         try:

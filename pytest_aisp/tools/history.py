@@ -138,7 +138,7 @@ def _case_line(one: CaseHistory) -> str:
 
 
 def _change_lines(change: Change) -> list[str]:
-    """Return a line about a change. If it is unconfirmed, add the command that checks it."""
+    """Return a line about a change, and the command that checks an unconfirmed change."""
     if change.state != "unconfirmed":
         return [change_text(change)]
     return [change_text(change), f"    {change.command or NO_COMMAND}"]

@@ -26,8 +26,8 @@ from ..util.cpu_load import STOLEN, CpuReading, load_text, read_cpu
 from ..util.device import read_text
 
 State: TypeAlias = Literal["fine", "note", "harms", "unread"]
-"""The result of a check: `note` may cost time or affect other users, `harms` makes times wrong or
-noisy, and `unread` means that the check could not read a value.
+"""The result of a check. A `note` may cost time or affect other users, `harms` means wrong or noisy
+times, and `unread` means that the check could not read a value.
 """
 MIB, GIB = 1 << 20, 1 << 30
 LIMITS = {
@@ -35,7 +35,7 @@ LIMITS = {
     "nofile": (resource.RLIMIT_NOFILE, 4096, "ranks and loader workers open many files", "-n"),
     "stack": (resource.RLIMIT_STACK, 8 * MIB, "compilers recurse deeply", "-s"),
 }
-"""For each limit: its number, its lowest acceptable value, the reason, and `ulimit`'s option."""
+"""Each limit's number, lowest acceptable value, reason, and option of `ulimit`."""
 PACKAGES = {
     "torch": ("torch",),
     "triton": ("triton",),
@@ -43,12 +43,12 @@ PACKAGES = {
     "NVRTC": ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu13", "nvidia-cuda-nvrtc-cu12"),
     "NCCL": ("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
 }
-"""For each name in the report, the Python distributions that may contain the package."""
+"""The Python distributions that may contain the package, for each name in the report."""
 SHM_FIX = (
     "in a container, docker run --shm-size=8g; elsewhere: sudo mount -o remount,size=8G /dev/shm"
 )
 SECONDS, READINGS = 1.0, 5
-"""Length of the load measurement in seconds, and number of NVML readings during it."""
+"""Length of the load measurement in seconds, and number of NVML readings in that time."""
 CHAINS = 50
 """Number of kernel chains, 5 ms each, that detect time slices of other processes."""
 CROWDED = 0.5
@@ -241,7 +241,7 @@ def _segments(environment: Mapping[str, str]) -> Finding:
 
 
 def load_findings(nvml: ModuleType | None, cores: Collection[int]) -> Iterator[Finding]:
-    """Measure how much other processes use the cores and the visible GPUs."""
+    """Yield findings about other processes that use the cores and the visible GPUs."""
     handles = device.visible_gpus(nvml)
     before, used = read_cpu(), dict[int, list[int]]()
     for _ in range(READINGS):

@@ -26,7 +26,7 @@ TEMPORARY = re.compile(r"\.(\w|-|\.)+\.json\.(lock|tmp|\d+)")
 
 
 class Leftover(msgspec.Struct):
-    """A file or folder that a run left behind. `remove` stores its outcome in this object."""
+    """A file or folder that a run left behind. `remove` stores the outcome in this object."""
 
     path: str
     nbytes: int = msgspec.field(name="bytes")
@@ -46,7 +46,7 @@ class Leftover(msgspec.Struct):
 
 
 def clean_result(catalog: Catalog, *, yes: bool, as_json: bool = False) -> CliResult:
-    """List leftovers of runs, and remove them if `yes`. The exit code is 2 if that fails."""
+    """List leftovers of runs, and remove them if `yes`. The exit code is 2 if a removal fails."""
     items = list(leftovers(catalog.root, catalog.baselines))
     for leftover in items if yes else []:
         leftover.remove()
@@ -66,8 +66,8 @@ def clean_result(catalog: Catalog, *, yes: bool, as_json: bool = False) -> CliRe
 def leftovers(root: Path, baselines: Path) -> Iterator[Leftover]:
     """Yield leftovers of runs under `root`: profiles, artifacts, temporary files in `baselines`.
 
-    Files and folders behind a link are skipped, and so is a folder that contains the stored
-    results. Links to the yielded folders are also yielded.
+    Files and folders behind a link are skipped. A folder that contains the stored results is
+    skipped too. Links to the yielded folders are also yielded.
     """
     stored = baselines.resolve()
     candidates = [root / PROFILES, *_artifact_folders(root / ARTIFACTS)]

@@ -1,9 +1,9 @@
-"""Predict times from the costs that pages declare, and compare them with the stored times.
+"""Predict times from the costs that pages declare, and compare the predictions with stored times.
 
 `aisp results predictions` lists each timed side that has a cost, the worst prediction first. A
 prediction uses the rates in the product's `peaks.json`. For a GPU without stored results, such as
-``--product=nvidia-b200``, the rates are estimated from the data sheet. These predictions are never
-stored, and never shown as measured.
+``--product=nvidia-b200``, the rates are estimated from the data sheet. Predictions from a data
+sheet are never stored, and never shown as measured.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class PredictedSide:
     """The predicted and the stored time of one side, in seconds.
 
     Attributes:
-        predicted: None if a rate is missing.
-        limit: the name of the rate with the largest part of the predicted time.
+        predicted: the predicted time, or None if a rate is missing. limit: the name of the rate
+            with the largest part of the predicted time.
         missing: the first rate that the prediction lacks, because it was not measured.
     """
 
@@ -94,7 +94,7 @@ def missing_line(rates: Sequence[str]) -> list[str]:
     """Return a line about the sides without a prediction, or no line if there are none.
 
     Args:
-        rates: for each side the name of the missing rate, or an empty string.
+        rates: the name of the missing rate, or an empty string, for each side.
     """
     names = sorted({rate for rate in rates if rate})
     if not names:
@@ -147,7 +147,7 @@ def _predicted(
 def predicted_times(
     case: CatalogCase, result: Result, peaks: Peaks
 ) -> dict[str, Prediction | RateMissing]:
-    """Return, for each role with a cost, the predicted time or the missing rate."""
+    """Return the predicted time or the missing rate of each role with a cost."""
     graph = result.clock == "graph"
     return {role: _prediction(phases, peaks, graph) for role, phases in case.costs.items()}
 
@@ -178,7 +178,7 @@ STALE = " (stale)"
 
 
 def page_tables(catalog: Catalog, products: Sequence[str]) -> Iterator[str]:
-    """Yield the lines of a table per product. It shows the times and speedups of all sides."""
+    """Yield the lines of one table per product, with the times and speedups of all sides."""
     cases = {(case.chapter, case.key): case for case in catalog.cases}
     for product in products:
         peaks = stored_peaks(catalog.baselines, product) or Peaks(product, {})
@@ -237,7 +237,7 @@ class SideFromDataSheet:
     """The predicted time of one side, in seconds, and the predicted speedup if it is a variant.
 
     Attributes:
-        predicted_from_data_sheet: None if a rate is missing.
+        predicted_from_data_sheet: the predicted time, or None if a rate is missing.
         limit: the name of the rate with the largest part of the predicted time.
         missing: the name of the rate that the data sheet lacks.
     """

@@ -1,4 +1,4 @@
-"""`aisp results roofline`: list the limiting rate of each stored result, and the share reached.
+"""`aisp results roofline`: list each stored result's limiting rate and reached share of that rate.
 
 The share is computed from the work that the current page declares and from the stored times and
 peaks. If the page is gone or declares no work, the stored share is listed. `aisp machine peak`
@@ -88,7 +88,7 @@ def roofline_result(
 ) -> CliResult:
     """Return a table of the results of `products` and `targets`.
 
-    Within a chapter, results are sorted by their share of the roofline limit, largest last.
+    Within a chapter, results are sorted by the share of the roofline limit, with the largest last.
     """
     limits = {name: stored_peaks(catalog.baselines, name) for name in products}
     rows = [p for name in products for p in points(catalog, name, targets, limits[name])]
@@ -141,18 +141,18 @@ def _limit(
 
 
 TIMEOUT = 120.0
-"""Maximum seconds until the worker process replies. It replies only after all measurements."""
+"""Maximum seconds until the worker process replies. The reply comes after all measurements."""
 
 
 def measure_peaks(machine: Machine, tell: Callable[[str], None]) -> Peaks:
-    """Measure in another process the peaks of the first GPU, or of the CPU if there is no GPU."""
+    """Return the peaks of the first GPU, or of the CPU without a GPU. Another process measures."""
     device = "cuda" if machine.gpus else "cpu"
     measured = _ask(machine, PeaksTask(device=device), "peaks", tell).read(PeaksResult)
     return Peaks(machine.product, measured.rates, measured.facts)
 
 
 def measure_hierarchy(machine: Machine, tell: Callable[[str], None]) -> HierarchyResult:
-    """Measure in another process the memory hierarchy of the machine's first GPU."""
+    """Return the memory hierarchy of the machine's first GPU. Another process measures it."""
     if not machine.gpus:
         raise CliError("the memory hierarchy is measured on a GPU, and there is none here")
     reply = _ask(machine, PeaksTask(device="cuda", hierarchy=True), "memory hierarchy", tell)
@@ -189,7 +189,7 @@ def hierarchy_result(
 ) -> CliResult:
     """Return a table of the levels of the memory hierarchy, and of the links in `stored`.
 
-    For bandwidths that the product's data sheet lists, the table shows the share reached.
+    If the product's data sheet lists a bandwidth, the table shows the reached share.
     """
     if as_json:
         return CliResult([msgspec.json.format(msgspec.json.encode(measured), indent=1).decode()], 0)

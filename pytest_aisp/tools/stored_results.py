@@ -33,8 +33,8 @@ class Chapter(NamedTuple):
 def select_products(baselines: Path, product: str | None, machine: Machine) -> list[str]:
     """Return the stored products that have one or several GPUs of the type `product`.
 
-    If `product` is None, it defaults to the only stored product. If several products are stored, it
-    defaults to this machine's product.
+    The default is the only stored product. If several products are stored, the default is this
+    machine's product.
     """
     stored = stored_products(baselines)
     bases = sorted({base_of(name) for name in stored})
@@ -74,7 +74,8 @@ def chapters(baselines: Path, product: str | None = None) -> Iterator[Chapter]:
 def stored_peaks(baselines: Path, product: str) -> Peaks | None:
     """Return the stored peaks of `product`, or None.
 
-    For a product with several GPUs, these include the peaks of one GPU and of links between GPUs.
+    For a product with several GPUs, the result has the peaks of one GPU and of the links between
+    GPUs.
     """
     names = dict.fromkeys((base_of(product), product))
     try:
@@ -85,7 +86,7 @@ def stored_peaks(baselines: Path, product: str) -> Peaks | None:
 
 
 def arch_of(product: str, arch: str | None, machine: Machine) -> str:
-    """Return the arch whose claims apply to `product`: `arch` if given, or its GPU's arch."""
+    """Return the arch whose claims apply to `product`: `arch` if given, or the GPU's arch."""
     legal = f"legal are {', '.join(ARCHS)}"
     if arch is not None and arch not in ARCHS:
         raise CliError(f"--arch={arch}: unknown arch; {legal}")
@@ -143,14 +144,14 @@ def _cells(key: str, stored: Stored) -> tuple[str, ...]:
 
 
 def _amount(result: Result, side: str) -> str:
-    """Return a side's time, or the side's metrics if it was not timed."""
+    """Return a side's time, or the metrics of a side that was not timed."""
     if side in result.seconds:
         return duration(result.seconds[side])
     return ", ".join(f"{name} {METRICS[name].unit(n[side])}" for name, n in result.goals.items())
 
 
 def interval_of(result: Result, stored: Stored) -> tuple[float, float] | None:
-    """Return the 99 % interval of a result's ln(speedup), or None if it was not timed.
+    """Return the 99 % interval of a result's ln(speedup), or None for an untimed result.
 
     The interval includes the spread between sessions.
     """

@@ -1,7 +1,7 @@
-"""Show where the time of a loop's steps goes, and what to change.
+"""Break the time of a loop's steps down by activity, and suggest changes.
 
 A change on the host cannot make a step shorter than the GPU's busy time, so most changes save at
-most the GPU's idle time. The savings of several changes overlap, so they do not add up.
+most the GPU's idle time. The savings of several changes overlap and do not add up.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Breakdown:
 
     @cached_property
     def starts(self) -> float:
-        """The part of `wait` that exists only because an epoch's first batch takes longer."""
+        """The part of `wait` that comes from the slower first batch of an epoch."""
         usual = [step.wait for step in self.steps if not step.first]
         if not usual:
             return 0.0
@@ -141,7 +141,7 @@ class Breakdown:
     def rows(self) -> dict[str, float]:
         """Return the seconds per step of each activity.
 
-        The host's activities come first and add up to the step. The GPU's follow.
+        The host's activities come first and add up to the step. The GPU's activities follow.
         """
         host = {"host": self.host}
         if self.loader is not None:
@@ -222,12 +222,12 @@ NOTICEABLE = 0.05
 ROOM = 0.5
 """A batch twice as large fits if at most this share of the GPU's memory is used."""
 Rule: TypeAlias = Iterator[tuple[float, str]]
-"""For each change: the largest number of seconds per step that it can save, and advice as text."""
+"""The most seconds per step that each change can save, and advice as text."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """A suggested change, and the largest share of a step that it can save."""
+    """A suggested change, and the largest share of a step that the change can save."""
 
     seconds: float
     share: float

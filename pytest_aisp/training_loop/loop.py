@@ -28,7 +28,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Step:
-    """The seconds in which the loop waited for a batch, and the seconds in which it worked on it.
+    """The seconds that the loop waited for a batch, and the seconds that it worked on the batch.
 
     `first` is True for the first step of an epoch.
     """
@@ -52,7 +52,7 @@ class Instruments:
             torch.cuda.synchronize()
 
     def profile(self) -> TorchProfile | str:
-        """Start and return the profiler, or return the reason why that is not possible."""
+        """Start and return the profiler, or return the reason why profiling is not possible."""
         import torch
 
         if not torch.cuda.is_initialized():
@@ -69,7 +69,7 @@ class Loop:
     Attributes:
         drained: the seconds that the GPU kept working after the last timed step of an epoch, summed
             over all epochs.
-        profile: the profiler, or None. If profiling was impossible, `note` gives the reason.
+        profile: the profiler, or None if profiling was impossible for the reason in `note`.
         profiled: the number of profiled steps.
     """
 
@@ -191,7 +191,7 @@ class Loop:
 BODY = "aisp.body"
 """The profiler annotation around a step's work, from receiving a batch to requesting the next."""
 ITEM, COPY = "aten::_local_scalar_dense", "aten::copy_"
-"""Two operators: one that `.item()`, `float()` and `bool()` call, and one that copies."""
+"""Two operators: the one that `.item()`, `float()` and `bool()` call, and the one that copies."""
 BLOCKS = re.compile(r"\w*Synchronize|cudaMemcpy(Async)?")
 """CUDA calls in which the host waits. Asynchronous copies wait if the memory is not pinned."""
 FUSIBLE = re.compile(r"elementwise|reduce_kernel|multi_tensor_apply|layer_norm|softmax", re.I)
@@ -330,7 +330,7 @@ def summarize(
 
 
 def _inside(events: Iterable[Event], outer: Sequence[Event]) -> list[Event]:
-    """Return the `events` that start and end within one of `outer`."""
+    """Return the `events` that start and end within a single event of `outer`."""
     return [e for e in events if any(o.start <= e.start and e.end <= o.end for o in outer)]
 
 
@@ -339,5 +339,5 @@ def _seconds(events: Iterable[Event]) -> float:
 
 
 def _exposed(copies: Sequence[Event], kernels: Sequence[Event]) -> float:
-    """Return how many seconds a copy ran while no kernel was running."""
+    """Return the seconds in which a copy but no kernel was running."""
     return _seconds([*copies, *kernels]) - _seconds(kernels)

@@ -1,4 +1,4 @@
-"""Time the stages of loading a batch: the dataset's items, its transforms, the collate function.
+"""Time the stages of loading a batch: the dataset's items, transforms, and collate function.
 
 If one stage calls another, the time of the inner stage is not part of the outer stage's time. The
 counters are in memory that the DataLoader's worker processes share. Each process has its own cells.
@@ -109,7 +109,7 @@ def _leaves(place: AnyPlace, above: tuple[int, ...]) -> Iterator[AnyPlace]:
 
 
 def innermost(dataset: object, above: tuple[int, ...] = ()) -> list[object]:
-    """Return the innermost datasets in `dataset`, which produce its items, or `dataset` itself."""
+    """Return the innermost datasets in `dataset`, which produce the items, or `dataset` itself."""
     if id(dataset) in above:
         return []
     inner = _wrapped_datasets(dataset)
@@ -140,8 +140,8 @@ _inner = _InnerSeconds()
 class Timed:
     """A callable that adds its calls and seconds to shared memory.
 
-    In all other respects, it behaves like the original callable. Copying or pickling it returns the
-    original callable, except when multiprocessing pickles it for a new worker process.
+    In all other respects, the object behaves like the original callable. A copy or a pickle of it
+    is the original callable, except when multiprocessing pickles it for a new worker process.
     """
 
     def __init__(self, work: Work, cells: Array[c_double], at: int, width: int) -> None:

@@ -36,17 +36,17 @@ def bottleneck(
 ) -> Watch[T]:
     """Return a watched version of `loader`.
 
-    Iterate it instead of `loader`, for any number of epochs, and then call `report`.
+    Iterate over the result instead of `loader`, for any number of epochs, and then call `report`.
 
     A step lasts from one request for a batch to the next. The loop gets the same batches in the
-    same order. While a `torch.utils.data.DataLoader` is iterated, its transforms and its collate
-    function are replaced by timed ones.
+    same order. During an iteration over a `torch.utils.data.DataLoader`, timed versions replace the
+    transforms and the collate function.
 
     Args:
         loader: any iterable.
         steps: the maximum number of steps to time. The default is all steps.
         warmup: the number of steps at the start that are not measured.
-        profiled: the number of untimed steps after the warm-up that run under torch.profiler, if a
+        profiled: the number of untimed steps that run under torch.profiler after the warm-up, if a
             GPU is used.
     """
     return Watch(loader, Plan(warmup, profiled, steps))
@@ -173,7 +173,7 @@ class ScriptBatches(Iterator[object]):
 
 
 class StepsDone(SystemExit):
-    """Raised after the last timed step, when the next one begins, to end the script."""
+    """Raised to end the script when the step after the last timed step begins."""
 
 
 class LoopFinder:
@@ -190,7 +190,7 @@ class LoopFinder:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Watch while the block runs, and restore everything after it."""
+        """Watch while the block runs, and restore everything afterwards."""
         from torch.optim.optimizer import register_optimizer_step_post_hook
         from torch.utils.data import DataLoader
 
@@ -309,7 +309,7 @@ def _run(script: Path, arguments: Sequence[str]) -> int:
 
 
 def _from(script: Path, trace: TracebackType | None) -> TracebackType | None:
-    """Return `trace` without the frames that called the script."""
+    """Return `trace` without the frames above the script."""
     while trace is not None and trace.tb_frame.f_code.co_filename != str(script):
         trace = trace.tb_next
     return trace

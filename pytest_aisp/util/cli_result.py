@@ -62,13 +62,13 @@ def with_progress(text: str, done: int, total: int) -> str:
 
 
 def split_progress(text: str) -> tuple[str, int, int | None]:
-    """Return the arguments that `with_progress` had. For any other text, the total is None."""
+    """Return the arguments of the `with_progress` call. For any other text, the total is None."""
     match = re.fullmatch(r"(.*) \((\d+) of (\d+) done\)", text)
     return (text, 0, None) if match is None else (match[1], int(match[2]), int(match[3]))
 
 
 def size_text(nbytes: int) -> str:
-    """Return `nbytes` in the largest unit in which it is at least 1: ``4 KiB``."""
+    """Return `nbytes` in the largest unit that gives at least 1, such as ``4 KiB``."""
     unit, scale = next(u for u in reversed(UNITS.items()) if nbytes >= u[1] or u[1] == 1)
     return f"{nbytes / scale:.4g} {unit}"
 

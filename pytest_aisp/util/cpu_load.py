@@ -1,4 +1,4 @@
-"""The load of the CPU: how much time other processes and the host take from this process."""
+"""The load of the CPU: the time that other processes and the host take from this process."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from . import device
 from .process_group import current_group
 
 STOLEN = 0.05
-"""A block is disturbed if other processes, or the host, took more than this share of it."""
+"""A block is disturbed if other processes, or the host, took more than this share of its time."""
 EXPLAINED = 0.5
-"""Other processes caused a wait if their CPU seconds, over all cores, are at least this share of
-it.
+"""Other processes caused a wait if their CPU seconds on all cores are at least this share of the
+wait.
 """
 WINDOW = 0.25
-"""Seconds over which other processes' CPU time is counted. Linux counts it in steps of 10 ms."""
+"""Seconds over which other processes' CPU time is counted. Linux counts in steps of 10 ms."""
 TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 _waited_ns: dict[str, int] = {}
-"""Nanoseconds that each thread has waited for a core, by its file. Ended threads stay."""
+"""Nanoseconds that each thread has waited for a core, by its file, including ended threads."""
 
 
 @dataclass(frozen=True)
@@ -52,21 +52,20 @@ def read_cpu() -> CpuReading:
 
 
 class CpuLoad:
-    """Detect that other processes, or the host, keep this process from its cores.
-
-    A process with more threads than cores makes its own threads wait. So a wait counts only if
-    other processes used the cores meanwhile.
+    """Detect that other processes, or the host, keep this process from its cores. A process with
+    more threads than cores makes its own threads wait. So a wait counts only if other processes
+    used the cores at the same time.
     """
 
     def __init__(self) -> None:
         self.begin()
 
     def begin(self) -> None:
-        """Start from now."""
+        """Start the period that the next `look` examines."""
         self._readings = deque([read_cpu()])
 
     def look(self) -> str | None:
-        """Return who took the cores since the last call, or None."""
+        """Return a description of what took the cores since the last call, or None."""
         last, now = self._readings[-1], read_cpu()
         self._readings.append(now)
         while len(self._readings) > 2 and now.at - self._readings[1].at >= WINDOW:
@@ -103,7 +102,7 @@ def load_text() -> str:
 
 
 def _waited() -> float:
-    """Return how many seconds this process's threads have waited for a core, or 0 if unknown."""
+    """Return the seconds that this process's threads have waited for a core, or 0 if unknown."""
     known = False
     for stat in glob.glob("/proc/self/task/*/schedstat"):
         with suppress(OSError, IndexError, ValueError), open(stat) as file:
@@ -133,7 +132,7 @@ def _all_processes() -> tuple[float | None, float]:
 def _own_seconds() -> float:
     """Return the CPU seconds of this process and of its children, both running and ended.
 
-    A page's own helper processes are part of its work, not competitors.
+    A page's helper processes are part of the page's work, and do not disturb it.
     """
     ended = os.times()
     seconds = time.process_time() + ended.children_user + ended.children_system

@@ -1,7 +1,7 @@
 """The state of a GPU and of this process during a measurement.
 
 This includes pending work, free memory and garbage collection, the GPU's clocks, power and
-throttling, and the other processes on it.
+throttling, and other processes on the GPU.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def release(device: str, *, everything: bool = False) -> None:
     """Free unreferenced memory, so that the next buffers get different addresses.
 
     Args:
-        everything: True to look at all objects, which takes about 0.1 s. If False, objects that
+        everything: True to examine all objects, which takes about 0.1 s. If False, objects that
             refer to each other stay if they were in use during an earlier call.
     """
     import torch
@@ -158,8 +158,8 @@ class Look:
 class Telemetry:
     """Clocks, power, temperature and throttling of one GPU while it is measured.
 
-    An NVML call can take a millisecond. So NVML is normally read only after every `EVERY`-th
-    block. While the GPU is disturbed, it is read after each block.
+    An NVML call can take a millisecond. So NVML is normally read only after every `EVERY`-th block.
+    While the GPU is disturbed, NVML is read after each block.
     """
 
     EVERY = 5
@@ -193,12 +193,12 @@ class Telemetry:
         return None if millijoules is None else millijoules * 1e-3
 
     def disturbance(self) -> str | None:
-        """Return why the GPU is slower than it should be, or None. Some calls do not check it."""
+        """Return the reason why the GPU is too slow, or None. Some calls do not check the GPU."""
         self._blocks += 1
         return self.look() if self._disturbed or self._blocks % self.EVERY == 0 else None
 
     def look(self) -> str | None:
-        """Return why the GPU is slower than it should be now, or None."""
+        """Return the reason why the GPU is too slow now, or None."""
         reasons = self._read()
         causes = [name for bit, name in THROTTLED.items() if reasons & bit]
         self._disturbed = bool(causes)
@@ -213,7 +213,7 @@ class Telemetry:
         return ranges
 
     def looks(self) -> list[list[int | None]]:
-        """Return each reading as a list: blocks before it, MHz, watts and degrees Celsius."""
+        """Return each reading as a list: earlier blocks, MHz, watts and degrees Celsius."""
         return [[look.block, look.sm_mhz, look.watts, look.celsius] for look in self._looks]
 
 
@@ -229,8 +229,8 @@ def _nvml_of(index: int) -> tuple[ModuleType | None, object | None]:
 class OtherProcesses:
     """The other processes that compute on a GPU, if NVML shows them.
 
-    If a container hides process ids, NVML does not list this process. Then this process's work
-    cannot be distinguished from other processes' work, and no process is returned.
+    If a container hides process ids, NVML does not list this process. Then its work cannot be
+    distinguished from other processes' work, and no process is returned.
     """
 
     def __init__(self, index: int) -> None:

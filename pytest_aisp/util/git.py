@@ -20,7 +20,7 @@ class NoGit(GitError):
 
 
 def run_git(root: Path, *arguments: str, **variables: str) -> bytes:
-    """Return what git prints in the folder `root`, with environment `variables` set.
+    """Return git's output in the folder `root`, with environment `variables` set.
 
     Raises:
         GitError: git fails.
@@ -37,7 +37,7 @@ def run_git(root: Path, *arguments: str, **variables: str) -> bytes:
 
 
 def try_git(root: Path, *arguments: str, **variables: str) -> str | None:
-    """Return what git prints in the folder `root`, or None if it fails."""
+    """Return git's output in the folder `root`, or None if git fails."""
     try:
         return run_git(root, *arguments, **variables).decode()
     except GitError:
@@ -54,8 +54,8 @@ class GitSnapshot:
 
     Attributes:
         sha: the commit, or a hash of the files that replace files of HEAD.
-        label: where the old code comes from, in words that follow "its version":
-            ``at 1a2b3c4d..HEAD + uncommitted changes``, ``in baselines/cpu/ch01.json``.
+        label: the origin of the old code, in words that follow "its version": ``at 1a2b3c4d..HEAD +
+            uncommitted changes``, ``in baselines/cpu/ch01.json``.
         folder: the temporary folder that contains the old tree. It is deleted with this object.
         tree: the path of the old tree. Links to targets outside the tree are left out.
         moved: whether any tracked file under `root` differs from the commit.
@@ -97,15 +97,15 @@ class GitSnapshot:
     def of_files(cls, root: Path, files: Mapping[str, str], page: Path, label: str) -> GitSnapshot:
         """Return the tree under `root` at HEAD, with the recorded `files` in place of its own.
 
-        Blobs that this clone lacks are fetched from its remote, if that allows it.
+        Blobs that this clone lacks are fetched from the remote, if the remote allows that.
 
         Args:
             files: git blobs by path relative to `root`.
-            page: today's page. If `files` has only one other path with its name, the page was
-                moved from there.
+            page: today's page. If `files` has only one other path with the page's name, the page
+                was moved from there.
 
         Raises:
-            SnapshotError: there is no repository, or it lacks a blob and could not fetch it.
+            SnapshotError: there is no repository, or a missing blob could not be fetched.
             NoGit: git cannot be run.
         """
         name = page.resolve().relative_to(root.resolve()).as_posix()
@@ -162,7 +162,7 @@ class GitSnapshot:
 
 
 def _require_blobs(root: Path, blobs: Collection[str]) -> None:
-    """Fetch the blobs that this clone lacks. Raise a SnapshotError if it still lacks one."""
+    """Fetch the blobs that this clone lacks. Raise a SnapshotError if any is still missing."""
 
     def lacking() -> list[str]:
         return [blob for blob in blobs if try_git(root, "cat-file", "-e", blob) is None]
@@ -185,7 +185,7 @@ def _check_out(
     Args:
         files: git blobs by path, which replace files of the commit.
 
-    It checks the files out with a separate index. `git archive` would be wrong here, because
+    The files are checked out with a separate index. `git archive` would be wrong here, because
     `.gitattributes` can exclude files from archives.
     """
     index = {"GIT_INDEX_FILE": str(tree.with_name("index"))}
@@ -200,7 +200,7 @@ def _check_out(
 
 
 def _drop_links_out(tree: Path) -> Iterator[str]:
-    """Remove the links in `tree` with targets outside it, and yield their names."""
+    """Remove the links in `tree` that lead outside of `tree`, and yield the names of the links."""
     for folder, folders, files in os.walk(tree):
         for name in (*folders, *files):
             path = Path(folder, name)

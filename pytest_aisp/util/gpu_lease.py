@@ -1,4 +1,4 @@
-"""Leases. With them, runs on the same machine take turns using its GPUs.
+"""Leases, with which runs on the same machine take turns using the GPUs.
 
 A lease is an advisory lock on a file in a folder that all runs of a user share. A lease ends when
 the process that holds it ends.
@@ -22,7 +22,7 @@ REMEDY = f"Point {LEASES} at a folder that can be written, the same for all who 
 def lease_folder() -> Path:
     """Return the folder of this machine's leases, created if necessary.
 
-    The folder does not depend on TMPDIR, because jobs and containers set that differently.
+    The folder does not depend on TMPDIR, because jobs and containers set TMPDIR differently.
     """
     path = Path(os.environ.get(LEASES) or f"/tmp/pytest-aisp-{os.getuid()}")
     path.mkdir(mode=0o700, exist_ok=True)
@@ -36,7 +36,7 @@ def lease(
     """Wait for the lease `name`, and hold it inside the block.
 
     Args:
-        shared: whether other processes that also share the lease may hold it at the same time.
+        shared: True to hold the lease at the same time as other processes that also pass True.
         waiting: a function that is called with a message if this process has to wait.
     """
     with open(lease_folder() / f"{name}.lock", "w") as file:

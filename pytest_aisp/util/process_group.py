@@ -2,8 +2,8 @@
 
 All ranks must make the same decisions: a rank that makes one call more than the others waits in a
 collective forever. Some decisions depend on values that differ between ranks, such as times, free
-memory, or a failed capture. Every such value goes through `current_group()`, which returns the
-same value on all ranks. Random choices come from seeds that the ranks share.
+memory, or a failed capture. These values go through `current_group()`, which returns the same value
+on all ranks. Random choices come from seeds that the ranks share.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class SingleProcess:
         return [value]
 
     def clock_offset(self) -> tuple[float, float]:
-        """Return the seconds by which this rank's clock is ahead of rank 0's, and their error.
+        """Return the seconds by which this rank's clock is ahead of rank 0's, and the error.
 
         The clock is `time.time_ns`.
         """
         return 0.0, 0.0
 
     def start_window(self, device: str) -> None:
-        """Wait until all ranks can start a window. Call it last, just before the start time."""
+        """Wait until all ranks can start a window. Call this just before the clock is read."""
 
     def slowest(self, seconds: float) -> float:
         """Return the time in seconds that the slowest rank took for the window."""
@@ -75,7 +75,8 @@ class Ranks(SingleProcess):
 
     Args:
         tell: a function that is called with the number of each exchange before this rank waits for
-            it. If the ranks hang, the cause is the rank whose last exchange has the lowest number.
+            the exchange. If the ranks hang, the cause is the rank whose last exchange has the
+            lowest number.
     """
 
     def __init__(self, rank: int, world: int, tell: Callable[[int], object]) -> None:
@@ -149,7 +150,7 @@ class Ranks(SingleProcess):
         return offsets[self.rank], error
 
     def _round_trips(self, other: int) -> tuple[float, float]:
-        """On rank 0, return the offset of the clock of `other` and half of the fastest round trip.
+        """On rank 0, return the clock offset of rank `other`, and half of the fastest round trip.
 
         The error is at most half of the round trip, because the other clock was read during the
         trip.

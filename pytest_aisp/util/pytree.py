@@ -20,7 +20,7 @@ PIECE = 1 << 23
 
 
 class TreeError(PageError):
-    """The tree contains a value that can be neither compared nor restored."""
+    """The tree contains a value that cannot be compared or restored."""
 
 
 def leaves(tree: object, path: str = "") -> Iterator[tuple[str, object]]:
@@ -85,7 +85,7 @@ def _clone(tensor: torch.Tensor) -> torch.Tensor:
 def copy_into(target: object, source: object) -> None:
     """Copy every tensor of `source` into the tensor at the same place in `target`.
 
-    A side cannot see in `Tensor._version` that a plain tensor has new values.
+    `Tensor._version` does not show that a plain tensor has new values.
     """
     import torch
 
@@ -124,8 +124,7 @@ Piece: TypeAlias = tuple[int | slice, ...]
 def pieces(shape: Sequence[int], most: int | None = None) -> Iterator[Piece]:
     """Yield indices that divide a tensor of `shape` into pieces of at most `most` elements.
 
-    A tensor that is small enough is one piece, whose index is empty. The last entry of any other
-    index is a slice.
+    A small tensor is one piece with an empty index. The last entry of any other index is a slice.
     """
     most = most or PIECE
     if math.prod(shape) <= most:

@@ -1,4 +1,4 @@
-"""The worker process and the pipe to it. The process builds, checks and times sides.
+"""The worker process, which builds, checks and times sides, and the pipe to the process.
 
 `python -m pytest_aisp.worker` starts the process.
 """

@@ -19,11 +19,11 @@ COMPILE = "torch.compile"
 
 
 def changed_sides(context: TaskContext) -> ChangedResult:
-    """Return which sides have changed, or why the old page cannot be compared.
+    """Return the changed sides, or the reason why the old page cannot be compared.
 
-    A side has changed if the digest of its source differs. Both sides count as changed if other
-    code that they may use differs: another file, or code in the page. Tests, other sides, and
-    functions that make inputs or references do not count.
+    A side has changed if its source has another digest. If other code that the sides may use
+    differs (another file, or code in the page), both sides count as changed. Tests, other sides,
+    and functions that make inputs or references do not count.
 
     An old page cannot be compared if it needs files of the current tree, or if an old side would
     import such files when it is called.
@@ -84,13 +84,13 @@ def _machine_code(context: TaskContext) -> ChangedResult:
 
 
 def _why_timed(context: TaskContext, rest: _Rest, now: Side, then: Side, *, differs: bool) -> str:
-    """Return why a side must be timed although its versions differ only in kernel sources.
+    """Return the reason to time a side whose versions differ only in kernel sources.
 
     The text is empty if both versions launch the same code with the same arguments.
 
     Args:
-        differs: whether a kernel that the side names differs. If not, its library calls are
-            unchanged, because the code that makes them is unchanged.
+        differs: whether a kernel that the side names differs. If not, the side's library calls are
+            unchanged, because the calling code is unchanged.
     """
     task, past = context.task, context.past
     assert past is not None
@@ -181,10 +181,10 @@ def _sides_of(pair: Pair) -> list[Side]:
 
 
 def _names(pair: Pair, sides: list[Side], root: str) -> set[str]:
-    """Return the names of a page's functions that are compared by the digests, or not at all.
+    """Return the names of a page's functions that only digests compare, or nothing compares.
 
-    These are the functions that the digests of `sides` include, other sides, and the functions
-    that make inputs, references and costs.
+    The names belong to functions in the digests of `sides`, to other sides, and to functions that
+    make inputs, references and costs.
     """
     functions = [pair.baseline, *(variant.side for variant in pair.variants), pair.inputs]
     functions += [pair.reference, pair.work, *pair.costs.values()]

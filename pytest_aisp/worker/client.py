@@ -45,13 +45,13 @@ PROGRAM = ("-m", "pytest_aisp.worker")
 START_SECONDS = 120.0
 """Seconds added to the first task's time limit: importing torch from a cold disk takes a minute."""
 EXIT_SECONDS = 3.0
-"""Seconds that a process may take to end after its pipe is closed. Normally one is enough."""
+"""Seconds that a process may take to end after its pipe is closed. One second is usually enough."""
 POLL_SECONDS = 0.5
 """Seconds between two checks that the process is alive, while the client waits for an answer."""
 
 
 class Worker(Protocol):
-    """Anything that answers tasks: a process, several ranks, this process, or a recording."""
+    """An object that answers tasks: a process, several ranks, this process, or a recording."""
 
     def ask(self, task: Task, seconds: float, progress: Progress) -> Reply: ...
 
@@ -74,12 +74,12 @@ class WorkerProcess:
     """A worker process. It is started immediately, and killed at its first fault.
 
     Args:
-        environment: variables to set for it; None as a value removes one.
-        launcher: command that runs the interpreter, such as a sanitizer.
-        python: the command of another interpreter than this process's own.
+        environment: variables to set for the process. The value None removes a variable. launcher:
+            command that runs the interpreter, such as a sanitizer.
+        python: the command of another Python interpreter.
 
     Attributes:
-        outputs: the captured output of each process; here there is only one.
+        outputs: the captured output of the process, as a list with one element.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class WorkerProcess:
             raise
 
     def _read_line(self, deadline: float) -> bytes | None:
-        """Return the next line. It is empty at the end of the pipe, and None at the deadline."""
+        """Return the next line, an empty line at the end of the pipe, or None at the deadline."""
         while b"\n" not in self._buffer:
             alive, remaining = self.alive, max(0, deadline - time.monotonic())
             seconds = min(remaining, POLL_SECONDS) if alive else 0
@@ -200,7 +200,7 @@ class WorkerProcess:
         return "\n".join(self.outputs[0].last(20))
 
     def kill(self) -> None:
-        """Kill the process and all processes in its group, because they could outlive it."""
+        """Kill the process and its group. Other members of the group could outlive the process."""
         if not self._killed:
             self._killed = True  # later, another group may get the same id
             with suppress(ProcessLookupError, PermissionError):
@@ -222,7 +222,7 @@ class WorkerProcess:
 def interpreter() -> list[str]:
     """Return the command for Python without the current folder at the head of its path.
 
-    If the current folder is on pytest's own import path, `worker_environment` passes it on.
+    If the current folder is on pytest's own import path, `worker_environment` passes the folder on.
     """
     return [sys.executable, "-P"] if sys.version_info >= (3, 11) else [sys.executable]
 
@@ -265,7 +265,7 @@ class ReplayWorker:
         dropped: a note about an incomplete line that was ignored, or an empty text.
         machine: the machine that the run was recorded on, or None if unknown. The verdicts are for
             this machine.
-        invalid: the reasons why the run was invalid; empty for a valid run.
+        invalid: the reasons why the run was invalid, or nothing for a valid run.
 
     Raises:
         ReplayError: if the file cannot be read as a recorded run.
@@ -333,7 +333,7 @@ class ReplayWorker:
         return Reply(result=answers[number])
 
     def close(self) -> None:
-        """Do nothing: there is nothing to release."""
+        """Do nothing, because a recording holds no resources."""
 
 
 def _name_of_row(row: JournalLine, root: str | None) -> CaseName:

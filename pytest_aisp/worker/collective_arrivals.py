@@ -1,10 +1,11 @@
 """Record when each rank arrives at its collectives and when they end, with torch's profiler.
 
-The profiler sees every collective, including those that DDP and FSDP start. With Gloo, a collective
-lasts from the call to the end of the transfer. With NCCL, its kernel is used: it starts when the
-rank's stream reaches the collective, and it ends when the data have arrived. The profiler puts the
-times of kernels on the host's clock, with an error that differs between ranks. To correct this
-error, each call follows an all-reduce, which ends on all GPUs at almost the same time.
+The profiler records every collective, including the collectives of DDP and FSDP. With Gloo, a
+collective lasts from the call to the end of the transfer. With NCCL, a collective lasts as long as
+its kernel, which starts when the rank's stream reaches the collective, and ends when the data have
+arrived. The profiler puts the times of kernels on the host's clock, with an error that differs
+between ranks. To correct this error, each call follows an all-reduce, which ends on all GPUs at
+almost the same time.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ START, END = "start of the call", "end of the call"
 SENT, RECEIVED = ("send", "exchange"), ("recv", "exchange")
 """Operations that send and that receive. A kernel of NCCL may do both: an ``exchange``."""
 WIDTHS = {"double": 8, "long int": 8, "c10::Half": 2, "c10::BFloat16": 2, "unsigned char": 1}
-"""Bytes of an element by the profiler's name of its type. All others are counted as 4."""
+"""Bytes of an element, by the profiler's name of the type. Other types are counted as 4 bytes."""
 
 
 class Operation(Struct, frozen=True):
@@ -60,8 +61,8 @@ class Meeting(Struct, frozen=True):
     Attributes:
         name, nbytes: the name and the bytes of its operations.
         arrived, ended: seconds by rank.
-        blocked: for each rank, the seconds since its last collective in which it waited for data
-            that no other rank had begun to send.
+        blocked: the seconds by rank, since the rank's last collective, of waiting for data that no
+            other rank had begun to send.
     """
 
     name: str
@@ -90,7 +91,7 @@ Call = Sequence[Meeting]
 
 
 class SideArrivals(Struct, frozen=True):
-    """The recorded calls of one side, and the time of each collective when nothing else runs.
+    """The recorded calls of one side, and the time of each collective while nothing else runs.
 
     Attributes:
         alone: transfer seconds of a call's k-th collective by itself, or None if unknown.
@@ -116,7 +117,7 @@ def diagnose(task: DiagnoseTask, progress: Callable[[str], object]) -> DiagnoseR
     """Record both sides of the case, or a loop of all-reduces if there is no page.
 
     Raises:
-        PageError: a side makes no collective, or the ranks do not make the same ones.
+        PageError: a side makes no collective, or the ranks make different ones.
     """
     if not task.function:
         loop = loop_of_all_reduces(LOOP_SIZES, task.device)
@@ -132,7 +133,7 @@ def diagnose(task: DiagnoseTask, progress: Callable[[str], object]) -> DiagnoseR
 def _record_sides(
     sides: Iterable[BoundSide], device: str, progress: Callable[[str], object], *, compare: bool
 ) -> DiagnoseResult:
-    """Record each side. With `compare`, also time its collectives alone."""
+    """Record each side. With `compare`, also time the side's collectives alone."""
     offset, host_error = current_group().clock_offset()
     recorded, errors = {}, []
     for side in sides:
@@ -160,9 +161,9 @@ def aligned(
 ) -> tuple[Sequence[Sequence[Sequence[Operation]]], float | None]:
     """Return the operations with the kernels of all ranks on the clock of rank 0's GPU.
 
-    The all-reduce at the start of a call cannot end on any rank before all ranks have begun it. So
-    its ends on two ranks differ by at most its duration on the rank that began last, which is the
-    shortest duration.
+    The all-reduce at the start of a call cannot end on any rank before all ranks have begun. So the
+    ends on two ranks differ by at most the shortest duration, which is the duration on the rank
+    that began last.
 
     Args:
         ranks: the operations by rank and call.
@@ -232,10 +233,10 @@ def _meetings_of(ranks: Sequence[Sequence[Operation]]) -> Call:
 
 
 def _blocked(ranks: Sequence[Sequence[Operation]], rank: int, since: float, until: float) -> float:
-    """Return how long `rank` waited to receive while no other rank had begun to send, in seconds.
+    """Return the seconds that `rank` waited to receive while no other rank had begun to send.
 
-    An early receive waits for the sender only until the sender begins. The rest of the receive
-    does not count, because the rank may have computed meanwhile.
+    An early receive waits for the sender only until the sender begins. The rest of the receive does
+    not count, because the rank may have computed in that time.
     """
     others = [o for number, each in enumerate(ranks) if number != rank for o in each]
     seconds, last = 0.0, since
@@ -275,7 +276,7 @@ def _record(run: Callable[[], object], device: str, offset: float) -> list[list[
 def operations(events: Iterable[Any], offset: float) -> list[list[Operation]]:
     """Return the operations of each call, given the profiler's events and the clock's offset.
 
-    With NCCL, the first operation of a call is the all-reduce that came before it.
+    With NCCL, the first operation of a call is the all-reduce before the call.
     """
     calls, posted, kernels = [], [], []
     for event in sorted(events, key=lambda e: int(e.start_ns())):

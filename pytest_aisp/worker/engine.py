@@ -39,7 +39,7 @@ from .loader import Cache, DeclaredSide, TaskContext, pair_of, seed_of
 from .process_timer import ProcessSide, measure_processes, time_here
 
 SANDBOX = "sandbox"
-"""Both a part of the seed of a sandboxed side's values and the cache's key of the results."""
+"""A part of the seed of a sandboxed side's values, and also the key of the results in the cache."""
 
 
 @dataclass
@@ -136,7 +136,7 @@ class Engine:
         self.progress(f"{work}{AT}{size_words(size)}")
 
     def _search(self, context: TaskContext, rule: Rule) -> list[str]:
-        """Check random sizes, and return them. Raise the failure of the smallest that fails."""
+        """Check random sizes, and return them. Raise the failure at the smallest failing size."""
         searched: dict[str, None] = {}
 
         def check_at(size: Size) -> CheckResult:

@@ -1,7 +1,7 @@
-"""A side that is held ready, and timed window by window while another process waits.
+"""A side that is kept ready and timed window by window while another process waits.
 
 The pytest process requests windows in turn from this process and from a process in another
-environment. It controls the schedule, so only one of the two processes works at any moment.
+environment. Only one of the two processes works at any moment.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Draw new input values in a process that runs no side.
 
 The seeds are secret and never leave that process, so nobody can compute answers in advance. One
-process draws the values of all cases that this process times. It dies with this process.
+input process draws the values of all cases that this process times, and dies with this process.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ if TYPE_CHECKING:
 ALIGNMENT = 64
 """Each tensor starts at a multiple of this many bytes, so that any type can be read there."""
 SHARE = 0.8
-"""The process gets this share of the time limit, so that its own error comes before a timeout."""
+"""The input process gets this share of the time limit, so that its error comes before a timeout."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-"""Idle threads of OpenMP spin for a while, and would disturb the windows."""
+"""Idle OpenMP threads spin for a while, which would disturb the windows."""
 POLL_SECONDS = 0.01
-"""Seconds between two looks at a forked process that should end."""
+"""Seconds between two checks of a forked process that should end."""
 _processes: list[WorkerProcess] = []
 
 
 def _start() -> None:
-    """Start the process, unless it runs."""
+    """Start the process if it is not running."""
     if not (_processes and _processes[0].alive):
         close()
         _processes.append(WorkerProcess(ONE_THREAD))
 
 
 def fork_early(task: Task) -> None:
-    """Fork the input process if `task`, the first task, needs it. No page is imported before that.
+    """Fork the input process if the first task (`task`) needs it. No page has been imported yet.
 
-    This takes 10 ms instead of the two seconds in which a new process imports torch.
+    This takes 10 ms. A new process would need two seconds to import torch.
     """
     if isinstance(task, (CheckTask, HoldTask, TimeTask)) and _wanted(task):
         _processes.append(ForkedWorker())
@@ -91,7 +91,7 @@ class Child:
         self._code: int | None = None
 
     def poll(self) -> int | None:
-        """Return the exit code, or None while the process runs."""
+        """Return the exit code, or None if the process is running."""
         if self._code is None:
             try:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)

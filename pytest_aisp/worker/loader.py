@@ -1,4 +1,4 @@
-"""Load the objects that a task needs: the page, its sides now or at a commit, and references."""
+"""Load the objects that a task needs: the page, its current or old sides, and references."""
 
 from __future__ import annotations
 
@@ -80,8 +80,9 @@ class MixedTreesError(ImportError):
 def load_old_page(path: str, root: str, module: str, today: str) -> types.ModuleType:
     """Import the page at `path` in the old tree `root`, together with that tree's helpers.
 
-    During the import, the current tree's modules are removed from `sys.modules`; libraries stay.
-    Folders of the current tree in `sys.path` are replaced with the same folders of the old tree.
+    During the import, the current tree's modules are removed from `sys.modules`, and libraries
+    stay. Folders of the current tree in `sys.path` are replaced with the same folders of the old
+    tree.
 
     Raises:
         MixedTreesError: if the page still imported a module of the current tree.
@@ -111,7 +112,7 @@ def load_old_page(path: str, root: str, module: str, today: str) -> types.Module
 
 
 def leads_to(name: str, root: str) -> bool:
-    """Return whether `import name` would find a module under `root` that is not in a library."""
+    """Return whether `import name` would find a module under `root`, outside of libraries."""
     top = name.partition(".")[0]
     if top in sys.modules:
         return any(_is_under(path, root) for path in _paths_of(sys.modules[top]))
@@ -166,7 +167,7 @@ MAX_CHECK_SIZES = 3
 
 @dataclass(frozen=True)
 class TaskContext:
-    """A task's pair and sides. The page is imported when they are first needed.
+    """A task's pair and sides. The page is imported when the pair is first needed.
 
     Attributes:
         past: the page at a commit, or None.
@@ -187,7 +188,7 @@ class TaskContext:
 
     @property
     def sides(self) -> tuple[DeclaredSide, DeclaredSide]:
-        """Baseline and variant."""
+        """The baseline and the variant."""
         variant = self.pair.variant(self.task.variant)
         baseline = self.pair.baseline, self.pair.baseline_precision
         return baseline, (variant.side, variant.precision)
@@ -211,8 +212,8 @@ class TaskContext:
     def require_interpreter(self) -> None:
         """Refuse Triton kernels on a CPU without Triton's interpreter.
 
-        Worker processes turn the interpreter on. If sides run inside the pytest process, it must be
-        on before pytest starts.
+        Worker processes turn the interpreter on. If sides run inside the pytest process, the
+        interpreter must be on before pytest starts.
         """
         sides = [side for side, _ in self.sides]  # imports the page, which may import Triton
         interprets = self.task.device != "cpu" or interpreting()
@@ -225,7 +226,7 @@ class TaskContext:
 
     @cached_property
     def old_pair_or_none(self) -> Pair | None:
-        """The pair at the commit of `past`, or None if the page there has no pair of this name."""
+        """The pair at the commit of `past`, or None if the old page has no pair of this name."""
         past = self.past
         assert past is not None
         page = load_old_page(past.page, past.root, past.module, self.task.root)
@@ -253,8 +254,8 @@ class TaskContext:
 MAX_CPU_REFERENCES = 4
 """The largest number of references kept on a CPU."""
 KEPT_SHARE, KEPT_SHARE_OF_RANK = 1 / 8, 1 / 64
-"""Shares of a GPU's memory that a process may keep between tasks. A rank's share is smaller,
-because several sets of ranks share a GPU."""
+"""The shares of a GPU's memory that a process and a rank may keep between tasks. A rank's share is
+smaller, because several sets of ranks share a GPU."""
 
 
 @dataclass

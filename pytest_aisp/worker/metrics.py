@@ -28,7 +28,7 @@ from .process_timer import ProcessSide, ask_fresh
 WINDOW_SECONDS = 5.0
 """Minimum length of a window that measures energy."""
 RAMP_SECONDS = 1.5
-"""Seconds of the same work before each window: power and clocks take up to a second to settle."""
+"""Seconds of the same work before each window. Power and clocks settle within a second."""
 WINDOW_ORDER = (0, 1, 1, 0)
 """The order of the windows. With this order, a GPU that warms up affects both sides equally."""
 COUNTERS: dict[str, Callable[[InputPool, Side], float]] = {
@@ -38,7 +38,7 @@ COUNTERS: dict[str, Callable[[InputPool, Side], float]] = {
     "launches": launches_per_call,
     "goodput": compute_seconds,
 }
-"""Functions that measure one side, keyed by metric. For goodput, it measures the compute time."""
+"""Functions that measure one side, keyed by metric. Goodput's function measures compute time."""
 
 
 class Uncountable(PageError):
@@ -72,8 +72,8 @@ def count(task: CountTask, trial: Trial) -> dict[str, float]:
 def energy(trial: Trial) -> dict[str, float]:
     """Return the joules per call of all ranks together, keyed by role, and their ``noise``.
 
-    Each side has two windows. The noise of a side is half the relative difference between its
-    windows. The larger of the two sides' noises is returned.
+    Each side has two windows. The noise of a side is half the relative difference between the two
+    windows. The larger of both sides' noises is returned.
 
     Raises:
         Uncountable: if NVML cannot measure energy on this GPU.

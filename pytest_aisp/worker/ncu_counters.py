@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 OPTIONS = ("--csv", "--page=raw", "--print-units=base")
-"""With these options, ``ncu --import`` prints a row of names, one of units, and one per kernel."""
+"""With these options, ``ncu --import`` prints rows of names, of units, and of each kernel."""
 TIME = "gpu__time_duration.sum"
 OCCUPANCY = ["sm__warps_active.avg.pct_of_peak_sustained_active"]
 ISSUED = [
@@ -25,7 +25,7 @@ ISSUED = [
 """The names that versions of ncu use, the preferred one first."""
 STALL = re.compile(r"smsp__average_warps_issue_stalled_(\w+?)_per_issue_active\.ratio")
 SELECTED = "selected"
-"""The stall reason that ncu gives a warp that issues an instruction. It is no stall."""
+"""The stall reason that ncu gives a warp that issues an instruction. This is not a stall."""
 MAX_BYTES = 10_000
 
 Share = Annotated[float, Meta(ge=0)]
@@ -39,7 +39,7 @@ class Counters(Struct):
         occupancy: the share of an SM's warps that are active (achieved occupancy), or None.
         issue_slots: the share of cycles in which a scheduler issues an instruction, or None.
         stall: the most frequent reason why a warp waits, such as ``long scoreboard``, or "".
-        stall_share: the share of a warp's cycles that it waits for this reason.
+        stall_share: the share of a warp's cycles spent waiting for this reason.
     """
 
     kernels: Annotated[int, Meta(ge=1)]
@@ -49,7 +49,7 @@ class Counters(Struct):
     stall_share: Share = 0.0
 
     def words(self) -> str:
-        """Return the counters as text, without those that ncu did not measure."""
+        """Return the counters as text. Counters that ncu did not measure are left out."""
         parts = [
             f"{name} {share:.0%}"
             for name, share in (
@@ -65,7 +65,7 @@ class Counters(Struct):
         """Write the counters of a side to `folder`, and return the name of the file.
 
         Raises:
-            OSError: if it cannot be written.
+            OSError: if the file cannot be written.
         """
         name = _file(role)
         (folder / name).write_bytes(msgspec.json.encode(self))
@@ -90,7 +90,7 @@ def _file(role: str) -> str:
 def import_report(
     ncu: str, report: Path, environment: Mapping[str, str], seconds: float
 ) -> Counters | None:
-    """Return the counters in the report of `ncu`, or None if it cannot print them."""
+    """Return the counters in the report of `ncu`, or None if `ncu` cannot print them."""
     command = [ncu, "--import", str(report), *OPTIONS]
     try:
         printed = subprocess.run(
@@ -109,9 +109,9 @@ def import_report(
 
 
 def parse(text: str) -> Counters | None:
-    """Return the counters in what ``ncu --import --csv --page=raw`` prints.
+    """Return the counters in the output of ``ncu --import --csv --page=raw``.
 
-    Returns: None if `text` has no kernel, or no counter that is known.
+    Returns: None if `text` has no kernel or no known counter.
     """
     lines = text.splitlines()
     first = next((n for n, line in enumerate(lines) if line.startswith('"ID"')), len(lines))

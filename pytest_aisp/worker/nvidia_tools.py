@@ -35,7 +35,7 @@ from .output_capture import Stream
 from .torch_profiler import range_name
 
 PROFILER_SLOWDOWN = 20.0
-"""A profiler's time limit is this many times longer: `ncu` runs each kernel about forty times."""
+"""A profiler's time limit is this many times longer. `ncu` runs each kernel about 40 times."""
 LAUNCHES = 100
 """The largest number of kernel launches of a side that `ncu` profiles."""
 NO_COUNTERS = "ERR_NVGPUCTRPERM"
@@ -57,7 +57,7 @@ class Profiler:
 
     Attributes:
         product: the product to install.
-        suffix: the suffix of its reports.
+        suffix: the suffix of the profiler's reports.
         options: the options before the program. ``{range}`` is replaced with the name of the side's
             range, and ``{report}`` with the report's path without the suffix.
     """
@@ -112,10 +112,10 @@ def profile_side(
     environment: Mapping[str, str | None],
     seconds: float,
 ) -> list[str]:
-    """Run the side `task.side` under the profiler `name`; return the names of its files.
+    """Run the side `task.side` under the profiler `name`. Return the names of the files.
 
     Args:
-        environment: variables to set for the side; None as a value removes one.
+        environment: variables to set for the side. The value None removes a variable.
         seconds: the time limit that the side would have without a profiler.
 
     Raises:
@@ -208,7 +208,7 @@ def sanitizer_installed() -> str | None:
 
 
 class SanitizedWorker(WorkerProcess):
-    """A worker process under compute-sanitizer, which checks the kernels with one of its tools.
+    """A worker process under compute-sanitizer, which checks the kernels with the tool `tool`.
 
     Args:
         tool: ``memcheck``, ``racecheck``, ``initcheck`` or ``synccheck``.

@@ -18,9 +18,9 @@ from ..page.sources import PACKAGE
 StreamName = Literal["stdout", "stderr"]
 STREAMS: tuple[StreamName, StreamName] = ("stdout", "stderr")
 MAX_BYTES = 1 << 24
-"""The largest number of bytes to read at once. Lines before them are only counted."""
+"""The largest number of bytes to read at once. Earlier lines are only counted."""
 MAX_LINE_LENGTH = 1 << 10
-"""If the number of lines is limited, this limits the average number of characters per line."""
+"""The maximum average number of characters per line, if the number of lines is limited."""
 
 # The lines of faulthandler's stack that a page's author does not need. An ordinary traceback does
 # not match, because it has a comma before "in".
@@ -31,7 +31,7 @@ _OUR_FRAMES = re.compile(
 
 
 class Chunk(NamedTuple):
-    """A piece of output: the number of skipped lines, and the data after them."""
+    """A piece of output: the number of skipped lines, and the data after these lines."""
 
     skipped: int = 0
     data: bytes = b""
@@ -55,11 +55,11 @@ class Stream:
         self._unread = Chunk()  # the rest of a closed file
 
     def peek(self) -> Chunk:
-        """Return what was printed since the last `take`."""
+        """Return the output since the last `take`."""
         return self._read()[0]
 
     def take(self) -> Chunk:
-        """Return what was printed since the last `take`, and mark it as read."""
+        """Return the output since the last `take`, and mark this output as read."""
         chunk, self._position = self._read()
         self._unread = Chunk()
         return chunk
@@ -113,7 +113,7 @@ def format_output(chunks: Sequence[Chunk], label: str, max_lines: int | None) ->
     """Return the output as text. Each line starts with the process's `label`.
 
     Args:
-        max_lines: the number of lines to keep from the end; None for all lines.
+        max_lines: the number of lines to keep from the end, or None for all lines.
     """
     skipped = sum(chunk.skipped for chunk in chunks)
     prefix = f"{label}: " if label else ""
@@ -133,6 +133,6 @@ def _left_out(prefix: str, lines: int, characters: int) -> str:
 
 
 def write_text(stream: TextIO, text: str) -> None:
-    """Write `text` to `stream`. Characters that its encoding lacks become question marks."""
+    """Write `text` to `stream`. Characters that the encoding lacks become question marks."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     stream.write(text.encode(encoding, "replace").decode(encoding))

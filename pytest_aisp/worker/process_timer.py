@@ -1,9 +1,9 @@
-"""Process sides, for settings that are read only when a process starts, such as the environment.
+"""Process sides, for settings such as the environment, which a process reads only when it starts.
 
 Each sample comes from one fresh process, which imports the page, makes the inputs, warms up, and
 times its own calls. The processes run in the order ABBA, like the windows of every clock. The
 processes of a block start together, because importing torch takes most of their time. Then each
-process waits for its turn, so that only one works at a time.
+process waits for its turn, so only one process works at a time.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def fresh_process(
 ) -> ProcessSide | Callable[[Side], ProcessSide]:
     """Declare that each sample of a side is a fresh process, started with `environment`.
 
-    Used as a decorator, bare or with arguments. Both sides of a pair must be process sides. They
-    may differ only in their environment or in the work before the first call.
+    Use it as a decorator, with or without arguments. Both sides of a pair must be process sides,
+    which may differ only in the environment or in the work before the first call.
 
     Args:
         environment: variables to set; None as a value removes one.
@@ -177,7 +177,7 @@ class _ProcessWindow:
         self._disturbed = ""
 
     def disturbed(self) -> str:
-        """Return what disturbed a process since the last call, or an empty string."""
+        """Return the cause that disturbed a process since the last call, or an empty string."""
         text, self._disturbed = self._disturbed, ""
         return text
 
@@ -206,7 +206,7 @@ def ask_fresh(requests: Sequence[tuple[Task, ProcessSide]], progress: Progress) 
     their tasks one after the other.
 
     Raises:
-        ProcessFailed: if a process failed. The message names its side.
+        ProcessFailed: if a process failed. The message names the side.
     """
     results = []
     with ExitStack() as stack:
@@ -243,7 +243,7 @@ def _ask(worker: WorkerProcess, task: Task, name: str, kind: type[Result]) -> Re
 
 
 def _print_again(outputs: Sequence[OutputCapture]) -> None:
-    """Copy the output of a sample's process to the output of this process, which pytest shows."""
+    """Copy the output of a sample's process to this process's output, which pytest shows."""
     for output in outputs:
         write_text(sys.stdout, output.stdout.take().text)
         write_text(sys.stderr, output.stderr.take().text)

@@ -1,9 +1,8 @@
 """Run untrusted sides in one process, and keep the expected results in another one.
 
-The sandboxed process receives input values and returns outputs. The pytest process times its
+The sandboxed process receives input values and returns outputs. The pytest process times the
 answers. A third process draws the values, compares the outputs, and never runs a side. So with
-``--aisp-untrusted`` a side can access neither the clock, nor the comparison, nor the expected
-values.
+``--aisp-untrusted``, a side cannot access the clock, the comparison, or the expected values.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class SandboxedSide:
 
     Attributes:
         unit: calls in one unit of work. A unit is one replay of a graph of ``task.counted`` calls,
-            or without a graph one call.
+            or one call without a graph.
     """
 
     def __init__(self, pair: Pair, side: Side, size: Size, seed: int, task: PrepareTask) -> None:
@@ -67,7 +66,7 @@ class SandboxedSide:
     def show(self, values: Path, outputs: Path, slots: Sequence[int]) -> None:
         """Run one unit on `values` and write the outputs of `slots`.
 
-        If the side has a state, write only the last step's outputs, with the state after it.
+        If the side has a state, write only the last step's outputs and the resulting state.
         """
         import torch
 
@@ -101,7 +100,7 @@ def draw(reference: Reference, values: Path) -> None:
 def compare(
     reference: Reference, side: Side, precision: Precision | None, task: CompareTask
 ) -> int:
-    """Compare the outputs that a sandboxed side wrote with the reference; return their number.
+    """Compare the outputs that a sandboxed side wrote with the reference. Return their number.
 
     Raises:
         Wrong: if an output is wrong, or the file contains no outputs.
@@ -139,9 +138,9 @@ def seconds_per_call(
     """Return the shortest measured time of `work`, in seconds per call.
 
     Args:
-        work: a function that runs a number of units and returns the seconds until its answer.
-        unit: the number of calls in a unit.
-        at_least: the minimum seconds per request. It makes the time spent in the pipe negligible.
+        work: a function that runs a number of units and returns the seconds until the answer. unit:
+            the number of calls in a unit. at_least: the minimum seconds per request, which makes
+            the time spent in the pipe negligible.
         times: the number of measurements.
     """
     units = 1

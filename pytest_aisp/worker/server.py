@@ -28,7 +28,7 @@ from ..results import encoding, messages
 from ..results.messages import ErrorKind, ProgressUpdate, Reply, StopTask, Task, failed
 
 LINE_BUFFERED = 1
-"""Linux's _IOLBF: C's library writes a stream out at the end of each line."""
+"""Linux's _IOLBF, with which the C library writes a stream out at the end of each line."""
 MESSAGE_LINES = 30
 """The largest number of lines of an error's message, after its first line."""
 PR_SET_PDEATHSIG = 1
@@ -45,7 +45,7 @@ def main(read_fd: int, write_fd: int) -> None:
         server = Server(lambda text: replies.write(encoding.encode(ProgressUpdate(text))))
         importlib.import_module("torch")  # slow, so done before the first task's time limit
 
-        gc.freeze()  # collections skip torch's half a million objects: 0.1 s less each
+        gc.freeze()  # collections skip torch's half a million objects and take 0.1 s less
 
         from .input_process import fork_early
 
@@ -67,7 +67,7 @@ def die_with_parent() -> None:
 
 
 def print_at_once() -> None:
-    """Write out each line when it is printed, also by C and CUDA, so that a crash loses no line."""
+    """Write out each line when it is printed, even by C or CUDA, so that a crash loses no line."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
     if sys.platform == "linux":
@@ -145,7 +145,7 @@ class InProcess:
 
 
 def _reported_exceptions() -> tuple[type[BaseException], ...]:
-    """Return the exceptions that become replies. This includes `pytest.skip`'s, if loaded."""
+    """Return the exceptions that become replies, including `pytest.skip.Exception` if loaded."""
     outcomes = sys.modules.get("_pytest.outcomes")
     return (Exception,) if outcomes is None else (Exception, outcomes.OutcomeException)
 
@@ -214,13 +214,13 @@ def _first_line(error: BaseException) -> str:
 
 
 def _further_lines(error: BaseException) -> str:
-    """Return the rest of the message if its first line ends with a colon, as from a compiler."""
+    """Return the rest of a message whose first line ends with a colon, such as a compiler's."""
     first, *rest = str(error).strip().splitlines() or [""]
     return "".join(f"{line}\n" for line in rest[:MESSAGE_LINES]) if first.endswith(":") else ""
 
 
 def _page_lines(error: BaseException) -> str:
-    """Return the traceback without this package's lines, which a page's author does not need."""
+    """Return the traceback without the lines of this package."""
     frames = traceback.extract_tb(error.__traceback__)
     page_frames = [f for f in frames if not f.filename.startswith((PACKAGE, "<string>"))]
     return "".join(traceback.format_list(page_frames or frames))

@@ -16,13 +16,13 @@ FILE = "timeline.json"
 MAX_BARS, MAX_LANES, MAX_NAME = 200, 16, 120
 """The maximum numbers of bars and streams per side, and of characters in a name."""
 MAX_BYTES = 200_000
-"""The largest file that is read. A file of the most bars with the longest names is smaller."""
+"""The largest file that is read. Even a file with the most bars and longest names is smaller."""
 
 Positive = Annotated[float, Meta(ge=0)]
 
 
 class Bar(Struct, array_like=True):
-    """A kernel, copy or fill: its stream, its place in the names, its start and length in us."""
+    """A kernel, copy or fill: the stream, the index of the name, the start and the length in us."""
 
     stream: int
     name: Annotated[int, Meta(ge=0)]
@@ -31,7 +31,7 @@ class Bar(Struct, array_like=True):
 
 
 class Lanes(Struct):
-    """What one side ran on the GPU, from its first kernel or copy on.
+    """The kernels and copies of one side on the GPU, from the first one on.
 
     Attributes:
         bars: the first bars in the order of their starts.
@@ -62,7 +62,7 @@ class Timeline(Struct):
         """Write the timeline to `folder`.
 
         Raises:
-            OSError: if it cannot be written.
+            OSError: if the file cannot be written.
         """
         (folder / FILE).write_bytes(msgspec.json.encode(self))
 
@@ -70,7 +70,7 @@ class Timeline(Struct):
     def read(cls, folder: Path, most: int = MAX_BARS) -> Timeline | None:
         """Return the timeline in `folder`, with at most `most` bars per side.
 
-        Returns: None if there is none, if it is malformed, or if it is not `interesting`.
+        Returns: None if the timeline is missing, malformed, or not `interesting`.
         """
         path = folder / FILE
         try:

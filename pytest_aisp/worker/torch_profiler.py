@@ -1,8 +1,8 @@
 """Profile a few calls of each side with torch's profiler: traces, tables, and allocated memory.
 
 If a side uses `torch.compile`, the code that Inductor generated is also written. Profiling starts
-after the verdict, in a separate worker process. This process is never used for timing, because the
-profiler's hooks remain active in it.
+after the verdict, in a separate worker process. That process is never used for timing, because the
+profiler's hooks remain active.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TABLE_ROWS = 100
 
 
 def range_name(role: str) -> str:
-    """Return the name of a side's range in all profilers. It needs no escaping in filters."""
+    """Return the name of a side's range in all profilers, which needs no escaping in filters."""
     return f"aisp-{role}"
 
 
@@ -122,8 +122,8 @@ def _inductor_graphs() -> list[ModuleType]:
 def inductor_code(before: Sequence[ModuleType]) -> str:
     """Return the code of the graphs that Inductor has loaded since `before`, or an empty text.
 
-    Graphs from Inductor's cache are included. A graph is left out if its file no longer exists,
-    because the side emptied the caches.
+    Graphs from Inductor's cache are included. If a side empties the caches, a graph without a file
+    is left out.
     """
     known = {id(module) for module in before}
     new = [module for module in _inductor_graphs() if id(module) not in known]
@@ -179,7 +179,7 @@ def _profile(pool: InputPool, side: Side, role: str) -> profile:
 
 
 def _events(profiler: profile, pool: InputPool) -> Iterable[tuple[str, float]]:
-    """Yield the name and the seconds of each kernel, copy and fill, or on a CPU of each operator.
+    """Yield the name and the seconds of each kernel, copy and fill, or of each operator on a CPU.
 
     The time of an operator excludes the time of the operators that it calls.
     """
@@ -199,8 +199,8 @@ def _on_device(profiler: profile, device: str) -> Iterator[FunctionEvent]:
 def _memory(pool: InputPool, side: Side, snapshot: Path) -> dict[str, Amounts]:
     """Return the allocator's bytes before `side` is built and after its calls.
 
-    The history of the allocator between these two points is written to `snapshot`. Recording it
-    takes time, because each allocation stores a stack trace. So it is a separate pass.
+    The history of the allocator between these two points is written to `snapshot`. Recording is a
+    separate pass, because the stack trace of each allocation takes time.
     """
     import torch
 
@@ -259,7 +259,7 @@ def table_lines(what: str, usage: Mapping[str, Usage]) -> list[str]:
 
 
 SUMMARY_NAMES, SUMMARY_WIDTH = 4, 60
-"""The summary's maximum number of names of each kind, and their maximum length."""
+"""The summary's maximum number of names of each kind, and the maximum length of a name."""
 
 
 @dataclass(frozen=True)
@@ -270,8 +270,8 @@ class Differences:
         what: ``kernels`` or ``operators``.
         new: the counts of kernels or operators that only the optimized side runs.
         gone: the counts of kernels or operators that only the baseline runs.
-        counts: for the ones that both sides run, but not equally often, the baseline's count and
-            the optimized side's count.
+        counts: the baseline's count and the optimized side's count of kernels or operators that
+            both sides run, but not equally often.
     """
 
     what: str
