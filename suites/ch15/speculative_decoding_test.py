@@ -136,7 +136,7 @@ class Sequence:
         self.keep(found, scores, accepted + 1)
 
     def keep(self, tokens, scores, new):
-        """Store `tokens`. Only the first `new` are valid. The next call overwrites the others."""
+        """Store `tokens`. Only the first `new` are valid, and the next call overwrites the rest."""
         places = self.count + self.offsets[: len(tokens)]
         self.tokens.index_copy_(0, places, tokens)
         self.scores.index_copy_(0, places, scores)

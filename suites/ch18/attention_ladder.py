@@ -22,7 +22,7 @@ CHECKED = [
     {"total": 70, "tokens": 70, "causal": True},
     {"total": 131, "tokens": 131, "causal": False},
 ]
-# Shape and type of queries that the kernels refuse, and part of the error message.
+# Shape and type of queries that the kernels reject, and part of the error message.
 REFUSED = [
     ((1, 2, 0, WIDTH), torch.bfloat16, "at least one token"),
     ((1, 2, 8, 64), torch.bfloat16, "heads of 128"),

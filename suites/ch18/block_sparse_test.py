@@ -1,27 +1,27 @@
 """Block-sparse attention: visit only the tiles in a list.
 
-Problem    Attention of 16384 tokens in bf16, 8 heads of 128. Tokens are in blocks of 64. A block of
-           queries sees `kept` blocks of keys: its own, the first one, and others that are spread
-           over the sequence (the pattern of BigBird, arXiv:2007.14062). The pattern is the same in
-           every call, and differs from head to head. Every side prepares its mask or list before
-           the timed part.
+Problem    Compute bf16 attention of 16384 tokens, with 8 heads of 128. Tokens are in blocks of 64.
+           A block of queries attends to `kept` blocks of keys: its own, the first block, and others
+           that are spread over the sequence (the pattern of BigBird, arXiv:2007.14062). The pattern
+           is the same in every call, and differs from head to head. Every side prepares its mask or
+           list before the timed part.
 Baseline   biased: `scaled_dot_product_attention` with an additive bf16 mask for every head. PyTorch
            chooses the kernel.
 Optimized  tiled: changes biased. A Triton kernel reads one byte per tile instead of a mask value
            per score. It computes all tiles, and masks the scores of tiles that are not kept.
-           listed: like tiled, but it loops over a list of the kept tiles.
-           flex: changes biased. Compiled FlexAttention with a block mask. Its tiles have 128
-           queries and 128 keys by default. So flex visits more tiles than the variant listed does,
-           and masks parts of these tiles.
-Bound      listed: the L2, because each program of 64 queries reads its kept tiles of keys and
-           values. The tensor cores take nearly as long. tiled: the L2 too, but for all tiles.
-           biased: tensor cores, for all tiles. biased also reads two bytes of its mask for every
-           score.
+           listed: like tiled, but the kernel loops over a list of the kept tiles.
+           flex: changes biased. Compiled FlexAttention with a block mask. By default, tiles have
+           128 queries and 128 keys. So flex computes more scores than listed, and masks parts of
+           its tiles.
+Bound      The L2 limits listed, because each program of 64 queries reads its kept tiles of keys and
+           values. The tensor cores take nearly as long. The L2 also limits tiled, for all tiles.
+           Tensor cores limit biased, for all tiles. biased also reads two bytes of its mask for
+           every score.
 Seen       On an H100, biased and flex take much longer than predicted. We did not record which
            kernel PyTorch chose for biased. Nearly every tile of flex is kept only in part. In those
            tiles, flex loads a flag for each score, and the cost leaves out these loads. The times
            of listed at both sizes suggest that the start and end of a program take about as long as
-           two tiles. The cost leaves out this time too.
+           two tiles. The cost leaves out the start and the end, too.
 Use when   A pattern is known before the call and leaves out most blocks. The saving depends on the
            tiles, not on the scores: a pattern that keeps one score in every tile saves nothing. Use
            flex if its tiles fit the pattern. For a sliding window, see
@@ -72,7 +72,7 @@ def attend_kernel(
         if not LISTED:
             scores = tl.where(entry != 0, scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, axis=1))
-        # Before the first kept tile, a row's maximum is still -inf.
+        # Before the first kept tile, a row's maximum is -inf.
         finite = tl.where(higher == float("-inf"), 0.0, higher)
         kept = tl.exp2(top - finite)
         p = tl.exp2(scores - finite[:, None])
@@ -263,7 +263,7 @@ def test_block_sparse(pair):
 
 
 class TestRefused:
-    """A wrong list is refused when it is made, and the launching helper refuses wrong inputs."""
+    """Making a wrong list is an error, and the launching helper rejects wrong inputs."""
 
     @pytest.mark.parametrize(
         ("blocks", "words"),

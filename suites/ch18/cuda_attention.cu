@@ -1,11 +1,11 @@
 // Attention of heads of 128 without tensor cores: q, k and v in bf16, all arithmetic in fp32.
-// Causal: a query sees the keys up to its own position. blockIdx.y is the head.
+// Causal: a query attends to the keys up to its own position. blockIdx.y is the head.
 //
 // scores: writes a tile of scaled scores in fp32. Tiles above the diagonal are skipped.
 // softmax: one block per row turns its scores into weights, in place.
 // weighted: computes a tile of outputs, the product of weights and values.
 // online: does all three for 64 queries. Each tile of scores stays on the chip. A running maximum
-//   and sum per row correct the outputs so far.
+// and sum per row correct the outputs.
 
 #include <cuda_bf16.h>
 

@@ -1,16 +1,16 @@
 // Attention of heads of 128 on Hopper's tensor cores: bf16, sums in fp32. These kernels follow
-// cuda_attention_hopper_tma.cu. Causal: a query sees the keys up to its own position. blockIdx.y is
-// the head. A block takes 128 queries, 64 for each of two warpgroups. It takes 128 keys at a time,
-// from the last visible key to the first. So only the first tile needs a mask.
+// cuda_attention_hopper_tma.cu. Causal: a query attends to the keys up to its own position.
+// blockIdx.y is the head. A block takes 128 queries, 64 for each of two warpgroups. It takes 128
+// keys at a time, from the last visible key to the first. So only the first tile needs a mask.
 //
 // wgmma_tiles: two warpgroups compute, and one of their threads keeps the ring of tiles filled.
 //   Scores, weights and outputs run one after another.
 // scores_ahead: wgmma_tiles, but the scores of the next keys are issued together with the outputs
 //   of the current keys.
 // specialized: scores_ahead, but a producer warpgroup fills the ring, without block-wide barriers.
-// pingpong: specialized, but the warpgroups take turns on the tensor cores. One computes weights
-// while the other one's products run.
-// overlapped: pingpong, but a warpgroup computes weights while its own outputs are still summed.
+// pingpong: specialized, but the warpgroups take turns on the tensor cores. One warpgroup computes
+// weights while the other's products run.
+// overlapped: pingpong, but a warpgroup computes weights while its own output products run.
 
 #include <cuda_bf16.h>
 
@@ -39,7 +39,7 @@ __device__ unsigned packed(float low, float high) {
   return both;
 }
 
-// wgmma writes its sums asynchronously. This stops the compiler from reading them too early.
+// Keeps the compiler from reading the sums too early, because wgmma writes them asynchronously.
 __device__ void settle(float (&sums)[64]) {
 #pragma unroll
   for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(sums[i])::"memory");
@@ -123,9 +123,9 @@ struct Rows {
     }
   }
 
-  // Forces the weights to be computed before the next wait. Without this, ptxas moved most
-  // exponentials of `overlapped` after the wait for the outputs, so nothing overlapped. The branch
-  // is never taken, because a sum of weights is never negative.
+  // Forces the weights to be computed before the next wait. Without this branch, ptxas moved most
+  // exponentials of `overlapped` after the wait for the outputs, so nothing overlapped. It is never
+  // taken, because a sum of weights is never negative.
   __device__ void finish() const {
     if (total[0] + total[1] < 0) __nanosleep(1);
   }
@@ -180,8 +180,8 @@ __device__ void arrive(unsigned long long* barrier) {
       : "memory");
 }
 
-// Lets two warpgroups alternate on the tensor cores. Each waits at its own barrier, and the other
-// warpgroup arrives there. Barrier 0 is __syncthreads.
+// Lets two warpgroups alternate on the tensor cores. Each waits at its own barrier, at which the
+// other warpgroup arrives. Barrier 0 is __syncthreads.
 __device__ void wait_turn(int mine) {
   asm volatile("bar.sync %0, 256;" ::"r"(1 + mine) : "memory");
 }

@@ -1,28 +1,28 @@
 """Document mask: describe the mask by a function, and skip the tiles that are masked completely.
 
-Problem    Documents are packed into one sequence for training. A token sees itself and earlier
-           tokens of its own document, and nothing of other documents. Forward pass in bf16, 8 heads
-           of 128. The lengths of the documents are between one token and about twice the mean.
-           biased and flex make their masks before the timed part.
+Problem    Documents are packed into one sequence for training. A token attends only to itself and
+           to earlier tokens of its own document. Compute the forward pass in bf16, with 8 heads of
+           128. The lengths of the documents are between one token and about twice the mean. biased
+           and flex make their masks before the timed part.
 Baseline   biased: `scaled_dot_product_attention` with an additive bf16 mask. PyTorch chooses the
            kernel.
 Optimized  looped: changes biased. One causal call per document, on a view of its tokens.
            flex: changes biased. Compiled FlexAttention. A Python function compares the documents of
            query and key. A block mask tells the kernel which tiles of 128 x 128 the function hides
            completely, and the kernel skips them.
-Bound      flex: tensor cores, for the tiles that have at least one visible score. Tiles that the
-           function hides in part take extra instructions. biased computes all tiles and also reads
-           two bytes of the mask for every score and head. looped computes about the same number of
-           tiles as flex, in small calls that do not fill the GPU. A call takes at least as long as
-           its last tile of queries, which sees the whole document.
+Bound      Tensor cores limit flex, for the tiles that have at least one visible score. Tiles that
+           the function hides in part take extra instructions. biased computes all tiles and also
+           reads two bytes of the mask for every score and head. looped computes about the same
+           number of tiles as flex, in small calls that do not fill the GPU. A call takes at least
+           as long as its last tile of queries, which attends to the whole document.
 Seen       On an H100, all sides take longer than predicted. We did not record which kernel PyTorch
            chose for biased and looped. flex has programs of different lengths, and its partly
            hidden tiles take extra instructions. We did not measure the cost of these two effects. A
            call of looped has few tiles if its document is short, so starting and ending the call
            probably takes longer than its products.
 Use when   Training packs short documents into long sequences. All layers of a step can share one
-           block mask, but each new batch needs a new one. `varlen_test.py` has the same problem
-           without a causal mask, and its kernels take a list of the sequences' starts. Long causal
+           block mask, but each batch needs a new mask. `varlen_test.py` has the same problem
+           without a causal mask. Its kernels take a list of the sequences' starts. Long causal
            attention and a sliding window are in `../ch13/long_attention_test.py` and
            `../ch13/sliding_window_test.py`.
 """
@@ -131,7 +131,7 @@ def attending(heads, tokens, scores, extra=0, longest=0):
 
     An SM computes one tile of queries at a time. The longest tile has `longest` scores.
     """
-    # Some SMs have no tile, and others wait for the longest tile, so both kinds are idle.
+    # SMs without a tile are idle, and so are SMs that wait for the longest tile.
     idle = max(1, SMS / (heads * -(-tokens // TILE)))
     counted = max(heads * scores * idle, SMS * longest)
     return Cost(
@@ -152,7 +152,7 @@ def looped_cost(heads, tokens, documents):
     moved = 2 * heads * tokens * WIDTH
     cost = Cost(read=moved, write=moved, launches=1)  # cat
     for length in lengths_of(tokens, documents):
-        last = TILE * length  # its queries see all keys
+        last = TILE * length  # its queries attend to all keys
         cost += attending(heads, length, length * (length + 1) / 2, longest=last)
     return cost
 
@@ -194,7 +194,7 @@ def test_documents(pair):
 
 
 class TestRefused:
-    """A document without tokens is refused when the mask is made."""
+    """Making a mask with a document without tokens is an error."""
 
     @pytest.mark.parametrize(("tokens", "documents"), [(3, 4), (3, 0), (0, 1)])
     def test_lengths(self, tokens, documents):

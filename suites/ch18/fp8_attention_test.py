@@ -1,14 +1,15 @@
 """FP8 attention: the products run at twice the rate, but the exponentials do not.
 
-Problem    Forward attention without a mask, heads of 128. Queries, keys, values and outputs are in
-           bf16. The number of heads times tokens is the same at each length. The scores have a
-           standard deviation of 3, as in trained models. The values of heads differ in magnitude by
-           up to a factor of 4. Triton's interpreter multiplies bf16 wrongly, so a CPU checks fp16.
+Problem    Compute forward attention without a mask, with heads of 128. Queries, keys, values and
+           outputs are in bf16. The number of heads times tokens is the same at each length. The
+           scores have a standard deviation of 3, as in trained models. The values of heads differ
+           in magnitude by up to a factor of 4. Triton's interpreter multiplies bf16 wrongly, so a
+           CPU checks fp16.
 Baseline   bf16: one Triton kernel with an online softmax, like `tuned` of
            `triton_attention_test.py`. All sides choose from the same tiles, with 2 or 3 stages.
-Optimized  The variants run the same kernel on e4m3 operands. The call first quantizes these
-           operands, with one scale per head. One kernel finds the largest element of each tile. A
-           second kernel takes the maximum per head and rounds.
+Optimized  fp8_scores and fp8_both run the same kernel on e4m3 operands. The call first quantizes
+           these operands, with one scale per head. One kernel finds the largest element of each
+           tile. A second kernel takes the maximum per head and rounds.
            fp8_scores: Q and K are in e4m3, so QK^T runs in FP8. P and V stay in bf16.
            fp8_both: changes fp8_scores. P and V are in e4m3 too, so both products run in FP8.
            Hopper's tensor cores read FP8 only along the summed dimension, which is the tokens of V.
@@ -19,17 +20,17 @@ Optimized  The variants run the same kernel on e4m3 operands. The call first qua
 Bound      Tensor cores and exponentials, one after the other, because first all warps of a program
            multiply, and then all compute exponentials. FP8 halves only the time of the products.
            The number of exponentials stays the same, and each result needs a cast. Quantizing reads
-           each input twice. Quantizing takes the same time at both lengths, but the products take
-           four times as long at 16384 tokens as at 4096. So FP8 gains more at 16384 tokens. At 4096
-           tokens, the predicted time of quantizing is about the time that fp8_scores saves. So the
-           page claims no speedup for fp8_scores. cuDNN computes exponentials during the products.
-           The costs predict that cuDNN in bf16 is faster than fp8_both at 4096 tokens, and nearly
-           as fast at 16384. On Hopper, the operand P of an FP8 product has a different register
-           layout from the result of QK^T. So threads must exchange values. The costs leave out this
-           exchange and the casts.
+           each input twice, and takes the same time at both lengths. The products take four times
+           as long at 16384 tokens as at 4096, so FP8 gains more at 16384 tokens. At 4096 tokens,
+           quantizing should take about as much time as fp8_scores saves, so the page claims no
+           speedup for fp8_scores. cuDNN computes exponentials during the products. The costs
+           predict that cuDNN in bf16 is faster than fp8_both at 4096 tokens, and nearly as fast at
+           16384. On Hopper, the operand P of an FP8 product has a different register layout from
+           the result of QK^T. So threads must exchange values. The costs leave out this exchange
+           and the casts.
 Seen       fp8_scores gains a little, as predicted. fp8_both takes up to a quarter longer than
-           predicted. The gap is larger with 4096 tokens than with 16384. We did not profile which
-           step of fp8_both takes longer than predicted.
+           predicted, with a larger gap at 4096 tokens than at 16384. We did not profile which step
+           of fp8_both takes longer than predicted.
 Use when   Sequences are long, the model tolerates the error, and no library has your form of
            attention. In all other cases, call cuDNN in bf16, because FP8 in Triton gains little
            over it. The check accepts the error that a relative rounding error of 2^-4 in Q, K, P, V
@@ -39,9 +40,9 @@ Use when   Sequences are long, the model tolerates the error, and no library has
            128 products, each with two rounding errors. At a standard deviation of 3, a score is
            then off by up to 0.15 (rms), so its weight has a relative error of the same size.
            Rounding P and V adds little error. So fp8_scores is hardly more accurate than fp8_both.
-           The tensor cores accumulate PV. Hopper's tensor cores keep about 14 bits of a sum of FP8
-           products, which is many more bits than the operands have. One scale per head works if the
-           tokens of a head have similar magnitudes. Outlier channels need a rotation first
+           The tensor cores accumulate PV. On Hopper, they keep about 14 bits of a sum of FP8
+           products, many more bits than the operands have. One scale per head works if the tokens
+           of a head have similar magnitudes. Outlier channels need a rotation first
            (`../ch19/outliers_test.py`), which this page does not show. If the error is too large,
            call the library in bf16.
 """
@@ -334,7 +335,7 @@ def test_fp8_attention(pair):
 
 
 class TestRefused:
-    """The launching helpers refuse wrong inputs before the launch."""
+    """The launching helpers reject wrong inputs before the launch."""
 
     @pytest.mark.parametrize("side", [bf16, fp8_scores, fp8_both])
     @pytest.mark.parametrize(("shape", "dtype", "words"), REFUSED)

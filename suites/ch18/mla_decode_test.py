@@ -1,35 +1,34 @@
 """MLA decode: attend to the latent cache directly, without expanding keys and values.
 
-Problem    Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434), one new token per sequence,
-           bf16. A cached token has 512 latent numbers and 64 numbers with a rotary position. All
-           heads share them. For each head, two weight matrices expand the latent numbers to a key
-           of 128 numbers and a value of 128 numbers. The whole model has 128 heads. With 8 GPUs,
-           each GPU has 16 of them. Cache and weights are the page's state.
+Problem    Compute bf16 multi-head latent attention (DeepSeek-V2, arXiv:2405.04434) for one new
+           token per sequence. A cached token has 512 latent numbers and 64 numbers with a rotary
+           position, which all heads share. For each head, two weight matrices expand the latent
+           numbers to a key of 128 numbers and a value of 128 numbers. The whole model has 128
+           heads. With 8 GPUs, each GPU has 16 heads. Cache and weights are the page's state.
 Baseline   expanded: the cache holds keys and values of all heads, made before the timed part.
            `scaled_dot_product_attention` attends to them.
 Optimized  absorbed: changes expanded. The weights are applied to queries and outputs instead of to
-           the cache. Each query is multiplied by the key weights, and each weighted mean of latent
-           numbers by the value weights. So the cache holds only latent numbers. Scores, softmax and
-           mean are `matmul`, `softmax` in fp32, and `matmul`.
+           the cache. The key weights multiply each query, and the value weights multiply each
+           weighted mean of latent numbers. So the cache holds only latent numbers. Scores, softmax
+           and mean are `matmul`, `softmax` in fp32, and `matmul`.
            fused: changes absorbed. A Triton kernel computes scores, softmax and mean, with a
-           program for up to 64 heads and 1024 tokens. Each token is read once for both its scores
+           program for up to 64 heads and 1024 tokens. Each token is read once, for both the scores
            and the mean.
            library: like absorbed, with `scaled_dot_product_attention` for scores, softmax and mean.
            All heads become queries of a single head. PyTorch chooses the kernel.
-Bound      fused: DRAM with 16 heads, because the latent cache is read once. With 128 heads, each
-           byte takes 8 times as many operations, so the tensor cores take about as long as DRAM.
-           expanded: DRAM. It reads 320 numbers per token for each head. fused reads 576 per token
-           for all heads together.
-           library: the L2. Only PyTorch's memory-efficient kernel supports this head dimension. The
-           sums do not fit into this kernel's registers, so it writes and reads them once per 128
-           tokens.
+Bound      DRAM limits fused with 16 heads, because the latent cache is read once. With 128 heads,
+           each byte takes 8 times as many operations, so the tensor cores take about as long as
+           DRAM. DRAM limits expanded, which reads 320 numbers per token for each head. fused reads
+           576 per token for all heads together. The L2 limits library. Only PyTorch's
+           memory-efficient kernel supports this head dimension. The sums do not fit into this
+           kernel's registers, so it writes and reads them once per 128 tokens.
 Seen       On an H100, fused with 128 heads takes more than twice as long as predicted. The sums of
-           fused fill so many registers that an SM holds only one program. Probably copies, products
-           and exponentials then wait for one another. absorbed with 128 heads and library also take
-           longer than predicted, and we cannot explain that.
-Use when   Always absorb in decode. Expand in prefill, where many queries use each key: a score then
-           costs 192 + 128 multiplications instead of 576 + 512. Memory matters as much as time: a
-           latent cache holds many times more tokens in the same memory.
+           fused fill so many registers that an SM holds only one program. So copies, products and
+           exponentials probably wait for one another. absorbed with 128 heads and library also take
+           longer than predicted, which we cannot explain.
+Use when   Always absorb in decode. Expand in prefill, where many queries use each key: with
+           expanded keys and values, a score costs 192 + 128 multiplications instead of 576 + 512. A
+           latent cache also holds many times more tokens in the same memory.
 """
 
 import pytest
@@ -154,7 +153,7 @@ def absorbed(model, q, chunk):
 
 
 def most_rows(tensor):
-    """Return how many heads fit into a program: their queries must fit into shared memory."""
+    """Return how many heads a program can take: their queries must fit into shared memory."""
     if not tensor.is_cuda or triton.runtime.driver.active.get_current_target().arch < 120:
         return 64
     return 16
@@ -317,7 +316,7 @@ def test_mla_decode(pair):
 
 
 class TestRefused:
-    """The launching helper refuses wrong inputs before the launch."""
+    """The launching helper rejects wrong inputs before the launch."""
 
     @pytest.mark.parametrize(
         ("query", "cache", "words"),

@@ -1,7 +1,7 @@
 // Shared code of cuda_attention_mma.cu and cuda_attention_hopper_tma.cu: attention of heads of 128
-// with mma.sync, like FlashAttention-2: bf16, sums in fp32. Causal: a query sees the keys up to its
-// own position. blockIdx.y is the head. A block of 4 warps takes 128 queries, 32 per warp, and 64
-// keys at a time. The next 64 keys and values are loaded during the computation.
+// with mma.sync, like FlashAttention-2: bf16, sums in fp32. Causal: a query attends to the keys up
+// to its own position. blockIdx.y is the head. A block of 4 warps takes 128 queries, 32 per warp,
+// and 64 keys at a time. The next 64 keys and values are loaded during the computation.
 
 #include <cuda_bf16.h>
 
@@ -18,7 +18,8 @@ extern __shared__ unsigned char memory[];
 
 __device__ float lowest() { return __uint_as_float(0xff800000u); }  // minus infinity
 
-// The offset of a piece in a slab. The pieces of a row are in the order of TMA's 128-byte swizzle.
+// Returns the offset of a piece in a slab. The pieces of a row are in the order of TMA's 128-byte
+// swizzle.
 __device__ unsigned place(unsigned row, unsigned piece) {
   return row * 128 + (piece ^ row % 8) * 16;
 }
@@ -58,8 +59,8 @@ __device__ float exp2_of(float x) {
   return y;
 }
 
-// A thread's state of its warp's 32 queries. It has four rows: lane / 4, and the rows 8, 16 and 24
-// below. Of every 8 columns, it has two: column 2 (lane % 4) and the next one.
+// A thread's state of its warp's 32 queries. A thread has four rows: lane / 4, and the rows 8, 16
+// and 24 below. Of every 8 columns, a thread has two: column 2 (lane % 4) and the next.
 struct Rows {
   float out[TOP][OUT][4] = {};
   float most[TOP][2], total[TOP][2] = {};  // `total` is the thread's own part of the row's sum

@@ -1,29 +1,30 @@
 """Paged decode: read the pages where they are instead of gathering them first.
 
-Problem    Attention of one new token per sequence in bf16, 64 query heads in 8 groups, 128 numbers
-           per head. Keys and values are in pages of `page` tokens. All sequences share one pool of
-           pages, and a table lists the pages of each sequence. The lengths of sequences are between
-           half of `tokens` and `tokens`. Pool, table and lengths are the page's state.
+Problem    Compute bf16 attention of one new token per sequence, with 64 query heads in 8 groups and
+           128 numbers per head. Keys and values are in pages of `page` tokens. All sequences share
+           one pool of pages, and a table lists the pages of each sequence. The lengths of sequences
+           are between half of `tokens` and `tokens`. Pool, table and lengths are the page's state.
 Baseline   gathered: index the pool by the table, so every sequence gets a contiguous copy, padded
-           to the longest one. Then call `scaled_dot_product_attention`. The heads of a group become
-           queries of one head, because PyTorch's fast kernels do not support grouped heads together
-           with a mask. The mask is made before the timed part.
-Optimized  copied: like gathered, but a Triton kernel computes attention over the copy. It has one
+           to the longest sequence. Then call `scaled_dot_product_attention`. The heads of a group
+           become queries of one head, because PyTorch's fast kernels do not support grouped heads
+           together with a mask. The mask is made before the timed part.
+Optimized  copied: like gathered, but a Triton kernel computes attention over the copy. There is one
            program per sequence, group, and `chunk` tokens. A second kernel joins the chunks'
            results.
            paged: like copied, without the copy. The kernel looks up each page in the table one step
            before it reads the page. So Triton can prefetch keys and values, as it does in copied.
-           contiguous: paged on a contiguous cache, which is made before the timed part. contiguous
-           shows what the table costs. A server that uses pages has no contiguous cache.
-Bound      paged: DRAM, because each page is read once. The numbers of a token and group are 256
-           contiguous bytes. The table adds 4 bytes per page. gathered reads the pool, writes the
-           padded copy, and reads the copy again.
+           contiguous: changes paged. The cache is contiguous, and is made before the timed part.
+           contiguous only shows what the table costs, because a server that uses pages has no
+           contiguous cache.
+Bound      DRAM limits paged, because each page is read once. The numbers of a token and group are
+           256 contiguous bytes. The table adds 4 bytes per page. gathered reads the pool, writes
+           the padded copy, and reads the copy again.
 Use when   Always, when the cache has pages. The fused attention kernels of inference servers also
            look up pages in the table. Gather only if a kernel does not support a table, for example
            in a prefill, where the copy takes little time compared with the products.
            `../ch13/kv_cache_test.py` shows how pages are filled. A wrong table entry would read the
-           cache of another user. So check a table on the host when it is made. If the check ran on
-           the GPU, the host would have to wait for it.
+           cache of another user. So check a table on the host when you make it. After a check on
+           the GPU, the host would have to wait for the result.
 """
 
 import pytest
@@ -292,7 +293,7 @@ def test_paged_decode(pair):
 
 
 class TestRefused:
-    """A wrong table is refused when it is made. The launching helper refuses other inputs."""
+    """Making a wrong table is an error. The launching helper rejects other wrong inputs."""
 
     @pytest.mark.parametrize(
         ("rows", "lengths", "words"),

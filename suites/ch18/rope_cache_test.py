@@ -1,26 +1,27 @@
 """Rotary positions: rotate queries and keys and fill the cache in one kernel.
 
-Problem    The step between the projection and the attention of a layer: 32 query heads, 8 groups of
-           keys and values, 128 numbers each, bf16. The step rotates queries and keys in fp32 by the
-           positions of their tokens (RoPE, arXiv:2104.09864). It then writes keys and values to
-           their slots of the cache. It returns the rotated queries. The cache and the table of
-           cosines and sines are the page's state. 64 tokens are a decode step, 16384 are a prefill.
+Problem    Compute the step between the projection and the attention of a bf16 layer, with 32 query
+           heads and 8 groups of keys and values, 128 numbers each. The step rotates queries and
+           keys in fp32 by the positions of their tokens (RoPE, arXiv:2104.09864), writes keys and
+           values to their slots of the cache, and returns the rotated queries. The cache and the
+           table of cosines and sines are the page's state. 64 tokens are a decode step, and 16384
+           tokens are a prefill.
 Baseline   eager: look up cosines and sines, rotate queries and keys as whole tensors, and write
            keys and values with `index_copy_`.
-Optimized  compiled: eager, compiled by `torch.compile`.
-           fused: changes eager. One Triton kernel with a program per token and 8 heads. It reads
-           the projection once, and writes each number directly to its final place.
-Bound      fused at 16384 tokens: DRAM, because it reads the projection once, and writes queries and
-           cache once. eager reads and writes fp32 copies of the queries several times. At 64
-           tokens, the number of kernels is the limit. All sides are timed in CUDA graphs, but even
-           in a graph the GPU needs time to start each kernel.
+Optimized  compiled: changes eager. `torch.compile` compiles it.
+           fused: changes eager. One Triton kernel, with a program per token and 8 heads, reads the
+           projection once, and writes each number directly to its final place.
+Bound      DRAM limits fused at 16384 tokens, because it reads the projection once, and writes
+           queries and cache once. eager reads and writes fp32 copies of the queries several times.
+           At 64 tokens, the number of kernels is the limit. All sides are timed in CUDA graphs, but
+           even in a graph the GPU needs time to start each kernel.
 Seen       On an H100, eager with 64 tokens takes longer than predicted from the starts of its
            kernels, which read and write little. Each kernel probably takes somewhat longer than its
            start. compiled takes as long as the starts of its three kernels. fused is one kernel and
            takes a third longer than its start.
 Use when   Every layer of a decoder has this step. Use compiled if the model is compiled anyway, and
            check that the cache is written in place. The kernel does not check slots, because they
-           are on the GPU. Check them on the host when they are made, as `paged_decode_test.py`
+           are on the GPU. Check slots on the host when you make them, as `paged_decode_test.py`
            checks its table.
 """
 
@@ -213,7 +214,7 @@ def test_rope_cache(pair):
 
 
 class TestRefused:
-    """The launching helper refuses wrong inputs before the launch."""
+    """The launching helper rejects wrong inputs before the launch."""
 
     @pytest.mark.parametrize(
         ("tokens", "heads", "width", "slots", "words"),

@@ -1,4 +1,4 @@
-"""Split-KV attention: join the results of a sequence's chunks, and refuse wrong inputs."""
+"""Split-KV attention: join the results of a sequence's chunks, and reject wrong inputs."""
 
 import torch
 import triton

@@ -1,34 +1,34 @@
 """Tree attention: verify all branches of a draft in one pass over the cache.
 
 Problem    Speculative decoding verifies a tree of drafted tokens (SpecInfer, arXiv:2305.09781). A
-           node sees the context of its sequence, its ancestors, and itself. The tree has `branches`
-           branches of 4 nodes each. All branches share the first node. bf16, 32 query heads, 8
-           groups of keys and values, 128 numbers each. The context is the page's state. Before the
-           timed part, every side copies the context to a cache with room for the nodes. In the
-           timed part, each side writes the nodes' keys and values to that cache. The result is the
-           attention of all nodes.
+           node attends to the context of its sequence, to its ancestors, and to itself. The tree
+           has `branches` branches of 4 nodes each. All branches share the first node. There are 32
+           bf16 query heads and 8 groups of keys and values, 128 numbers each. The context is the
+           page's state. Before the timed part, every side copies the context to a cache with room
+           for the nodes. In the timed part, each side writes the nodes' keys and values to that
+           cache. The result is the attention of all nodes.
 Baseline   per_branch: for each branch, write the keys and values of its nodes after the context.
            Then call `scaled_dot_product_attention` with a causal mask for the last 4 tokens.
-Optimized  masked: changes per_branch. Write all nodes at once, and make one call. A mask lets each
-           node see only its ancestors and itself. The mask is made before the timed part. The heads
-           of a group become queries of one head, because PyTorch's fast kernels do not support
-           grouped heads together with a mask.
+Optimized  masked: changes per_branch. Write all nodes at once, and make one call. Of the nodes, a
+           mask leaves each node only its ancestors and itself. The mask is made before the timed
+           part. The heads of a group become queries of one head, because PyTorch's fast kernels do
+           not support grouped heads together with a mask.
            fused: changes masked. A Triton kernel has one program per sequence, group, and `chunk`
            tokens. A second kernel joins the chunks' results. For each node, the kernel reads a
            32-bit word instead of a mask value per score.
-Bound      fused: DRAM, because the context is read once. per_branch reads the context once for each
-           branch, but the tensor cores take longer than these reads: FlashAttention-2 computes a
-           tile of 128 queries for each head, and only 4 of these queries exist. With 2 sequences,
-           masked has 16 programs, so most SMs are idle.
+Bound      DRAM limits fused, because the context is read once. per_branch reads the context once
+           per branch, but the tensor cores take longer than these reads: for each head,
+           FlashAttention-2 computes a tile of 128 queries, and only 4 of these queries exist. With
+           2 sequences, masked has 16 programs, so most SMs are idle.
 Seen       masked takes two to three times as long as predicted, on an H100 and on an H200. We did
            not record which kernel PyTorch chose. If it does not split the context, an SM has at
            most one program, which probably keeps too few bytes in flight. With 2 sequences on an
            H100, masked gains about a third over per_branch. fused splits the context, and is many
            times as fast as per_branch. In the same case, per_branch takes a third longer than
-           predicted, and we did not measure why. fused is within about a fifth of its prediction.
+           predicted. We did not measure why. fused is within about a fifth of its prediction.
 Use when   A draft has several candidates for a token, and the context is much longer than the tree.
-           Whether the tree pays off also depends on how many drafted tokens are accepted, which
-           this page does not measure.
+           The gain of a tree also depends on how many drafted tokens are accepted, which this page
+           does not measure.
 """
 
 import pytest
@@ -141,7 +141,7 @@ def inputs(device, batch, branches, context, chunk):
 
 
 def reference(cache, q, drafted, branches, chunk):
-    """Compute attention of one node at a time, over only the tokens that it sees."""
+    """Compute attention of one node at a time, over only its visible tokens."""
     out = torch.zeros_like(q, dtype=torch.float64)
     for sequence, queries in enumerate(q):
         rows = queries.double().view(GROUPS, SHARE, -1, WIDTH)
@@ -265,8 +265,8 @@ def per_branch_cost(batch, branches, context, chunk):
     select = Cost(read=vectors, write=vectors, launches=1)
     # Keys and values are selected before they are written. Each query head has its own tile and
     # reads the cache. The first head of a group reads it from DRAM. `causal_lower_right` calls
-    # FlashAttention-2. Its tiles have 128 queries, or 64 if it splits the context to fill the GPU.
-    # Its `mma.sync` reaches 63 % of the tensor cores' rate on Hopper (arXiv 2501.12084).
+    # FlashAttention-2. FlashAttention-2 has tiles of 128 queries, or 64 if it splits the context to
+    # fill the GPU. `mma.sync` reaches 63 % of the tensor cores' rate on Hopper (arXiv 2501.12084).
     # Exponentials come after the products.
     tile = 128 if batch * HEADS >= 0.8 * 2 * SMS else 64
     attend = attending(batch, context, DEPTH, rows=tile * SHARE / 0.63, rounds=SHARE)
@@ -315,7 +315,7 @@ def test_tree_attention(pair):
 
 
 class TestRefused:
-    """A wrong tree is refused when its words are made. The launching helper refuses the rest."""
+    """Making the words of a wrong tree is an error. The launching helper rejects the rest."""
 
     @pytest.mark.parametrize(
         ("paths", "nodes", "words"),

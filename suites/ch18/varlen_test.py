@@ -1,21 +1,21 @@
 """Sequences of different lengths: pack the tokens instead of padding them.
 
-Problem    Attention without a mask over a batch of sequences, as in an encoder, with 16 heads of
-           128 in bf16. The lengths are between a sixteenth of `tokens` and `tokens`, so about half
-           of a padded batch is padding. Queries, keys and values are packed: the tokens of all
+Problem    Compute bf16 attention without a mask over a batch of sequences, as in an encoder, with
+           16 heads of 128. The lengths are between a sixteenth of `tokens` and `tokens`, so about
+           half of a padded batch is padding. Queries, keys and values are packed: the tokens of all
            sequences are contiguous, and a list gives the sequences' starts (`cu_seqlens`). The
            results are packed too.
 Baseline   padded: copy the tokens to a batch as long as the longest sequence. Then call
            `scaled_dot_product_attention` with a mask for the padding, and copy the tokens back. The
            mask and indices are made before the timed part.
-Optimized  looped: changes padded. One call per sequence on a view of its tokens. Nothing is padded.
-           packed: changes looped. One Triton kernel for all sequences. A program takes 64 queries
-           of a head. A list, made before the timed part, gives the sequence of each program's
-           queries.
+Optimized  looped: changes padded. There is one call per sequence, on a view of its tokens. Nothing
+           is padded. packed: changes looped. One Triton kernel computes all sequences. A program
+           takes 64 queries of a head. A list, made before the timed part, gives the sequence of
+           each program's queries.
            nested: changes looped. `scaled_dot_product_attention` on a nested tensor of jagged
            layout, which PyTorch's flash kernel handles as packed tokens.
-           varlen: changes looped. `torch.nn.attention.varlen.varlen_attn`, which calls the same
-           kernel with the list of starts.
+           varlen: changes looped. `torch.nn.attention.varlen.varlen_attn` calls the same kernel as
+           nested with the list of starts.
 Bound      Tensor cores, except for short sequences. padded also computes the scores of the padding.
            looped leaves SMs idle when a sequence has fewer tiles of queries than there are SMs, and
            each call ends before the next one begins. In packed, a program has only 64 queries, so
@@ -28,16 +28,16 @@ Seen       On an H100 with sequences of up to 512 tokens, all sides take about t
            PyTorch chose for padded, which has a mask. packed, nested and varlen take the same time.
            With up to 4096 tokens, looped is the fastest side. It takes a third less time than
            packed, nested and varlen, which again take the same time. nested and varlen take more
-           than twice as long as predicted. They reach the same share of the tensor cores' peak as
-           FlashAttention-2 in `triton_attention_test.py`. looped reaches a larger share. On that
-           page, cuDNN reaches it and FlashAttention-2 does not. So PyTorch probably chose cuDNN for
-           looped. We did not record the kernel. packed takes almost one and a half times as long as
-           predicted. padded takes almost twice as long as predicted.
+           than twice as long as predicted, and reach the same share of the tensor cores' peak as
+           FlashAttention-2 in `triton_attention_test.py`. looped reaches a larger share, which only
+           cuDNN reaches on that page. So PyTorch probably chose cuDNN for looped, but we did not
+           record the kernel. packed takes almost one and a half times as long as predicted, and
+           padded almost twice as long.
 Use when   The sequences of a batch differ in length. The gain depends on how many scores belong to
-           padding, and scores grow with the square of the length. If each sequence fills the GPU, a
-           call per sequence is enough, and may be faster, because it can use a better kernel. If
-           all lengths are nearly equal, padding is simpler. Sorting requests by length reduces the
-           padding, if there are enough requests to sort.
+           padding, and the number of scores grows with the square of the length. If each sequence
+           fills the GPU, a call per sequence is enough, and may be faster, because it can use a
+           better kernel. If all lengths are nearly equal, padding is simpler. With enough requests,
+           sorting them by length also reduces the padding.
 """
 
 import pytest
@@ -287,7 +287,7 @@ def test_varlen(pair):
 
 
 class TestRefused:
-    """Wrong lengths are refused when the list is made. The launching helper refuses the rest."""
+    """Making a list of wrong lengths is an error. The launching helper rejects the rest."""
 
     @pytest.mark.parametrize(("lengths", "sequence"), [([3, 0], 1), ([-1, 3], 0)])
     def test_length(self, lengths, sequence):
