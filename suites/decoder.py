@@ -12,12 +12,11 @@ SwiGLU. Weights come from a seed. Pages import it by its absolute name, `suites.
     logits = model.step(tokens, positions, cache)  # one token per row, at its own position
 
 A row is a sequence. A token at position p attends to positions 0 to p of its row and ignores later
-cache entries. So a new request may reuse the row of an old one. No shape in `step` depends on the
-positions, and `step` never waits for the GPU. So a CUDA graph can capture it.
+cache entries, so a new request may reuse the row of an old request. No shape in `step` depends on
+the positions, and `step` never waits for the GPU, so a CUDA graph can capture `step`.
 
 The cache object stores keys and values and computes attention. A page about another kind of cache,
-such as a paged cache, defines a class with `plan`, `append` and `attend`. The decoder does not
-change.
+such as a paged cache, defines a class with `plan`, `append` and `attend`.
 """
 
 from dataclasses import dataclass
@@ -69,8 +68,8 @@ class Cache:
         """Return the indices, the end and the mask that `append` and `attend` need in every layer.
 
         Args:
-            positions: an integer, the position of the first token, if it is the same in all rows.
-                Otherwise the position of each token, of shape (rows, n).
+            positions: the position of the first token as an integer, if all rows have the same
+            position. If not, the position of each token, of shape (rows, n).
             n: the number of tokens of each row.
             device: the device of the tokens.
         """
@@ -267,5 +266,5 @@ def matrix_weights(config):
 
 
 def cached_numbers(config):
-    """Return how many numbers the cache holds for each token."""
+    """Return how many numbers the cache holds per token."""
     return 2 * config.layers * config.kv_heads * config.head

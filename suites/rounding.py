@@ -8,9 +8,9 @@ import triton.language as tl
 def to_even(value, DROPPED: tl.constexpr):
     """Round fp32 to even and clear the last `DROPPED` of 23 mantissa bits. A cast is then exact.
 
-    A GPU's cast already rounds to even. Triton 3.9's interpreter truncates to bf16. The
-    interpreter's cast to FP8 may lose the carry when it rounds up to a power of two. The result is
-    then half of the right value.
+    A GPU's cast already rounds to even. Triton 3.9's interpreter truncates to bf16. If the
+    interpreter's cast to FP8 rounds up to a power of two, it may lose the carry, and the result is
+    half of the right value.
     """
     bits = value.to(tl.int32, bitcast=True)
     bits += (1 << (DROPPED - 1)) - 1 + ((bits >> DROPPED) & 1)

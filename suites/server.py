@@ -41,9 +41,9 @@ class Pages(PagedCache):
         row: the row whose prompt is being computed.
     """
 
-    # The plugin does not look for kernels in a class body. So `--aisp-compile` does not assemble
-    # this kernel for the pages that import the server. That would take minutes, because hundreds of
-    # steps would run on a fake GPU. `paged_cache_test.py` assembles the kernel.
+    # The plugin does not look for kernels in a class body, so `--aisp-compile` does not assemble
+    # this kernel for the pages that import the server. Assembling it would take minutes, because
+    # hundreds of steps would run on a fake GPU. `paged_cache_test.py` assembles the kernel.
     attention = staticmethod(row_attention)
 
     def __init__(self, config, slots, prefix, device):
@@ -160,7 +160,7 @@ class Server:
 
 
 def serve(server, prompts, lengths, due, *, together=False, chunk=None):
-    """Serve all requests. Each one arrives at its time in `due`.
+    """Serve all requests. Each request arrives at its time in `due`.
 
     Args:
         lengths: the number of tokens in each answer. The prompt's logits give the first token.

@@ -1,13 +1,12 @@
 """A decoder for the serving pages whose greedy tokens are known in advance, and its costs.
 
-Greedy tokens are compared exactly, so rounding must not change them. With random weights, rounding
-changes them often: the two best tokens are often equal in bf16. So each token has one successor,
-chosen at random. The weights of the LM head raise the successor's logit far above all other logits.
-The scores of the tokens are compared too. They depend on the whole context through attention, so
-they reveal a wrong cache. The embeddings are doubled, so the layers change the input of the last
-norm only a little. Models need a width of at least 128. In 1,000 models with that width and two
-layers, the successor's logit led by at least 4.5. At a width of 64, the smallest lead was only
-0.16.
+Checks compare greedy tokens exactly, so rounding must not change them. With random weights, the two
+best tokens are often equal in bf16. So each token has one successor, chosen at random. The weights
+of the LM head raise the successor's logit far above all other logits. Checks also compare the
+scores of the tokens, which depend on the whole context through attention and so reveal a wrong
+cache. The embeddings are doubled, so the layers change the input of the last norm only a little.
+Models need a width of at least 128. In 1,000 models with that width and two layers, the successor's
+logit led by at least 4.5. At a width of 64, the smallest lead was only 0.16.
 """
 
 import torch
@@ -19,12 +18,12 @@ HEAD, VOCABULARY = 64, 256
 RAISED = 24.0
 """How much the successor's logit is raised. After the norm, 0.8 to 0.9 of this raise is left."""
 STEP_KERNELS, LAYER_KERNELS = 11, 28
-"""How many kernels a call of the decoder launches on a GPU: once per call, and per layer.
+"""The number of kernels that a call of the decoder launches on a GPU: per call, and per layer.
 
 A layer has 2 norms, 4 products, 14 kernels for the rotary positions, 2 kernels that fill the cache,
 attention, a copy of its output, 2 sums, and 2 kernels of SwiGLU. The call has 3 embeddings, a norm,
-a product, and at most 6 for positions and a mask. If cuBLAS splits a product along k, it launches
-one more kernel.
+a product, and at most 6 kernels for positions and a mask. If cuBLAS splits a product along k, it
+launches one more kernel.
 """
 
 

@@ -50,8 +50,8 @@ __device__ inline void wait_phase(unsigned long long* barrier, unsigned parity) 
   }
 }
 
-// Loads the tile of `map` that begins at (row, column). Elements outside the tensor become zero.
-// The barrier counts their bytes too.
+// Loads the tile of `map` that begins at (row, column). Elements outside the tensor become zero,
+// but the barrier also counts their bytes.
 __device__ inline void load_tile(void* tile, const CUtensorMap& map, int row, int column,
                                  unsigned long long* barrier) {
   asm volatile(

@@ -3,7 +3,7 @@
 //
 // Tiles hold rows of 64 bf16 along k, 128 bytes each, with TMA's 128-byte swizzle, at multiples of
 // 1024 bytes. Of a 64 x N product, thread t of the warpgroup gets row 16 (t / 32) + t % 32 / 4 and
-// the row 8 below. Of every 8 columns, it gets column 2 (t % 4) and the next one.
+// the row 8 below. Of every 8 columns, thread t gets column 2 (t % 4) and the next.
 
 // The descriptor of a tile: its address / 16, the stride of 1024 bytes per 8 rows, and the swizzle.
 __device__ inline unsigned long long tile_descriptor(const void* tile) {
@@ -11,13 +11,13 @@ __device__ inline unsigned long long tile_descriptor(const void* tile) {
   return (address & 0x3ffff) >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }
 
-// Call it before the first wgmma, and after a thread has written to the accumulators.
+// Call this before the first wgmma, and after a thread has written to the accumulators.
 __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 // Waits until at most `most` groups are still running. The compiler does not know that the sums
-// change here. So pass them through an empty asm with "+f" before you read them.
+// change here, so pass them through an empty asm with "+f" before you read them.
 template <int most>
 __device__ inline void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(most) : "memory");

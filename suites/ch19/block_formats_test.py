@@ -1,40 +1,40 @@
 """Blocks that share a scale: quantize to MXFP8 or NVFP4 in one pass.
 
 Problem    Quantize x (rows, k) from bf16 to codes and scales. Matrix products on a Blackwell GPU
-           take the same codes and scales, but need the scales in a different order. MXFP8: an e4m3
-           code per element, and a one-byte scale, a power of two, per 32 elements. NVFP4: an e2m1
-           code per element, two codes in a byte, and an e4m3 scale per 16 elements. NVFP4 also has
-           a scale for the whole tensor, which is 1 here.
+           take the same codes and scales, but need the scales in a different order. MXFP8 has an
+           e4m3 code per element, and a one-byte scale, a power of two, per 32 elements. NVFP4 has
+           an e2m1 code per element, two codes in a byte, and an e4m3 scale per 16 elements. NVFP4
+           also has a scale for the whole tensor, which is 1 here.
 Baseline   eager: the definition of MXFP8 in PyTorch, one kernel for each operation.
            compiled_fp4: the definition of NVFP4 through `torch.compile`. An eager baseline would be
            too easy to beat: PyTorch has no cast to e2m1, so it would launch two kernels for each of
            seven comparisons.
 Optimized  compiled: like eager, through `torch.compile`.
-           fused: changes eager. One Triton kernel.
-           fused_fp4: changes compiled_fp4. One Triton kernel.
+           fused: changes eager. One Triton kernel does all operations.
+           fused_fp4: changes compiled_fp4. One Triton kernel does all operations.
 Bound      DRAM limits MXFP8. One pass reads 2 bytes per element and writes about 1. eager writes
            and reads its intermediate values, most of them in fp32. fused runs 19 instructions per
            element on sm90. On an H200, these instructions take about as long as the reads and
-           writes. NVFP4 is limited by instructions: fused_fp4 runs 35 instructions per element,
-           because it compares each element with seven midpoints. Comparisons are exact, while a
-           division would round. On an H200, these instructions take almost twice as long as the
-           reads and writes. compiled_fp4 makes the same comparisons, but first stores each code in
-           a byte. A second kernel packs two codes into one byte.
-Seen       On an H100, compiled_fp4 takes more than twice as long as predicted. This accounts for
-           most of the gain of fused_fp4. The cost of compiled_fp4 assumes as many instructions per
+           writes. Instructions limit NVFP4: fused_fp4 runs 35 instructions per element, because it
+           compares each element with seven midpoints. Comparisons are exact, and a division would
+           round. On an H200, these instructions take almost twice as long as the reads and writes.
+           compiled_fp4 makes the same comparisons, but first stores each code in a byte. A second
+           kernel packs two codes into one byte.
+Seen       On an H100, compiled_fp4 takes more than twice as long as predicted, which explains most
+           of the gain of fused_fp4. The cost of compiled_fp4 assumes as many instructions per
            element as fused_fp4 has. compiled_fp4 probably runs more, but we did not examine its GPU
-           code. eager takes longer than predicted from its passes. We did not time its kernels one
-           by one. Two kinds of kernels are probably slower than a copy: kernels that find the
-           largest of 32 elements, and kernels that multiply by a factor per block.
+           code. eager takes longer than predicted from its passes. Two kinds of kernels are
+           probably slower than a copy: kernels that find the largest of 32 elements, and kernels
+           that multiply by a factor per block. We did not time the kernels of eager one by one.
 Use when   You quantize in the call, as for activations. The time to quantize can decide whether the
-           low-precision product is faster or slower than bf16, so quantize in one pass. For MXFP8,
-           compile the definition, which costs one line and is as fast as fused. For NVFP4, write
-           the kernel. The page accepts no error: codes and scales must equal those of the
-           definition, bit for bit. The formats themselves lose accuracy. MXFP8 rounds an element by
-           up to 2^-4 of its value. Its scale is a power of two, and values above 448 times the
-           scale are clamped to 448 times the scale. So the largest elements of a block lose up to
-           2^-3 of their value. NVFP4 rounds an element by up to a third of its value if the element
-           is at least half the scale. Smaller elements become 0 or half the scale.
+           low-precision product is faster than bf16, so quantize in one pass. For MXFP8, compile
+           the definition, which takes one line and is as fast as fused. For NVFP4, write the
+           kernel. The page accepts no error: codes and scales must match the definition bit for
+           bit. The formats themselves lose accuracy. MXFP8 rounds an element by up to 2^-4 of its
+           value. Its scale is a power of two, and values above 448 times the scale are clamped to
+           448 times the scale. So the largest elements of a block lose up to 2^-3 of their value.
+           NVFP4 rounds an element by up to a third of its value if the element is at least half the
+           scale. Smaller elements become 0 or half the scale.
 """
 
 import functools
@@ -53,8 +53,8 @@ SIXTH = 1 / E2M1
 number. So a value midway between two e4m3 numbers stays midway, as in the
 reference, which divides."""
 BIAS = 127  # bias of the exponents of fp32 and of MXFP8's scales
-# The middles between neighbors among e2m1's 0, 0.5, 1, 1.5, 2, 3, 4 and 6, and whether a middle
-# rounds up. It rounds to the neighbor whose code is even.
+# The midpoints between e2m1's neighbors 0, 0.5, 1, 1.5, 2, 3, 4 and 6, and whether a midpoint
+# rounds up. A midpoint rounds to the neighbor whose code is even.
 MIDDLES = ((0.25, False), (0.75, True), (1.25, False), (1.75, True))
 MIDDLES += ((2.5, False), (3.5, True), (5.0, False))
 

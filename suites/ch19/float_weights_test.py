@@ -1,39 +1,39 @@
 """Small floats as weights: a decode step reads weights in 16, 8, 6 or 4 bits.
 
-Problem    y = x W^T, where x has few rows, as in a decode step. x (rows, k), W (n, k) and y are
-           bf16. W is the page's state.
+Problem    Compute y = x W^T, where x has few rows, as in a decode step. x (rows, k), W (n, k) and y
+           are bf16. W is the page's state.
 Baseline   bf16: `torch.nn.functional.linear`, which calls cuBLAS.
-Optimized  All variants are one Triton kernel, which converts weights to bf16 in registers. x stays
+Optimized  All variants use one Triton kernel, which converts weights to bf16 in registers. x stays
            bf16. In fp8, fp6 and fp4, W is quantized once, before the timed part. Every 32 weights
            of a row share a scale, a power of two, as in the OCP's MX formats.
-           streamed: bf16 with this kernel. streamed shows what the kernel changes without
-           quantization.
+           streamed: changes bf16. The Triton kernel reads bf16 weights, which shows the effect of
+           the kernel without quantization.
            fp8: changes streamed. MXFP8: e4m3, one byte per weight.
            fp6: changes fp8. MXFP6: e2m3. Three bytes hold four weights: each byte holds the code of
            one weight and two bits of the fourth code.
            fp4: changes fp6. MXFP4: e2m1, two weights in a byte.
 Bound      DRAM limits bf16, streamed and fp8. The L2 of an H100 is too small for the weights of any
-           side. fp6 and fp4 are limited by the number of instructions. No GPU before Blackwell
-           converts codes of six or four bits. So the kernel shifts the bits of a code to where fp32
-           has its exponent and mantissa, and multiplies by the scale. In nvdisasm's listing for
-           sm90, the loop has 6 instructions per weight for fp8, 11 for fp6 and 8 for fp4, with the
-           autotuner's largest tile per warp. Smaller tiles take up to one more instruction per
-           weight. So fp6 saves a quarter of fp8's memory but should take longer. The products
-           always have 16 rows, so 1 row and 16 rows should take the same time.
+           side. Instructions limit fp6 and fp4. No GPU before Blackwell converts codes of six or
+           four bits. So the kernel shifts the bits of a code to the place of fp32's exponent and
+           mantissa, and multiplies by the scale. In nvdisasm's listing for sm90, the loop has 6
+           instructions per weight for fp8, 11 for fp6 and 8 for fp4, with the autotuner's largest
+           tile per warp. Smaller tiles take up to one more instruction per weight. So fp6 saves a
+           quarter of fp8's memory but should take longer. A product always has 16 rows, so 1 row
+           and 16 rows of x should take the same time.
 Seen       On an H100, streamed takes as long as bf16 and as long as predicted. fp8 takes a third
            longer than predicted, and fp4 takes one and a half times as long as predicted. fp6 takes
            almost twice as long as predicted and is slower than bf16. 1 row and 16 rows take the
            same time, as expected. Loads and conversions probably overlap only in part. We did not
            profile the loop. On an H200, bf16 gains from the faster DRAM, but fp4 takes as long as
-           on an H100, because it is limited by instructions. So on an H200, fp4 is slightly slower
+           on an H100, because instructions are its limit. So on an H200, fp4 is slightly slower
            than bf16.
 Use when   A product has few rows and large weights, as in a decode step. Use fp6 if memory is
            scarce and four bits lose too much accuracy. e2m3 has as many mantissa bits as e4m3, and
            the scale for every 32 weights makes up for its smaller range. int4 with a scale per 128
            weights takes fewer instructions than fp4 (`../ch13/weight_only_test.py`), but the
            numbers of int4 are evenly spaced. Weights must be below 2^63. The check accepts the
-           error that rounding would cause: of each operand by 2^-4 of its value (fp8, fp6), or of
-           each weight by 2^-2 of its value (fp4). The small formats claim no speedup: fp4 gains on
+           error that rounding each operand by 2^-4 of its value (fp8, fp6), or each weight by 2^-2
+           of its value (fp4), would cause. The page claims no speedup for fp6 and fp4: fp4 gains on
            an H100 and loses on an H200.
 """
 
@@ -62,8 +62,8 @@ CONFIGS = [
 def number(code, MANTISSA: tl.constexpr):
     """Return the number that a code of e2m3 or e2m1 stands for, times 2^-126.
 
-    The code's bits become the last two bits of an fp32's exponent and the first bits of its
-    mantissa. So a subnormal code becomes a subnormal number of fp32.
+    The code's bits become the last two bits of an fp32 exponent and the first bits of the mantissa.
+    So a subnormal code becomes a subnormal number of fp32.
     """
     SIGN: tl.constexpr = 4 << MANTISSA
     bits = ((code & (SIGN - 1)) << (23 - MANTISSA)) | ((code & SIGN) << (29 - MANTISSA))
@@ -235,7 +235,8 @@ def product(rows, n, k, bits, instructions=0):
     inputs=inputs,
     reference=reference,
     sizes=[{"rows": rows, "n": 28672, "k": 8192} for rows in (1, 16)],
-    # The tolerance for four bits is wide. So many elements are needed to detect a stale answer.
+    # The tolerance for four bits is wide, so the check needs many elements to detect a stale
+    # answer.
     check_sizes=[{"rows": 7, "n": 150, "k": 640}, {"rows": 3, "n": 256, "k": 384}],
     work=lambda rows, n, k: Work(
         read=weight_bytes(n, k, 4) + 2 * rows * k, write=2 * rows * n, terms=k

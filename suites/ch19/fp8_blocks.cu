@@ -88,8 +88,8 @@ __device__ void multiply(float (&sums)[N / 2], const unsigned char* a, const uns
   wgmma_commit();
 }
 
-// wgmma writes its sums asynchronously. This stops the compiler from reading them too early. Call
-// it after wgmma_wait<0>.
+// Keeps the compiler from reading the sums too early, because wgmma writes them asynchronously.
+// Call this after wgmma_wait<0>.
 template <int count>
 __device__ void settle(float (&sums)[count]) {
 #pragma unroll
@@ -122,8 +122,8 @@ __device__ void arrive_at(unsigned long long* barrier, unsigned rank) {
       : "memory");
 }
 
-// load_tile for both blocks of the cluster, to the same place in each. Each block's barrier counts
-// its bytes.
+// Loads a tile into both blocks of the cluster, at the same place in each. Each block's barrier
+// counts the bytes of its own tile.
 __device__ void load_tile_for_both(void* tile, const CUtensorMap& map, int row, int column,
                                    unsigned long long* barrier) {
   asm volatile(
@@ -180,8 +180,7 @@ __device__ void scale_rows(float (&sums)[N / 2], const float* a_scales, const fl
   const float upper = row < m ? a_scales[row] : 0, lower = row + 8 < m ? a_scales[row + 8] : 0;
 #pragma unroll
   for (int j = 0; j < N / 8; ++j) {
-    // n is a multiple of 8. There is no branch, so a column's loads need not wait for earlier
-    // loads.
+    // n is a multiple of 8. Without a branch, a column's loads need not wait for earlier loads.
     const bool inside = column + 8 * j < n;
     const float left = inside ? b_scales[column + 8 * j] : 0;
     const float right = inside ? b_scales[column + 8 * j + 1] : 0;
@@ -279,7 +278,7 @@ __device__ void compute(const CUtensorMap& a, const CUtensorMap& b, const CUtens
 #pragma unroll
           for (int i = 0; i < N / 2; ++i) total[i] += (i % 4 < 2 ? upper : lower) * sums[i];
         } else {
-          wgmma_wait<1>();  // the products of this step may overlap with the next step's
+          wgmma_wait<1>();  // the products of this step may overlap with the next step
           if (step > 0) release((count - 1) % stages);
         }
       }
@@ -295,7 +294,7 @@ __device__ void compute(const CUtensorMap& a, const CUtensorMap& b, const CUtens
     if (threadIdx.x % WARPGROUP == 0) wait_stores_read();
     __syncwarp();
   }
-  // No block may exit while the other still writes to its shared memory.
+  // No block may exit while the other block still writes to the first block's shared memory.
   if constexpr (cluster > 1) meet_cluster();
 }
 

@@ -1,48 +1,48 @@
 """Grouped FP8: one kernel for all experts, which reads the groups' sizes on the GPU.
 
-Problem    One matrix product of a mixture-of-experts layer in inference. x is (rows, k) in bf16,
-           sorted by expert. Each expert has a W of shape (n, k), and computes y = x W^T in bf16 for
-           its rows of x. A token chooses the first expert 4 times as often as the last expert, and
-           some experts may get no row. The index where each expert's rows end is only in GPU
-           memory, because a router on the GPU computed it. The weights are the page's state.
+Problem    Compute one matrix product of a mixture-of-experts layer in inference. x is (rows, k) in
+           bf16, sorted by expert. Each expert has a W of shape (n, k), and computes y = x W^T in
+           bf16 for its rows of x. The first expert is 4 times as likely as the last, and some
+           experts may get no row. The index where each expert's rows end is only in GPU memory,
+           because a router on the GPU computed it. The weights are the page's state.
 Baseline   looped: copies the ends to the host, which waits for the GPU. For each expert with rows,
-           it calls `torch.mm` in bf16, which writes the expert's rows of the result.
-           bf16: `grouped_mm` in bf16. It is the baseline of the second test.
+           the host calls `torch.mm` in bf16, which writes the expert's rows of the result.
+           bf16: `grouped_mm` in bf16, the baseline of the second test.
 Optimized  All variants multiply in e4m3, with a scale for each row of x and of W. W is quantized
            once, before the timed part. x is quantized in the call, with the same Triton kernel in
            all variants.
            looped_fp8: changes looped. `torch._scaled_mm` for each expert.
            grouped: changes looped_fp8. One Triton kernel for all experts. Its grid covers the
-           largest possible number of tiles. Each program finds its expert from the ends. Programs
-           without a tile exit.
+           largest possible number of tiles. Each program finds its expert from the ends, and
+           programs without a tile exit.
            library: `torch._scaled_grouped_mm`, which reads the ends on the GPU too.
-Bound      The host limits the loops at 64 experts. FP8 cannot gain if the host is the limit, so
-           looped_fp8 claims no speedup. With 8 experts, the products take longer than their
-           launches. So a loop loses only the wait for the ends and the tail of each product. DRAM
-           limits grouped at 512 rows, because each weight is read for few rows. Tensor cores limit
-           it with more rows. With few rows, the autotuner may choose tiles of 16 rows. On Hopper,
-           Triton multiplies these in fp16, which is exact and fast enough to keep up with DRAM. The
-           second test compares the GPU time of FP8 and bf16. FP8 halves the bytes of W and doubles
-           the rate of the tensor cores, but has to quantize x. In this test, library differs from
-           bf16 only in the type. grouped also has a different kernel.
+Bound      The host limits the loops at 64 experts. FP8 cannot gain if the host is the limit, so the
+           page claims no speedup for looped_fp8. With 8 experts, the products take longer than
+           their launches, so a loop loses only the wait for the ends and the tail of each product.
+           DRAM limits grouped at 512 rows, because each weight is read for few rows. With more
+           rows, tensor cores limit grouped. With few rows, the autotuner may choose tiles of 16
+           rows. On Hopper, Triton multiplies such tiles in fp16, which is exact and fast enough to
+           keep up with DRAM. The second test compares the GPU time of FP8 and bf16. FP8 halves the
+           bytes of W and doubles the rate of the tensor cores, but has to quantize x. In this test,
+           library differs from bf16 only in the type. grouped also has a different kernel.
 Seen       On an H100, the loops at 64 experts take two to four times as long as predicted. The
-           prediction uses the rate `launch`. A call of `torch.mm` takes the host longer than this
-           rate says, and a call of `torch._scaled_mm` takes even longer. So at 64 experts,
-           looped_fp8 is slower than the loop in bf16. With few rows, the host limits grouped and
-           library, too. The second test excludes the host's time. With many rows, all grouped
-           products, including bf16, take about one and a half times as long as predicted. The costs
-           assume the rate of one large product and do not count empty rows of tiles. We did not
-           measure which of the two matters. grouped is about as fast as library.
+           prediction uses the rate `launch`. Calling `torch.mm` takes the host longer than this
+           rate says, and calling `torch._scaled_mm` takes even longer. So at 64 experts, looped_fp8
+           is slower than the loop in bf16. With few rows, the host limits grouped and library, too.
+           The second test excludes the host's time. With many rows, all grouped products, including
+           bf16, take about one and a half times as long as predicted. The costs assume the rate of
+           one large product and do not count empty rows of tiles. We did not measure which
+           assumption matters. grouped is about as fast as library.
 Use when   There are many experts, or the layer is part of a captured graph. A loop cannot be
            captured, because the host reads where groups end. Outside a graph, a loop is enough for
-           a few large experts. No side receives the groups' sizes on the host. If you need them
-           there, run the router on the host, or use a fixed capacity per expert
+           a few large experts. No side gets the groups' sizes on the host. If you need these sizes
+           on the host, run the router there, or use a fixed capacity per expert
            (`../ch17/capacity_test.py`). cuBLASLt needs each product's scales aligned to 16 bytes.
-           So in the first test, groups have multiples of 4 rows, as if a dispatcher had padded
-           them. In the second test, groups can have any number of rows. The check accepts the error
-           that rounding x, W and the outputs by 2^-4 of each value would cause. All FP8 sides lose
-           the same accuracy, because they quantize in the same way and sum in the tensor cores. For
-           scales per block, see `fp8_blocks_test.py`.
+           So in the first test, group sizes are multiples of 4 rows, as if a dispatcher had padded
+           the groups. In the second test, groups can have any number of rows. The check accepts the
+           error that rounding x, W and the outputs by 2^-4 of each value would cause. All FP8 sides
+           lose the same accuracy, because they quantize in the same way and sum in the tensor
+           cores. For scales per block, see `fp8_blocks_test.py`.
 """
 
 import functools
@@ -364,7 +364,7 @@ def test_fp8_grouped_against_bf16(pair):
 
 
 class TestRefused:
-    """The kernel refuses unsupported tensors before the launch."""
+    """The kernel rejects unsupported tensors before the launch."""
 
     @pytest.mark.parametrize(
         ("x", "ends", "words"),

@@ -1,12 +1,12 @@
 """KV cache in 8 bits: a decode step reads the whole cache, so make the cache smaller.
 
-Problem    Attention of one new token per sequence, with 64 heads of 128 numbers. Each of 8 groups
-           of heads shares its keys and values. Queries, cache and outputs are in bf16. The cache is
-           the page's state.
+Problem    Compute attention of one new token per sequence, with 64 heads of 128 numbers. Each of 8
+           groups of heads shares keys and values. Queries, cache and outputs are in bf16. The cache
+           is the page's state.
 Baseline   library: `torch.nn.functional.scaled_dot_product_attention`.
 Optimized  streamed: two Triton kernels. The first attends to 1024 tokens per program and the second
-           joins the results. streamed shows the effect of the kernels alone, because it reads as
-           many bytes as library.
+           joins the results. streamed reads as many bytes as library, which shows the effect of the
+           kernels alone.
            int8_cache: changes streamed. Keys and values have one byte per number, and one fp32
            scale per token and group.
            fp8_cache: like int8_cache, with e4m3 instead of integers. int8_cache and fp8_cache
@@ -17,20 +17,20 @@ Bound      DRAM, because the cache is read once. int8_cache and fp8_cache read a
            sm90, the loop of streamed has 2.7 instructions per number of the cache, and the loops of
            int8_cache and fp8_cache have about 6.5. At 6.5, an H200 takes about as long to issue the
            instructions as to read the bytes. fp8_cache converts each number with an instruction
-           (F2F) whose rate is not measured. The scales cost little: the scales of keys multiply the
-           scores, and the scales of values multiply the probabilities.
+           (F2F) whose rate we did not measure. The scales cost little: the scales of keys multiply
+           the scores, and the scales of values multiply the probabilities.
 Seen       On an H100, int8_cache takes somewhat longer than predicted, and fp8_cache exceeds its
            prediction by more. The main difference between their loops is fp8_cache's F2F
            conversion, so F2F is the likely reason. int8_cache and fp8_cache are clearly faster than
            library. streamed is a little slower than library, so the gain comes from fewer bytes and
            not from the kernels.
-Use when   You have long contexts or many sequences, so that the cache takes more memory and time
+Use when   Contexts are long or sequences are many, so that the cache takes more memory and time
            than the weights. Eight bits also double the number of tokens that fit into memory. The
-           check accepts the error that rounding q, k, p and v to the declared format would cause.
-           That is 2^-4 of each value for fp8. For int8 it is 2^-6, because the largest of 128
-           numbers sets the step. So int8 is more accurate than fp8 for values without outliers. In
-           real models, some channels of the keys have outliers. A scale per channel of the keys
-           helps against them, which this page does not show.
+           check accepts the error that rounding q, k, p and v to the declared format would cause:
+           2^-4 of each value for fp8, and 2^-6 for int8, where the largest of 128 numbers sets the
+           step. So int8 is more accurate than fp8 for values without outliers. In real models, some
+           channels of the keys have outliers. A scale per channel of the keys, which this page does
+           not show, helps against them.
 """
 
 import torch
@@ -128,7 +128,7 @@ def state(device, batch, tokens):
 
 
 def inputs(device, batch, tokens):
-    # Larger queries make some tokens count more than others.
+    # With larger queries, some tokens get much more weight than others.
     q = 2 * torch.randn(batch, GROUPS * GROUP, 1, DIM, device=device)
     return (q.bfloat16(),)
 

@@ -1,40 +1,39 @@
 """Outliers: eight bits are enough for most channels, so treat the few large ones separately.
 
-Problem    y = x W^T, x (m, k) and W (n, k) in bf16, y in bf16. One channel in 64 of x is 48 times
-           as large as the others. The inputs are made with these outliers, because some layers of
-           real models have them. The channels of the outliers are given, as if a calibration had
-           found them. W is the page's state.
+Problem    Compute y = x W^T in bf16, with x (m, k) and W (n, k). One channel in 64 of x is 48 times
+           as large as the others, because some layers of real models have such outliers. The
+           channels of the outliers are given, as if a calibration had found them. W is the page's
+           state.
 Baseline   bf16: `torch.nn.functional.linear`, which is cuBLASLt. Outliers do not harm it.
 Optimized  All variants multiply in int8, with a scale for each row of x and of W. Triton kernels
            quantize the rows of x in the call, multiply, and rescale before they store. W is
            quantized once, before the timed part.
-           apart: changes bf16. The int8 product takes the outliers as zero. A second product
-           multiplies them in bf16, and the int8 kernel adds its result (LLM.int8(),
+           apart: changes bf16. The int8 product treats the outliers as zero. A second product
+           multiplies the outliers in bf16, and the int8 kernel adds this result (LLM.int8(),
            arXiv:2208.07339).
-           smoothed: instead of a second product, each channel of x is divided by a factor, and the
-           same channel of W is multiplied by that factor. The factor is 8 for outliers, and 1 for
-           the others. So x and W each take a part of the difference in size (SmoothQuant,
+           smoothed: changes apart. Instead of a second product, each channel of x is divided by a
+           factor, and the same channel of W is multiplied by that factor. The factor is 8 for
+           outliers, and 1 for the others. So x and W share the difference in size (SmoothQuant,
            arXiv:2211.10438).
-           rotated: instead of factors, every 64 channels of x and of W are multiplied by the same
-           Hadamard matrix. This leaves y unchanged and spreads an outlier over its 64 channels
-           (QuaRot, arXiv:2404.00456). rotated does not need to know the outliers' channels.
+           rotated: changes smoothed. Instead of factors, every 64 channels of x and of W are
+           multiplied by the same Hadamard matrix, which leaves y unchanged and spreads an outlier
+           over its 64 channels (QuaRot, arXiv:2404.00456). rotated does not need to know the
+           outliers' channels.
 Bound      Tensor cores, at twice the rate of bf16 at best. Triton uses Hopper's own instruction for
-           int8 (`wgmma` with s8), unlike cuBLAS in `../ch13/dynamic_int8_test.py`. Quantizing x is
-           limited by DRAM. In smoothed, the kernel that quantizes x also reads the factors. In
-           rotated, it also multiplies by the matrix, on tensor cores. apart has to gather the
-           outlier channels first. The result of its second product is written to DRAM and read
-           again.
+           int8 (`wgmma` with s8), unlike cuBLAS in `../ch13/dynamic_int8_test.py`. DRAM limits the
+           quantizing of x. In smoothed, the quantizing kernel also reads the factors. In rotated,
+           it also multiplies by the matrix, on tensor cores. apart has to gather the outlier
+           channels first, and the result of the second product is written to DRAM and read again.
 Seen       On an H100, smoothed and rotated take less time than predicted. The rate `int8` was
            measured with `torch._int_mm`, and the Triton kernel multiplies faster than that call. So
-           a result can exceed 100 % of this limit. rotated is as fast as smoothed. apart is slower,
+           a result can exceed 100 % of the limit. rotated is as fast as smoothed. apart is slower,
            because of its second product, and gains only a little over bf16.
 Use when   Your GPU or its memory requires int8, and activations have outliers. Plain int8 with a
-           scale per row is not on this page, because the check refuses it on these inputs. The
-           outliers set the scale, so most other values round to a few steps or to 0. The check
-           accepts the error that rounding each operand by 2^-6 of its value would cause. This
-           includes the error of the outliers themselves. FP8 needs none of these remedies for
-           outliers of this size, because its steps are relative to each value
-           (`../ch13/fp8_linear_test.py`).
+           scale per row is not on this page, because the check rejects its results: the outliers
+           set the scale, so most other values round to a few steps or to 0. The check accepts the
+           error that rounding each operand, including the outliers, by 2^-6 of its value would
+           cause. FP8 needs no remedy for outliers of this size, because its steps are relative to
+           each value (`../ch13/fp8_linear_test.py`).
 """
 
 import functools

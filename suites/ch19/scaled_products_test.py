@@ -1,6 +1,6 @@
 """Block-scaled products: multiply codes and scales of MXFP8 and NVFP4 in Blackwell's tensor cores.
 
-Problem    y = x W^T, x (m, k) and W (n, k) in bf16, y in bf16. W is the page's state.
+Problem    Compute y = x W^T in bf16, with x (m, k) and W (n, k). W is the page's state.
 Baseline   bf16: `torch.nn.functional.linear`, which is cuBLASLt.
 Optimized  Both variants quantize x in the call, with the kernels of block_formats_test.py. W is
            quantized once, before the timed part. One Triton kernel multiplies, with
@@ -9,25 +9,23 @@ Optimized  Both variants quantize x in the call, with the kernels of block_forma
            nvfp4: changes mxfp8. e2m1 codes, two per byte, and an e4m3 scale for every 16 elements.
            The scale of the whole tensor is 1 here.
 Bound      Tensor cores, at twice the rate of bf16 for mxfp8 and at four times that rate for nvfp4.
-           Tensor cores also apply the scales. In fp8_blocks_test.py, CUDA cores do that. The scales
+           Tensor cores also apply the scales, as CUDA cores do in fp8_blocks_test.py. The scales
            increase the bytes of mxfp8 by a 32nd, and the bytes of nvfp4 by an eighth. x is
-           quantized in one pass. For nvfp4, this pass is limited by the number of instructions.
-           According to its cost and a B200's data sheet, the pass takes almost half as long as the
-           product.
+           quantized in one pass. For nvfp4, instructions limit this pass. According to the cost and
+           a B200's data sheet, the pass takes almost half as long as the product.
 Use when   You have a Blackwell GPU, and the layers tolerate four or eight bits. Other GPUs have no
-           instruction for these products. On them, Triton first converts both operands to bf16.
-           That is slower than multiplying in bf16, so the variants are not timed on those GPUs.
+           instruction for these products, and Triton first converts both operands to bf16. These
+           conversions make the variants slower than bf16, so they are not timed on other GPUs.
            cuBLASLt has these products too, through `torch.nn.functional.scaled_mm`. cuBLASLt takes
            scales in the order in which tensor cores read them. Our kernel takes scales in plain
-           order and reorders them as it loads them. The size of its tile was chosen without a GPU.
-           The library is probably faster, and this page does not compare the two. The page is not
-           recorded, because no Blackwell GPU was available. So the page claims no speedup. On other
-           machines, Triton's interpreter checks the numerics, and the kernels are assembled for
-           sm100, sm103 and sm121. In Triton's PTX for these targets, products use
-           `mxf8f6f4.block_scale` and `mxf4nvf4.block_scale`. The check accepts the error that
-           rounding each operand by 2^-4 (mxfp8) or 2^-2 (nvfp4) of its value would cause. Products
-           and sums need no further tolerance: a product of two codes has few bits, and the sums are
-           in fp32.
+           order and reorders them during the load. We chose the tile size without a GPU. The
+           library is probably faster, but this page does not compare the two. The page claims no
+           speedup and is not recorded, because no Blackwell GPU was available. On other machines,
+           Triton's interpreter checks the numerics, and the kernels are assembled for sm100, sm103
+           and sm121. In Triton's PTX for these targets, products use `mxf8f6f4.block_scale` and
+           `mxf4nvf4.block_scale`. The check accepts the error that rounding each operand by 2^-4
+           (mxfp8) or 2^-2 (nvfp4) of its value would cause. Products and sums need no further
+           tolerance: a product of two codes has few bits, and the sums are in fp32.
 """
 
 import torch
@@ -160,7 +158,8 @@ def scaled_product(m, n, k, kind, code, block):
     inputs=inputs,
     reference=reference,
     sizes=[{"m": 8192, "n": 8192, "k": 8192}],
-    # The tolerance for four bits is wide. So many elements are needed to detect a stale answer.
+    # The tolerance for four bits is wide, so the check needs many elements to detect a stale
+    # answer.
     check_sizes=[{"m": 35, "n": 200, "k": 384}, {"m": 9, "n": 130, "k": 224}],
     work=lambda m, n, k: Work(
         # The minimum traffic: x in bf16, and W in four bits. mxfp8 reads more.

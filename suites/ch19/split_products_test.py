@@ -1,34 +1,34 @@
 """fp32 products on tensor cores: split each number into parts, and sum the products of the parts.
 
-Problem    y = x W^T with x (m, k), W (n, k) and y in fp32. Both operands arrive in fp32.
-Baseline   fp32: `torch.nn.functional.linear` with TF32 off, which is PyTorch's default. It runs on
-           CUDA cores.
-Optimized  All variants are the same two Triton kernels. One splits an operand and the other
+Problem    Compute y = x W^T with x (m, k), W (n, k) and y in fp32.
+Baseline   fp32: `torch.nn.functional.linear` with TF32 off, which is PyTorch's default. The product
+           runs on CUDA cores.
+Optimized  All variants use the same two Triton kernels. One kernel splits an operand, and the other
            multiplies. The first part is the rounded number. Each further part is the rounded
-           remainder of the previous rounding.
-           tf32: one part of 11 bits. tf32 shows the time and the error of a single product.
-           tf32x3: changes tf32. Two parts, 22 bits. Three products: high with high, high with low,
-           and low with high.
-           bf16x3: changes tf32x3. Two parts of bf16, 16 bits, and the same three products.
-           bf16x6: changes bf16x3. Three parts of bf16, 24 bits as in fp32. Six of the nine
-           products; the other three are below the last bit of fp32. A tensor core truncates the
-           bits that its sum cannot hold. So tensor cores sum only the products of one step of the
-           loop. CUDA cores add the sums of the steps, with rounding.
+           remainder.
+           tf32: one part of 11 bits, which shows the time and the error of a single product.
+           tf32x3: changes tf32. Two parts have 22 bits. There are three products: high with high,
+           high with low, and low with high.
+           bf16x3: changes tf32x3. Two bf16 parts have 16 bits. The three products are the same.
+           bf16x6: changes bf16x3. Three bf16 parts have 24 bits, as in fp32. There are six of the
+           nine products, because the other three are below the last bit of fp32. A tensor core
+           truncates the bits that its sum cannot hold. So tensor cores sum only the products of one
+           step of the loop. CUDA cores add the sums of the steps, with rounding.
 Bound      Tensor cores, with three or six times as many operations as one product. The number of
            products and the rate of the type determine the time. TF32 runs at half the rate of bf16,
-           so tf32x3 should take about as long as bf16x6. Splitting is limited by DRAM and takes
+           so tf32x3 should take about as long as bf16x6. DRAM limits the splitting, which takes
            little time compared with the products. Two sums per output take many registers, so tiles
            are at most 128 x 128. The kernel also waits for each of its products. bf16x6 is not
-           recorded yet. So bf16x6 claims only that it is not slower than fp32.
+           recorded yet, so the page claims only that bf16x6 is not slower than fp32.
 Seen       On an H100, tf32 and tf32x3 take longer than predicted, and tf32 misses its prediction by
-           more. The rate `tf32` was measured with a library's product. This kernel waits for each
-           of its products and adds their sums on CUDA cores, so it does not reach that rate. We did
-           not measure how much the waits and the additions each cost. tf32x3 is still almost twice
-           as fast as fp32 on CUDA cores.
+           more. The rate `tf32` was measured with a library's product. The Triton kernel waits for
+           each product and adds the sums on CUDA cores, so it does not reach that rate. We did not
+           measure the waits and the additions separately. tf32x3 is still almost twice as fast as
+           fp32 on CUDA cores.
 Use when   fp32 products take most of the time, and TF32 is not accurate enough. For tf32x3 and
            bf16x6, the check accepts fp32's error: the error of an fp32 sum that is rounded at each
            step. For bf16x3 and tf32, it accepts the error of operands with 11 bits. bf16x3 keeps 16
-           bits, so its error is far smaller than accepted, but larger than fp32's. Parts in bf16
+           bits, so its error is far smaller than accepted, but larger than in fp32. Parts in bf16
            have the same exponent range as fp32, but very small numbers lose their low parts.
            Infinity splits into infinity and NaN, so these sides turn infinite values into NaN.
 """

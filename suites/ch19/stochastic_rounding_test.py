@@ -1,9 +1,9 @@
 """Stochastic rounding: weights in bf16 learn from steps that are smaller than their last bit.
 
-Problem    test_stochastic_rounding is one step of gradient descent for n weights in bf16. A step
-           also increments a step counter. test_stochastic_rounding_is_unbiased takes 32 steps at
-           once. Each step is between an eighth and a half of the weights' last bit. The test
-           returns the average distance by which each group of 16384 weights has moved.
+Problem    test_stochastic_rounding takes one step of gradient descent for n bf16 weights, and
+           increments a step counter. test_stochastic_rounding_is_unbiased takes 32 steps at once.
+           Each step is between an eighth and a half of the weights' last bit. The test returns the
+           average distance by which each group of 16384 weights has moved.
 Baseline   fp32_copy: one Triton kernel updates an fp32 copy of the weights and rounds it to bf16.
            in_fp32: all 32 steps in fp32.
 Optimized  stochastic: changes fp32_copy. There is no copy. The new weight rounds up or down at
@@ -13,16 +13,16 @@ Optimized  stochastic: changes fp32_copy. There is no copy. The new weight round
 Bound      DRAM. fp32_copy moves 12 bytes per weight, stochastic 6. In the code for sm90, stochastic
            has 28 instructions per weight and fp32_copy has 16. These instructions overlap with DRAM
            traffic. One call of Philox gives the random bits for four weights. With one call per
-           weight, instructions would be the limit. The second test has little DRAM traffic. This
-           test checks the result and claims no speedup.
+           weight, instructions would be the limit. The second test has little DRAM traffic, checks
+           only the result, and claims no speedup.
 Seen       On an H100, in_fp32 takes as long as its DRAM traffic plus its steps. So traffic and
            steps probably do not overlap, although the cost of in_fp32 assumes that they do.
 Use when   There is no memory for fp32 copies, or the optimizer's step takes long. A single weight
            is less accurate: stochastic rounding has an error of up to one last bit, and rounding to
            nearest has an error of at most half a last bit. But the error of stochastic rounding is
-           zero on average. So the errors of many steps cancel, and small steps are not lost. With
-           rounding to nearest, the weights of the second test would not move at all, and its check
-           would refuse them. The check accepts a rounding error of bf16: in each weight in the
+           zero on average, so the errors of many steps cancel, and small steps are not lost. With
+           rounding to nearest, the weights of the second test would not move at all, and the check
+           would reject them. The check accepts a rounding error of bf16: in each weight in the
            first test, and in the distance in the second test.
 """
 

@@ -1,27 +1,27 @@
 """A decode loop from end to end: fuse the small kernels, then launch all of them at once.
 
-Problem    Generate `steps` greedy tokens for one sequence after a prompt of 8 tokens, with a
-           decoder in bf16 (`suites/decoder.py`). Each token is the input of the next step. The
-           tokens and their scores are compared. All sides compute the prompt in the same way, one
-           operation after the other. Each rung is a test of its own, and the last test compares the
-           first rung with the last.
-Baseline   eager: one operation after the other. Positions and tokens stay on the GPU.
+Problem    Generate `steps` greedy tokens for one sequence after a prompt of 8 tokens, with a bf16
+           decoder (`suites/decoder.py`). Each token is the input of the next step. The check
+           compares the tokens and their scores. All sides compute the prompt in the same way, one
+           operation after another. Each rung has its own test, and the last test compares the first
+           rung with the last.
+Baseline   eager: one operation after another. Positions and tokens stay on the GPU.
            compiled: the baseline of captured.
-Optimized  compiled: changes eager. `torch.compile` of a step. Norms, rotation and SwiGLU become one
-           kernel each. Products and attention are the same library kernels as before.
+Optimized  compiled: changes eager. `torch.compile` compiles a step. Norms, rotation and SwiGLU
+           become one kernel each. Products and attention are the same library kernels as before.
            captured: changes compiled. A step is a CUDA graph.
            eager_captured: changes eager. A step is a CUDA graph, and nothing is compiled.
 Bound      The host limits eager and compiled: a step computes one token, but launches more than a
-           hundred small kernels. captured is limited by DRAM, because each step reads all weights,
-           and by the starts of the kernels in the graph.
+           hundred small kernels. DRAM limits captured, because each step reads all weights, and so
+           do the starts of the kernels in the graph.
 Seen       eager_captured and captured take much longer than predicted. The rate `graph_node` was
-           measured with a kernel that adds to one number, and the kernels of a step do more. Also,
-           products with one row probably do not read their weights at the full rate of DRAM. We did
-           not time any kernel alone. eager and compiled take about twice as long as predicted, or
-           longer. The rate `launch` is measured with an addition, and most other operators probably
-           take the host longer. On an H100, eager took longer when timed with eager_captured than
-           when timed with compiled. Probably the host was slower then, so the speedups have wide
-           intervals.
+           measured with a kernel that adds to one number, and the kernels of a step do more.
+           Products with one row probably do not read their weights at the full rate of DRAM,
+           either. We did not time any kernel alone. eager and compiled take about twice as long as
+           predicted, or longer. The rate `launch` was measured with an addition, and most other
+           operators probably take the host longer. On an H100, eager took longer when timed with
+           eager_captured than when timed with compiled. The host was probably slower at that time.
+           Such differences explain the wide intervals of the speedups.
 Use when   A model generates for few users at a time. Capture first, because a graph removes all
            launches and needs no compiler. Compile as well if the starts of small kernels still take
            a noticeable part of a captured step. With large batches or large models, kernels take
@@ -146,7 +146,7 @@ compiled_cost, captured_cost = (looped(COMPILED_KERNELS, graph=graph) for graph 
 def work(layers, width, steps):
     config = config_of(layers, width, room_of(steps))
     return Work(
-        read=2 * steps * matrix_weights(config),  # a token is known only after the one before it
+        read=2 * steps * matrix_weights(config),  # each token depends on the previous token
         flops={"bf16": 2 * (PROMPT + steps - 1) * matrix_weights(config)},
         terms=max(config.hidden, config.length),
         roundings=20 * layers,

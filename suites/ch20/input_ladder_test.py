@@ -1,9 +1,9 @@
 """An input pipeline from end to end: move bytes, not floats, and move them while the GPU computes.
 
-Problem    `batches` batches of 256 images arrive in host memory, in uint8. Each batch is normalized
-           to fp32 with the mean and standard deviation of each channel. A small MLP in fp32 then
-           computes the class scores. The result is the scores of all batches. Each rung is a test
-           of its own, and the last test compares the first rung with the last.
+Problem    `batches` batches of 256 images arrive in host memory, in uint8. Normalize each batch to
+           fp32 with the mean and standard deviation of each channel, and compute the class scores
+           with a small fp32 MLP. The result has the scores of all batches. Each rung has its own
+           test, and the last test compares the first rung with the last.
 Baseline   on_host: normalize on the CPU, then copy fp32 to the GPU from pageable memory.
            on_gpu: the baseline of pinned.
            pinned: the baseline of overlapped.
@@ -11,24 +11,23 @@ Optimized  on_gpu: changes on_host. Copy the bytes, and normalize on the GPU. Th
            as large.
            pinned: changes on_gpu. The CPU first copies the batch into a pinned buffer, which is
            allocated once. From this buffer, the batch is copied to the GPU. pinned alone may gain
-           nothing, because without it the driver makes the same copy, piece by piece. The next rung
+           nothing, because in on_gpu the driver makes the same copy, piece by piece. The next rung
            needs the pinned buffer.
-           overlapped: changes pinned. Copies to the GPU do not block. For this, there are two
-           pinned buffers. The CPU fills one buffer while the GPU copies and computes the other.
-Bound      The CPU. on_host normalizes on the CPU, in three passes over floats. on_gpu is limited by
-           the copy from pageable memory, which the driver makes through a buffer of its own.
-           overlapped is limited by the CPU's copies into pinned memory. All other work overlaps
-           with them.
+           overlapped: changes pinned. Copies to the GPU do not block. The CPU fills one of two
+           pinned buffers while the GPU copies and computes the other.
+Bound      The CPU. on_host normalizes on the CPU, in three passes over floats. The copy from
+           pageable memory, which the driver makes through its own buffer, limits on_gpu. The CPU's
+           copies into pinned memory limit overlapped, and all other work overlaps with them.
 Seen       On an H100 machine, all sides take longer than predicted: on_host more than five times as
-           long, on_gpu four to five times, pinned three times, and overlapped twice. No rate is
+           long, on_gpu four to five times, pinned three times, and overlapped twice. No rate was
            measured for the CPU's work, so the costs leave out the normalization of on_host, the
            driver's copies of on_gpu, and the copies into pinned memory. We did not time this work
-           alone. Each rung removes or hides some of it. pinned alone takes a third less time than
-           on_gpu. The product of the rungs' speedups is close to the speedup of the last test.
+           alone. Each rung removes or hides some of this work. pinned alone takes a third less time
+           than on_gpu. The product of the rungs' speedups is close to the speedup of the last test.
 Use when   Inputs are images or other small integers. Convert them on the GPU. Pin and overlap if
            the GPU still waits. A DataLoader pins with `pin_memory=True`, and copies overlap if the
            loop copies with `non_blocking=True` (`dataloader` in chapter 13). If decoding images
-           takes longer than copying and computing, these rungs do not help. Use more workers.
+           takes longer than copying and computing, use more workers instead.
 """
 
 import functools
@@ -124,7 +123,7 @@ def overlapped(weights, images):
     yield call
 
 
-# The costs do not include the CPU's work on pixels, because no rate is measured for it.
+# The costs leave out the CPU's work on pixels, because no rate was measured for it.
 def computed(side):
     """Return the cost of the MLP of a batch. Its second product is small."""
     pixels = CHANNELS * side * side

@@ -1,28 +1,28 @@
 """An MoE block from end to end: group the tokens, compute all experts at once, launch once.
 
-Problem    One mixture-of-experts block in inference, in bf16. After an RMS norm, a router chooses
-           the 2 best of `experts` experts for each of `tokens` tokens. The experts are SwiGLU MLPs.
-           The block's input is added to the weighted sum of their results. A softmax over the 2
-           best scores of a token gives the weights. Some experts are popular: the first is 4 times
-           as likely as the last. The router's score of an expert depends mostly on one coordinate
-           of the token. In each token, the coordinates of 2 experts are made large, so that
-           rounding cannot change the choice. Each rung is a test of its own, and the last test
+Problem    Compute one mixture-of-experts block in inference, in bf16. After an RMS norm, a router
+           chooses the 2 best of `experts` experts for each of `tokens` tokens. The experts are
+           SwiGLU MLPs. A softmax over the 2 best scores of a token gives the weights of the two
+           results. The weighted sum is added to the block's input. Some experts are popular: the
+           first is 4 times as likely as the last. The router's score of an expert depends mostly on
+           one coordinate of the token. In each token, the coordinates of 2 experts are made large,
+           so that rounding cannot change the choice. Each rung has its own test, and the last test
            compares the first rung with the last.
 Baseline   masked: for each expert, find its tokens, gather them, compute, and add to the result.
-           Early MoE models in public libraries did this.
+           Early MoE models in public libraries did the same.
            sorted_slices: the baseline of grouped.
            grouped: the baseline of captured.
 Optimized  sorted_slices: changes masked. The pairs (token, expert) are sorted by expert once. Each
-           expert then computes one slice of the pairs. The host reads the ends of all slices at
-           once.
+           expert then computes one slice of the pairs. The host reads where all slices end in a
+           single wait.
            grouped: changes sorted_slices. `grouped_mm` computes all experts in two products and
            reads the ends of the slices on the GPU. The host waits for nothing.
            captured: changes grouped. The whole block is a CUDA graph. Code that waits for the GPU
            cannot be captured, so this rung needs grouped.
 Bound      The host limits masked and sorted_slices: it launches kernels for each expert and waits
            for the GPU. The number of launches of grouped does not depend on the number of experts.
-           captured is limited by DRAM, because each expert's weights are read for only a few
-           tokens. The starts of about thirty graph nodes also limit it.
+           DRAM limits captured, because each expert's weights are read for only a few tokens, and
+           so do the starts of about thirty graph nodes.
 Seen       On an H100 machine, masked takes about twice as long as predicted. sorted_slices and
            grouped take three to four times as long as predicted. The costs count launches, but not
            the time of the Python code between them. captured takes three quarters longer than
@@ -31,8 +31,8 @@ Seen       On an H100 machine, masked takes about twice as long as predicted. so
 Use when   A model with experts serves few tokens at a time, as in decode. Take the rungs in this
            order: sorting makes a grouped product possible, and the grouped product makes a graph
            possible. With thousands of tokens, products take longer than launches, and all rungs
-           gain less. The next rung would be a kernel that gathers and multiplies: `fused` in
-           chapter 15's `moe_dispatch_test.py`, which has no norm or router.
+           gain less. The next rung would be a kernel that gathers and multiplies, as `fused` of
+           `moe_dispatch_test.py` in chapter 15 does without a norm or a router.
 """
 
 import functools

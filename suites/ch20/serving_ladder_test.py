@@ -1,16 +1,16 @@
 """A serving loop from end to end: fill rows at once, page the cache, share the prefix, capture.
 
-Problem    Serve `requests` requests that all wait at the beginning, with a decoder in bf16
-           (`suites/decoder.py`). Its batch has `slots` rows. All prompts begin with the same
+Problem    Serve `requests` requests that all wait at the beginning, with a bf16 decoder
+           (`suites/decoder.py`). The batch has `slots` rows. All prompts begin with the same
            `prefix` tokens, as with a system prompt, and end with `suffix` tokens of their own.
            The server knows `prefix` in advance. A real server finds a common prefix by comparing
            hashes of blocks of tokens. The lengths of the answers are quantiles of an exponential
-           distribution with the mean `mean`. The server is told the lengths in advance. Every new
+           distribution with the mean `mean`. The server knows the lengths in advance. Every new
            token is copied to the host before the next step, as in a server that streams. Decoding
            is greedy. The check compares all tokens and scores. The loop of all sides is `serve` in
-           `suites/server.py`. Each rung is a test of its own, and the last test compares the first
-           rung with the last. The throughput in requests per second is `requests` divided by the
-           time of a call.
+           `suites/server.py`. Each rung has its own test, and the last test compares the first rung
+           with the last. The throughput in requests per second is `requests` divided by the time of
+           a call.
 Baseline   static: one call of the decoder computes `slots` prompts. The next group starts when the
            longest answer of the group has ended. A row of the cache has room for the longest
            request.
@@ -20,9 +20,8 @@ Baseline   static: one call of the decoder computes `slots` prompts. The next gr
 Optimized  continuous: changes static. As soon as a row of the batch is free, the next request
            starts in it, with a separate call for its prompt.
            paged: changes continuous. Keys and values are in pages of 64 tokens. A Triton kernel
-           looks them up in a table and stops at a request's last token. These are three changes,
-           and `paged_cache_test.py` in chapter 15 measures them one by one. The next rung needs the
-           pages.
+           looks up pages in a table and stops at a request's last token. `paged_cache_test.py` in
+           chapter 15 measures these three changes one by one. The next rung needs the pages.
            prefix_cached: changes paged. The first request computes the pages of the prefix, and the
            server keeps them. Later requests refer to these pages in their tables and compute only
            their suffixes. Nothing is kept from an earlier call.
@@ -32,8 +31,8 @@ Bound      The number of steps limits all sides except captured. Launches limit 
            weights. continuous makes fewer steps. paged reads only the tokens that exist, but gains
            nothing by itself, because launching a step takes longer than reading the cache. Tensor
            cores limit prompts that are computed in full. prefix_cached computes only a small part
-           of a prompt's tokens. So launches limit its prompts, too. captured removes the launches
-           of steps. Then DRAM and the starts of the graph's kernels limit a step. The GPU waits for
+           of a prompt's tokens, so launches also limit its prompts. captured removes the launches
+           of steps, so DRAM and the starts of the graph's kernels limit a step. The GPU waits for
            the host only between two steps and for the launches of prompts.
 Seen       On H100 and H200 machines, all sides take about two to two and a half times as long as
            predicted, so most ratios are as predicted. The costs count only the launches, but the
@@ -42,10 +41,10 @@ Seen       On H100 and H200 machines, all sides take about two to two and a half
            includes 1. prefix_cached gains somewhat less than predicted, and its interval includes 1
            too. captured gains somewhat more than predicted. The same side takes up to half longer
            on one H100 machine than on another, so compare only the sides of one test.
-Use when   You build a server, or want to know which of these techniques to add to yours. Each rung
-           gains most on certain requests: the first on answers of different lengths, the second on
-           long contexts of different lengths, and the third on equal beginnings. The last rung
-           gains most with a small batch or model. Each technique has its own page in chapter 15.
+Use when   You build a server, or want to know which of these techniques to add. Each rung gains
+           most on certain requests: the first on answers of different lengths, the second on long
+           contexts of different lengths, and the third on equal beginnings. The last rung gains
+           most with a small batch or model. Each technique has its own page in chapter 15.
            `load_test.py` in chapter 17 serves requests that arrive one after another.
 """
 

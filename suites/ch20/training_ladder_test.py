@@ -1,21 +1,22 @@
-"""A training step from end to end: each rung removes the limit of the rung before it.
+"""A training step from end to end: each rung removes the limit of the previous rung.
 
-Problem    One AdamW step of a decoder of `layers` blocks (`suites/ch13/transformer.py`) on `rows`
-           sequences of `length` tokens. Weights, gradients and moments are bf16. The loss is
-           returned. Each rung is a test of its own, and the last test compares the first rung with
-           the last.
-Baseline   eager: one operation after the other, and torch's default AdamW, which works on lists of
-           tensors and counts its steps on the CPU. For the step before eager, from TF32 to bf16,
-           see `amp_training` in chapter 13.
+Problem    Take one AdamW step of a decoder of `layers` blocks (`suites/ch13/transformer.py`) on
+           `rows` sequences of `length` tokens, and return the loss. Weights, gradients and moments
+           are bf16. Each rung has its own test, and the last test compares the first rung with the
+           last.
+Baseline   eager: one operation after another, and torch's default AdamW, which works on lists of
+           tensors and counts its steps on the CPU. For the previous rung, from TF32 to bf16, see
+           `amp_training` in chapter 13.
            compiled: the baseline of fused.
            fused: the baseline of captured.
-Optimized  compiled: changes eager. `torch.compile` of the model and its loss.
-           fused: changes compiled. One kernel for the whole update, which reads and writes each
-           number once. It counts its steps on the GPU.
+Optimized  compiled: changes eager. `torch.compile` compiles the model and its loss.
+           fused: changes compiled. One kernel makes the whole update, reads and writes each number
+           once, and counts its steps on the GPU.
            captured: changes fused. The whole step is one CUDA graph.
-Bound      eager: DRAM, for passes over activations and for the optimizer's passes over weights.
-           compiled saves about half of the passes over activations. fused saves more than half of
-           the passes over weights. captured: tensor cores and DRAM, with no wait for the host.
+Bound      DRAM limits eager: it makes passes over activations, and the optimizer makes passes over
+           weights. compiled saves about half of the passes over activations. fused saves more than
+           half of the passes over weights. Tensor cores and DRAM limit captured, which never waits
+           for the host.
 Seen       On H100 and H200 machines, eager takes about four times as long as predicted, and
            compiled two to three times. The host limits both: the costs count launches, but not the
            time that Python takes in modules, autograd and the optimizer. The host also limits
@@ -25,7 +26,7 @@ Seen       On H100 and H200 machines, eager takes about four times as long as pr
            fused at the larger size, and more than three times as fast at the smaller size. captured
            still takes a third longer than predicted at the larger size, and one and a half times as
            long as predicted at the smaller size. We did not time its kernels alone.
-Use when   You tune a training loop: take the rungs in this order, because each one shows the next
+Use when   You tune a training loop: take the rungs in this order, because each rung shows the next
            limit. captured gains only if the GPU waits for the host, so its test has a second,
            smaller size. The update takes a smaller share of the step if a batch has more tokens.
            FP8 is the next rung on Hopper: `fp8_linear` and `transformer_engine` in chapter 13.
@@ -269,8 +270,7 @@ def test_training_ladder(pair):
 
 
 class TestLossCurves:
-    """With both optimizers, the loss falls as in float64, up to differences that rounding
-    explains."""
+    """With both optimizers, the loss falls as in float64, except for rounding."""
 
     STEPS = 200
     ALLOWED = 0.05  # of the first loss
