@@ -226,7 +226,7 @@ def exact_logits(model, tokens):
     """Return the logits of all tokens, of shape (rows, n, vocabulary), in float64.
 
     This computation uses the decoder's weights and tables of cosines and sines, but no cache and
-    none of the decoder's code. It does not change the model.
+    none of the decoder's code. The model is not changed.
     """
     config = model.config
     groups, n = config.heads // config.kv_heads, tokens.shape[1]

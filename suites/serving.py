@@ -47,7 +47,7 @@ def plant(model, successors):
 
 
 def planted(device, config):
-    """Return a bf16 decoder. Its attribute `table` holds the successor of each token."""
+    """Return a bf16 decoder, whose attribute `table` holds the successor of each token."""
     model = Decoder(config, device=device)
     model.register_buffer("table", torch.randperm(config.vocabulary, device=device))
     plant(model, model.table)

@@ -5,7 +5,8 @@
 // 1024 bytes. Of a 64 x N product, thread t of the warpgroup gets row 16 (t / 32) + t % 32 / 4 and
 // the row 8 below. Of every 8 columns, thread t gets column 2 (t % 4) and the next.
 
-// The descriptor of a tile: its address / 16, the stride of 1024 bytes per 8 rows, and the swizzle.
+// Returns the descriptor of a tile: its address / 16, the stride of 1024 bytes per 8 rows, and the
+// swizzle.
 __device__ inline unsigned long long tile_descriptor(const void* tile) {
   const unsigned long long address = __cvta_generic_to_shared(tile);
   return (address & 0x3ffff) >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 62;

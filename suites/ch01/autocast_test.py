@@ -13,7 +13,7 @@ Seen       On an H200, fp32 takes longer than predicted. The variants do not. Th
            measured with multiply-adds that load nothing. Matrix products do not reach this rate
            (`../ch11/chunk_count_test.py`).
 Use when   Training or inference spends its time in fp32 products. TF32 needs one flag and changes
-           no tensor. bf16 is faster than TF32, if 8 significant bits are enough. Weights that are
+           no tensor. If 8 significant bits are enough, bf16 is faster than TF32. Weights that are
            stored in bf16 need no casts. TF32 and bf16 gain little when memory or the host is the
            limit.
 """

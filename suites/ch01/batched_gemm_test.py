@@ -11,8 +11,8 @@ Seen       looped takes longer than predicted from one launch and three views pe
            has only 4 tiles of 128 x 128, and an SM takes longer for one tile than the host takes
            for a launch. No profile was stored, so we do not know the cause. batched takes longer
            than its FLOPs predict at the fp32 rate. If cuBLAS uses tiles of 128 x 128, there are 160
-           tiles on 132 SMs, so some SMs compute two tiles. That would explain the measured time. We
-           did not record which tiles cuBLAS uses.
+           tiles on 132 SMs, so some SMs compute two tiles, which would explain the measured time.
+           We did not record which tiles cuBLAS uses.
 Use when   Many products have the same shape, and each product is too small to fill the GPU. When
            the shapes differ, see `grouped_gemm_test.py`. When each product fills the GPU, a loop is
            as fast as one launch.

@@ -6,12 +6,11 @@ Baseline   pageable: ordinary memory, which the GPU cannot read. The driver firs
 Optimized  pinned: pageable with the values in pinned memory, which the copy engine reads directly.
            asynchronous: pinned with `non_blocking=True`, so the host does not wait for the copy.
            Here, asynchronous gains nothing over pinned, because the host waits for the copy at the
-           end anyway. It pays off if other work runs during the copy, as in
+           end anyway. A non-blocking copy pays off if other work runs during the copy, as in
            `double_buffering_test.py`.
 Bound      For pinned and asynchronous, PCIe. For pageable, the driver's copy on the CPU.
-Seen       pageable takes several times as long as predicted. Its cost counts the transfer over
-           PCIe, but not the driver's copy on the CPU, because the rate of this copy was not
-           measured.
+Seen       pageable takes several times as long as predicted, because the cost counts only the
+           transfer over PCIe. The rate of the driver's copy on the CPU was not measured.
 Use when   Data can be read or created in pinned memory. The time does not include filling either
            kind of memory. Data that is already in pageable memory would first need a copy on the
            CPU into pinned memory. No side of this page includes such a copy.

@@ -13,11 +13,11 @@ Bound      The host on every side except captured: Python, autograd and launches
            kernels one after another.
 Seen       In an earlier version of this page, whose baseline had eight micro-batches, all sides
            took longer than predicted. The costs of the first three sides count launches, calls that
-           create a tensor, and the wait. They do not count the Python code of the modules and the
-           optimizer, or the bookkeeping of autograd. These parts matter: on a CPU at width 8, where
-           kernels do little, a step takes as long as several hundred calls of `Tensor.view`. We did
-           not measure how much time each part takes. The cost of captured counts the starts of its
-           28 kernels, and assumes that bytes and FLOPs run at the rates of a full GPU. But a
+           create a tensor, and the wait. The costs leave out the Python code of the modules and the
+           optimizer, and the bookkeeping of autograd. These parts matter: on a CPU at width 8,
+           where kernels do little, a step takes as long as several hundred calls of `Tensor.view`.
+           We did not measure how much time each part takes. The cost of captured counts the starts
+           of its 28 kernels, and assumes that bytes and FLOPs run at the rates of a full GPU. But a
            product of 256 x 512 has too few tiles for 132 SMs. We did not time the kernels of
            captured individually.
 Use when   A step is so small that the host is the limit: capture it. fused_optimizer and no_item

@@ -8,8 +8,8 @@ Optimized  captured: eager as a CUDA graph, replayed with one launch. The time d
            capture.
 Bound      The host limits eager. The GPU limits captured, whose kernels run one after another.
 Seen       Both sides take longer than predicted. The cost of eager counts launches and calls that
-           create a tensor. It does not count the Python code of the modules and the optimizer, or
-           the bookkeeping of autograd. `forward_graph_test.py` has no modules, optimizer or
+           create a tensor. This cost leaves out the Python code of the modules and the optimizer,
+           and the bookkeeping of autograd. `forward_graph_test.py` has no modules, optimizer or
            autograd, and its eager side takes the predicted time. We did not measure how much time
            modules, optimizer and autograd take. The cost of captured counts the starts of its 36
            kernels, and assumes that bytes and FLOPs run at the rates of a full GPU. But products of

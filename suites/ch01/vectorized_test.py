@@ -5,7 +5,7 @@ Problem    Compute the fp32 Euclidean distances between `queries` query points a
 Baseline   looped: the distances of one query to all points at a time, with four launches per query.
 Optimized  broadcast: the four operations of looped applied to all queries at once, four launches in
            total.
-           cdist: `torch.cdist`. It computes |q|^2 + |p|^2 - 2qp with one matrix product, in 12
+           cdist: `torch.cdist`, which computes |q|^2 + |p|^2 - 2qp with one matrix product, in 12
            launches.
 Bound      The host on every side.
 Use when   A Python loop does the same small operation on every row. The gain shrinks as rows grow.

@@ -1,8 +1,8 @@
 """Mapped memory: if few rows of a host table are needed, let the kernel read them over PCIe.
 
-Problem    Copy `reads` rows of 256 bytes from a table on the host to the GPU. An index says which
-           rows, and in which order. The table has `rows` rows, and the index may name a row more
-           than once. Both table and index are in pinned host memory. The page measures a curve over
+Problem    Copy `reads` rows of 256 bytes from a table on the host to the GPU. An index gives the
+           rows and their order. The table has `rows` rows, and the index may name a row more than
+           once. Both table and index are in pinned host memory. The page measures a curve over
            `reads`.
 Baseline   copied: copy the whole table to the GPU, and select the rows there.
 Optimized  mapped: changes copied. The table is not copied. The kernel that selects the rows gets

@@ -5,8 +5,8 @@ Problem    Copy n fp32 values from the GPU to pinned host memory and back, as in
            machine with two NUMA nodes. On other machines, it is skipped, and the report gives the
            reason.
 Baseline   far: the host memory is on a different NUMA node from the GPU, usually on the other
-           socket. This can happen to any process that is not bound to a node, because the node of
-           the memory depends on the core that runs the pinning thread.
+           socket. Any process that is not bound to a node can get such memory, because the core
+           that runs the pinning thread determines the node.
 Optimized  near: changes far. The host memory is on the GPU's node.
            unbound: changes far. torch allocates the pinned memory, and Linux chooses the node.
 Bound      For near, PCIe. In far, each byte also crosses the link between the sockets. If this link
@@ -78,7 +78,7 @@ def far_from(node):
 
 
 def bind(memory, node):
-    """Bind `memory` to `node`. Its pages must not have been touched before."""
+    """Bind `memory`, whose pages must not have been touched, to `node`."""
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     mask = ctypes.c_ulong(1 << node)
     libc = ctypes.CDLL(None, use_errno=True)

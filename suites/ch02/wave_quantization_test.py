@@ -37,8 +37,8 @@ Use when   A grid has few blocks per SM, and the number of blocks is not a multi
            least four warps per block. If the quotient is just below 1 or 2, or above about 10, keep
            the large tile, because a large tile reuses more data. The time of a persistent kernel
            that processes whole tiles one after another has the same steps. If a kernel is limited
-           by memory latency, the blocks of an SM do not slow each other down. Its time rises in a
-           step only when no SM has room for another block.
+           by memory latency, the blocks of an SM do not slow each other down. The time then rises
+           in a step only when no SM has room for another block.
 """
 
 import torch

@@ -14,8 +14,8 @@ import torch.distributed as dist
 def shared_by_all(like: torch.Tensor) -> Iterator[list[torch.Tensor]]:
     """Yield one host tensor per rank, of the shape and type of `like`, shared by all ranks.
 
-    This is a collective: all ranks must enter and leave this context, in the same order. Rank r
-    allocates tensor r, and each rank pins all tensors for its own GPU.
+    All ranks must enter and leave this context, in the same order. Rank r allocates tensor r, and
+    each rank pins all tensors for its own GPU.
     """
     size = like.numel() * like.element_size()
     file = os.memfd_create("aisp")

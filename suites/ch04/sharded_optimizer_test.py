@@ -107,7 +107,7 @@ def halves(n, world):
     reference=reference,
     sizes=[{"n": 1 << 27}],
     check_sizes=[{"n": 4 * 33}, {"n": 4 * 1023}],
-    # Roundings as in ch01/optimizer_test.py: 8 per step. They add up over up to 16 steps.
+    # As in ch01/optimizer_test.py, a step has 8 roundings, which add up over up to 16 steps.
     work=lambda n, world: Work(
         read=16 * n / world,
         write=12 * n / world,

@@ -1,15 +1,15 @@
 """Direct I/O: read a file that is not in the page cache, several blocks at a time.
 
-Problem    Load blocks of a file into one tensor on the GPU. The input says which blocks, and in
-           which order. The file is not in the page cache, as with data larger than memory. So every
-           call ends by dropping the file's pages. The time includes the drop, because the kernel
-           would also have to drop pages if memory were full. All sides read into pinned memory that
-           is reused from call to call.
+Problem    Load blocks of a file into one tensor on the GPU. The input gives the blocks and their
+           order. The file is not in the page cache, as with data larger than memory. So every call
+           ends by dropping the file's pages. The time includes the drop, because the kernel would
+           also have to drop pages if memory were full. All sides read into pinned memory that is
+           reused from call to call.
 Baseline   buffered: one read at a time, through the page cache.
 Optimized  mapped: buffered, but the file is mapped before the timed part. Page faults then read the
-           file in pieces whose size the kernel chooses. That may be slower than buffered, so the
-           page claims no speedup for mapped. If torch copies a block with several threads, several
-           page faults may occur at a time.
+           file in pieces whose size the kernel chooses. Page faults may be slower than buffered, so
+           the page claims no speedup for mapped. If torch copies a block with several threads,
+           several page faults may occur at a time.
            advised: buffered with `POSIX_FADV_RANDOM`, so the kernel reads only the block. Without
            this advice, the kernel also reads the data after the block, which is rarely the next
            block of the order.
@@ -28,7 +28,7 @@ Use when   The data is larger than memory and each byte is read once. direct nee
            offsets and sizes that are multiples of the disk's block size. If data is read again soon
            and fits in memory, the page cache is faster than any disk.
 
-The page needs a disk. It is skipped if the file system has no `O_DIRECT` or keeps its files in
+The page needs a disk, and is skipped if the file system has no `O_DIRECT` or keeps its files in
 memory (tmpfs).
 """
 

@@ -1,7 +1,7 @@
 """File to GPU: read into pinned memory, and copy one block while the next is read.
 
-Problem    Load blocks of a file into one tensor on the GPU. The input says which blocks, and in
-           which order. The file was written just before, so all sides read it from the page cache.
+Problem    Load blocks of a file into one tensor on the GPU. The input gives the blocks and their
+           order. The file was written just before, so all sides read it from the page cache.
 Baseline   pageable: read the blocks into a new tensor in ordinary memory, and copy the tensor to
            the GPU.
 Optimized  mapped: pageable, but the file is mapped before the timed part. Each block is copied to
@@ -22,10 +22,9 @@ Bound      The host's copy out of the page cache. In per_block and two_buffers, 
 Seen       On an H200 machine, kept takes less than half of pageable's time. So pageable spends more
            than half of its time on new pages. pinned takes about a third less time than kept.
            per_block gains nothing over pinned, because the predicted transfer that it hides is less
-           than a tenth of pinned's time. two_buffers and mapped are the fastest, but their
-           confidence intervals overlap with those of pinned and per_block. The time of pageable
-           differs by almost a fifth between the cases. So compare the times of the sides, and not
-           only their speedups.
+           than a tenth of pinned's time. two_buffers and mapped are the fastest, but pinned and
+           per_block have overlapping confidence intervals. The time of pageable differs by almost a
+           fifth between the cases. So compare the times of the sides, and not only their speedups.
 Use when   Large files go to the GPU again and again. Use two_buffers, which needs little pinned
            memory, or mapped if all files fit in the page cache. If a process loads one file once,
            pinning memory takes longer than it saves. With GPUDirect Storage, a disk writes to the

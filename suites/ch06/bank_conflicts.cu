@@ -31,7 +31,7 @@ __device__ void staged(const float4* __restrict__ c, const float* __restrict__ x
   const unsigned first = blockIdx.x * BLOCK, mine = first + threadIdx.x;
   const size_t start = static_cast<size_t>(first) * QUADS;
   const unsigned count = min(BLOCK, rows - first) * QUADS;  // quads of this block
-  // 8 lanes copy one row. They write to 32 banks with every placement.
+  // 8 lanes copy one row, and write to 32 banks with every placement.
 #pragma unroll
   for (unsigned k = 0; k < QUADS; ++k) {
     const unsigned i = k * BLOCK + threadIdx.x;

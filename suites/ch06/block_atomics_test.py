@@ -1,9 +1,9 @@
 """Block-aggregated atomics: add up in the block, because an address takes one atomic at a time.
 
 Problem    Compute the dot product of two vectors of n fp32 elements.
-Baseline   per_thread: the grid has as many blocks as fit on the GPU at once. Their threads loop
-           over the vectors, and each thread keeps its own sum. At the end, each thread adds its sum
-           to the result with an atomic.
+Baseline   per_thread: the grid has as many blocks as fit on the GPU at once. The threads loop over
+           the vectors, and each thread keeps its own sum. At the end, each thread adds its sum to
+           the result with an atomic.
 Optimized  per_warp: changes per_thread. The lanes of a warp add up their sums with shuffles, and
            one lane does the atomic.
            per_block: changes per_warp. The warps of a block also add up their sums, in shared

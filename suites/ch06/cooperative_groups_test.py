@@ -7,14 +7,14 @@ Optimized  captured: changes launches. A CUDA graph contains the same kernels, a
            the graph once.
            grid_sync: changes launches. One cooperative kernel does all steps. All its blocks run at
            the same time, and wait for each other at a `grid.sync()` after each step.
-Bound      The host limits launches: it takes longer to launch a step than the GPU takes to run it.
-           The cells stay in the L2, so a step is short. captured also starts 64 kernels, but the
-           GPU starts them without the host, which takes less time. grid_sync needs 63 barriers. At
-           each barrier, every block does an atomic on one address and waits for the slowest block.
-           The cost counts the atomics as in `block_atomics_test.py`. It leaves out the wait, which
-           was not measured.
+Bound      The host limits launches, because launching a step takes longer than running it. The
+           cells stay in the L2, so a step is short. captured also starts 64 kernels, but the GPU
+           starts them without the host, which takes less time. grid_sync needs 63 barriers. At each
+           barrier, every block does an atomic on one address and waits for the slowest block. The
+           cost counts the atomics as in `block_atomics_test.py`. The cost leaves out the wait,
+           which was not measured.
            For this stencil, a fourth way is faster than all three: a block that also loads 64 cells
-           at each end computes all 64 steps without any barrier between blocks. It is not a
+           at each end computes all 64 steps without any barrier between blocks. This way is not a
            variant, because it works only if a cell depends on nearby cells alone. On this page, the
            stencil stands for steps that may depend on the whole previous step.
 Seen       grid_sync is slower than captured: a barrier takes longer than the start of a kernel in a

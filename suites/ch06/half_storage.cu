@@ -49,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 8)
   leftovers<2>(x, out, n);
 }
 
-// A uint4 is loaded and stored by one instruction. Its 16 bytes hold four pairs of bf16 elements.
+// One instruction loads or stores a uint4, whose 16 bytes hold four pairs of bf16 elements.
 extern "C" __global__ void __launch_bounds__(BLOCK, 8)
     octets(const __nv_bfloat16* __restrict__ x, __nv_bfloat16* __restrict__ out, unsigned n) {
   const unsigned i = place();

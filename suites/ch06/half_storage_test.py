@@ -9,12 +9,12 @@ Optimized  in_registers: changes widened. One kernel loads bf16, computes in fp3
            pairs: changes in_registers. Two elements per thread, in 4-byte accesses.
            octets: changes in_registers. Eight elements per thread, in 16-byte accesses.
            library: `torch.nn.functional.silu`, which also computes in fp32.
-Bound      DRAM limits octets: it reads 2 bytes and writes 2 bytes per element, while widened moves
-           20. Block starts limit in_registers: it starts a block for every 256 elements, and these
-           starts alone take more than twice as long as its DRAM traffic. pairs starts half as many
-           blocks as in_registers, and octets starts an eighth. With one element per thread, the
-           2048 threads of an SM also have only 4 KiB of loads in flight, a third of what the full
-           rate needs (`../ch07/vector_width_test.py`).
+Bound      DRAM limits octets, which reads 2 bytes and writes 2 bytes per element, while widened
+           moves 20. Block starts limit in_registers, which starts a block for every 256 elements.
+           These starts alone take more than twice as long as its DRAM traffic. pairs starts half as
+           many blocks as in_registers, and octets starts an eighth. With one element per thread,
+           the 2048 threads of an SM also have only 4 KiB of loads in flight, a third of what the
+           full rate needs (`../ch07/vector_width_test.py`).
 Seen       pairs has as many threads, blocks and 4-byte accesses as `single` of `ilp_test.py`, and
            takes about as long. So pairs is slow because too few bytes are in flight, not because of
            bf16. widened takes longer than predicted, and we did not measure its three kernels

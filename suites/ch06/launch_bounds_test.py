@@ -2,10 +2,10 @@
 
 Problem    Compute the products of n pairs of 4 x 4 fp32 matrices, one pair per thread.
 Baseline   unbounded: a kernel without launch bounds, started with blocks of 256 threads. The
-           compiler assumes 1024 threads per block. That would allow 64 registers per thread, but
-           the kernel needs fewer.
-Optimized  bounded: changes unbounded. `__launch_bounds__(256)`. This allows 255 registers, but the
-           kernel does not need them, so the machine code is the same.
+           compiler assumes 1024 threads per block, which would allow 64 registers per thread. The
+           kernel needs fewer.
+Optimized  bounded: changes unbounded. `__launch_bounds__(256)`. This bound allows 255 registers,
+           but the kernel does not need them, so the machine code is the same.
            eight_blocks: changes bounded. `__launch_bounds__(256, 8)` asks for 8 blocks per SM,
            which leaves 32 registers per thread. So the compiler loads some rows later, and for
            sm_90 it also spills a register.

@@ -1,7 +1,7 @@
 """Histogram: count in shared memory, and add up the blocks' counts once.
 
-Problem    Count n int32 values from 0 to 255 in 256 bins. At skew=0 all bins are equally likely. At
-           skew=50 every second value is the same.
+Problem    Count n int32 values from 0 to 255 in 256 bins. At skew=0, all bins are equally likely.
+           At skew=50, every second value is the same.
 Baseline   global_atomics: each value increments its counter in global memory, by an atomic in the
            L2. test_privatization compares global_atomics with privatized at n = 2^24.
            privatized: a block counts in 1 KiB of shared memory, and adds its 256 counts to the
@@ -31,8 +31,8 @@ Seen       global_atomics: the rate `atomics` was measured with 2^18 different c
            1 KiB of counters lies in only three or four slices. NVIDIA does not document how
            addresses spread over slices, so this is a guess. The rate `atomics` was measured with
            counters in all slices, and the 32 counters of a warp were neighbors in 4 sectors.
-           privatized: the kernel takes about 10 us longer than predicted at both values of n. This
-           is a large share of its time at n = 2^24, and a small share at n = 2^28. At its end,
+           privatized: the kernel takes about 10 us longer than predicted at both values of n. 10 us
+           are a large share of the time at n = 2^24, and a small share at n = 2^28. At its end,
            every block adds its 256 counts to the same 256 numbers: 1056 blocks update 32 sectors
            each. If the guess above is right, these updates take about 10 us. We did not measure the
            updates alone.

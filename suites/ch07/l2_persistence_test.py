@@ -14,9 +14,9 @@ Optimized  streamed: normal, but x, index and out have evict-first hints (`__ldc
 Bound      DRAM. If the table stays in the L2, only x, index and out cross DRAM. A row of the table
            is used again after 49152 other rows on average. The L2 of 50 MB holds the lines of about
            36000 rows, so nearly half of the table's reads go to DRAM again.
-Seen       The predictions of streamed and kept are only roughly right. They assume that the table
-           stays in the L2, but both sides gain only a small part of what this would save. The
-           measured times would also be plausible if the table were evicted as often as without
+Seen       The predictions of streamed and kept are only roughly right. The predictions assume that
+           the table stays in the L2, but both sides gain only a small part of what this would save.
+           The measured times would also be plausible if the table were evicted as often as without
            hints. According to NVIDIA, the L2 of the A100 has two partitions, and each caches what
            its own SMs read. If the L2 of an H200 does the same, it keeps the table twice. Two
            copies take nearly the whole L2, and no hint can help. This is a guess: we did not try a

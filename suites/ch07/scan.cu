@@ -139,8 +139,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 4)
   store(items, before, out, blockIdx.x, n);
 }
 
-// The word that a tile publishes. It holds both kind and sum, so a reader always gets a matching
-// pair without a fence. Zero means that the tile has published nothing yet.
+// The word that a tile publishes holds both kind and sum, so a reader always gets a matching pair
+// without a fence. Zero means that the tile has published nothing yet.
 typedef unsigned long long Word;
 enum Kind : unsigned { NOTHING, TILE, PREFIX };  // its own sum, or the sum up to its end
 

@@ -5,8 +5,8 @@ Problem    Compute the Euclidean norms of the rows of a row-major fp32 matrix of
            larger n means fewer rows.
 Baseline   thread_per_row: one thread reads a whole row. Neighboring threads read elements that are
            n elements apart.
-Optimized  warp_per_row: changes thread_per_row. The 32 lanes of a warp share a row. They read
-           neighboring elements and add up their sums with shuffles.
+Optimized  warp_per_row: changes thread_per_row. The 32 lanes of a warp share a row, read
+           neighboring elements, and add up their sums with shuffles.
            block_per_row: changes warp_per_row. The 256 threads of a block share a row. Adding up
            their sums also needs shared memory and a barrier.
            library: `torch.linalg.vector_norm`.

@@ -26,10 +26,10 @@ Seen       With one block per SM, all three kernels take two thirds longer than 
            others. We did not time the filter alone. With two warps per scheduler, the filter
            probably waits for shared memory most of the time. two_buffers has one barrier less per
            tile than loaded_ahead, but is not faster with any number of blocks. An earlier version
-           of loaded_ahead gained nothing: it loaded the next tile after the barrier, and the
-           compiler moved these loads behind the filter. library takes many times as long as its
-           memory traffic needs, and is slower than all three kernels on both GPUs. We did not
-           record which kernel cuDNN launches.
+           of loaded_ahead gained nothing: the loads of the next tile came after the barrier, and
+           the compiler moved them behind the filter. library takes many times as long as its memory
+           traffic needs, and is slower than all three kernels on both GPUs. We did not record which
+           kernel cuDNN launches.
 Use when   Few blocks fit on an SM because a tile or its accumulators are large, as in a matrix
            product. With many blocks per SM, one buffer is enough and leaves shared memory for more
            blocks. Use `cp.async` or TMA if the loads would need too many registers

@@ -7,8 +7,8 @@ Baseline   compiled: one point per thread, and a plain loop. For sm_90, the comp
            loop 16 times and loads four coefficients at once (LDS.128), without any pragma.
 Optimized  rolled: changes compiled. `#pragma unroll 1`. This variant is no optimization: it shows
            the cost of a loop that the compiler cannot unroll.
-           by_16: changes compiled. `#pragma unroll 16`. This is the factor that the compiler also
-           chose for compiled.
+           by_16: changes compiled. `#pragma unroll 16`. The compiler also chose this factor for
+           compiled.
            known: changes compiled. The number of coefficients is a constant of the kernel, so the
            loop is fully unrolled, without a counter or a branch.
            four_points: changes compiled. Four points per thread, so a loaded coefficient is used

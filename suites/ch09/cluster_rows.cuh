@@ -50,7 +50,7 @@ struct alignas(8) Exponentials {
   float most, total;
 };
 
-// The value for an empty set. It is not -inf, because -inf - -inf is NaN.
+// The value for an empty set is not -inf, because -inf - -inf is NaN.
 constexpr float LOWEST = -1e38f;
 constexpr Exponentials NO_NUMBERS{LOWEST, 0.0f};
 

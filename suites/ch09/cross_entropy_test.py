@@ -371,8 +371,8 @@ def exponentials_of(n):
 
 
 def eager_cost(rows, n):
-    # Log softmax reads its input for the maximum, the sum and the result. Its backward reads its
-    # inputs for the sum and the result.
+    # Log softmax reads its input for the maximum, the sum and the result. The backward pass reads
+    # its inputs for the sum and the result.
     fits = 4 * n * min(rows, TORCH) < L2, 8 * n * min(rows, TORCH) < L2
     forward, backward = 1 if fits[0] else 3, 1 if fits[1] else 2
     return (
@@ -422,7 +422,7 @@ def pushed_cost(rows, n):
 def compiled_cost(rows, n):
     """Return the cost of compiled. Inductor also computes a row's sums and gradient in one kernel.
 
-    Nobody has counted the instructions of that kernel.
+    We did not count the instructions of that kernel.
     """
     both = moved(rows, n, bytes_read(rows, n), 2, exponentials=3, blocks=rows)
     return both + Cost(read=4 * rows, launches=1)

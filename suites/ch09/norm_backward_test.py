@@ -18,7 +18,7 @@ Optimized  compiled: changes chain. `torch.compile` compiles the same formula.
            rms_one_pass: changes rms_chain. The kernel is the same as in one_pass, but without the
            mean and the bias.
            rms_library: torch's own kernels for the RMS norm.
-Bound      DRAM. one_pass reads two matrices and writes one. Its partial sums add little memory
+Bound      DRAM. one_pass reads two matrices and writes one, and the partial sums add little memory
            traffic. two_passes reads four matrices. chain and rms_chain also read and write fp32
            copies. An SM holds only two programs of one_pass, and three programs of the first kernel
            of two_passes. A program loads nothing while it sums over a row, so both sides may fall

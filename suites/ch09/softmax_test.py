@@ -194,7 +194,7 @@ def walked_twice(rows, n):
 
 
 def library_cost(rows, n):
-    """Return the cost of torch's kernel. It reads rows that exceed shared memory three times."""
+    """Return the cost of torch's kernel, which reads rows that exceed shared memory three times."""
     return walked(rows, n, times=3, exponentials=2, running=TORCH)
 
 

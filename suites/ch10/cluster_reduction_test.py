@@ -11,7 +11,7 @@ Optimized  two_passes: changes atomics. The blocks store their sums, and the sec
            read each other's sums from shared memory. The kernel then reads x again, and may find it
            in the L2.
            kept: changes distributed. x stays in shared memory, so it is read once.
-           library: `torch.nn.functional.rms_norm`. Its kernel also reads x twice.
+           library: `torch.nn.functional.rms_norm`, whose kernel also reads x twice.
 Bound      DRAM. x is ten times as large as the L2, so a second kernel reads it from DRAM again. The
            sides with two kernels read 8 bytes per element and write 4. kept reads 4 bytes.
            distributed also reads 4 bytes if all second reads hit the L2. In distributed and kept,

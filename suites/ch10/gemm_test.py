@@ -1,9 +1,9 @@
 """Matrix product on Hopper: keep the tensor cores busy, from `mma.sync` to cluster multicast.
 
 Problem    c = a b^T in bf16 with fp32 sums. a is (m, k), b is (n, k), and c is (m, n).
-Baseline   mma_sync: a block computes a tile of 128 x 128, in steps of 64 along k. It loads its
-           operands through registers into swizzled shared memory, and multiplies with `ldmatrix`
-           and `mma.sync`. A warp does not compute while it loads.
+Baseline   mma_sync: a block computes a tile of 128 x 128, in steps of 64 along k. The block loads
+           its operands through registers into swizzled shared memory, and multiplies with
+           `ldmatrix` and `mma.sync`. A warp does not compute while it loads.
            library: `torch.matmul`, for which cuBLAS chooses a kernel. In test_gemm, library is only
            for comparison. In test_gemm_beside_the_library, it is the baseline of stored and
            multicast.
@@ -33,12 +33,12 @@ Bound      Tensor cores from wide on, at the rate that the power limit allows. W
            overlap its products. Two blocks share an SM, but the measured time shows little overlap
            between them.
 Seen       cp_async takes one and a half times as long as predicted, and tma over a quarter longer
-           than predicted. tma may be closer because its threads compute no addresses. We did not
-           measure that. On Hopper, `mma.sync` reaches less than two thirds of the tensor cores'
-           peak (arXiv 2501.12084). The cost does not include this lower rate. But even at this
-           rate, shared memory would take longer than the products. At the power limit, the clock
-           rate drifts, and so does the time of mma_sync. So compare only sides whose timings
-           alternate. In test_gemm, a side's share of the library's rate is the ratio of two
+           than predicted. tma may be closer to its prediction because its threads compute no
+           addresses. We did not measure that. On Hopper, `mma.sync` reaches less than two thirds of
+           the tensor cores' peak (arXiv 2501.12084). The cost does not include this lower rate. But
+           even at this rate, shared memory would take longer than the products. At the power limit,
+           the clock rate drifts, and so does the time of mma_sync. So compare only sides whose
+           timings alternate. In test_gemm, a side's share of the library's rate is the ratio of two
            speedups over mma_sync, so the share contains the errors of both speedups.
            test_gemm_beside_the_library times stored and multicast directly against the library, in
            alternation. Both take as long as the library, within two percent, on an H100 and on an

@@ -16,7 +16,7 @@ Bound      Tensor cores, at the rate that the power limit allows. On all sides e
            specialized, the cost adds the time to store a tile, because nothing overlaps the store.
            The cost assumes the largest tiles, 128 x 256. The results do not record which tiles the
            autotuner chose. Triton specializes warps only in kernels of 4 warps, by adding more
-           warps. It ignores the option in kernels of 8 warps, and in flattened loops on Hopper.
+           warps. Triton ignores the option in kernels of 8 warps, and in flattened loops on Hopper.
            This page flattens only the loop with TMA loads. If a flattened loop loads through
            pointers, Triton prefetches only some of the loads.
            library takes longer here than in `pipeline_stages_test.py`, where it computes the same

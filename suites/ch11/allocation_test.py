@@ -95,7 +95,7 @@ def step_cost(length, calls, waits):
 
 
 def with_calls(calls, waits):
-    """Return a side's cost function. It adds up all steps and the final `torch.stack`."""
+    """Return a side's cost function, which adds up all steps and the final `torch.stack`."""
 
     def cost(steps, n):
         total = Cost(read=4 * n, write=4 * steps, launches=1, host_steps=calls)

@@ -15,12 +15,12 @@ Bound      With many rows, arithmetic limits event_waits. With few rows, the hos
            computes nothing until the host has launched the next copy and the next product. With few
            rows, this gap is longer than the copy that the second stream hides.
 Seen       With few rows, host_waits is slower than one_stream on an H100, and event_waits takes
-           about as long as one_stream on an H200. Four processes timed event_waits there. It was
-           slower than one_stream in one process, and faster in the others. The host's calls take
-           two to three times as long per chunk as predicted, because the predicted time of a launch
-           was measured with a small addition, not with products and copies. Captured as a CUDA
-           graph, event_waits took a third less time. With many rows, the products are the limit. As
-           in `chunk_count_test.py`, they do not reach the fp32 peak. So all sides take longer than
+           about as long as one_stream on an H200. In one of four processes on the H200, event_waits
+           was slower than one_stream. In the other three, it was faster. The host's calls take two
+           to three times as long per chunk as predicted, because the predicted time of a launch was
+           measured with a small addition, not with products and copies. Captured as a CUDA graph,
+           event_waits took a third less time. With many rows, the limit is the products, which do
+           not reach the fp32 peak, as in `chunk_count_test.py`. So all sides take longer than
            predicted by about the same factor.
 Use when   Two streams depend on each other, and a step takes less than about 1 ms. If steps take
            longer, a wait by the host costs little. If the host's calls take longer than the steps,

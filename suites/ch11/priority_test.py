@@ -72,7 +72,7 @@ def sigmoids(n):
 
 
 def recurrence(steps, m):
-    """Return the cost of the network. It reads the weights from the L2."""
+    """Return the cost of the network, which reads the weights from the L2."""
     first = Cost(read=4 * m * m, launches=1)
     step = Cost(read=4 * m, l2=4 * m * m, ops={"fp32": 2 * m * m + m}, launches=3)
     return first + steps * step + Cost(write=4 * m)

@@ -4,7 +4,7 @@ Problem    Caches of 16 layers grow from 1024 to 4096 tokens, 64 at a time. Each
            width) bf16 tensor. `cat` replaces it with a longer one, as in text generation with
            dynamic caches. The page compares how much memory the allocator took from the GPU and
            never used.
-Baseline   segments: torch's allocator with its default settings. It allocates segments from the
+Baseline   segments: torch's allocator with its default settings, which allocates segments from the
            driver and serves later requests from them. A cache that has grown does not fit into a
            segment that a shorter cache has freed.
 Optimized  Each variant changes one setting of the baseline.

@@ -9,9 +9,9 @@ Optimized  All variants use int8 weights with a scale for each row. The weights 
            compiled: changes eager. After `torch.compile`, one kernel quantizes, and another
            rescales. torchao: the int8 linear layer of torchao, compiled. If torchao is not
            installed, the test is skipped and says how to install it.
-Bound      Tensor cores, at twice the rate of bf16 if cuBLAS reaches it. The matrix product writes 4
-           bytes per element of y. Quantizing and rescaling move more bytes: eager moves 25 per
-           element of x and 22 per element of y, compiled moves 3 and 6.
+Bound      Tensor cores, at twice the rate of bf16 if cuBLAS reaches that rate. The matrix product
+           writes 4 bytes per element of y. Quantizing and rescaling move more bytes: eager moves 25
+           per element of x and 22 per element of y, compiled moves 3 and 6.
 Seen       No variant is faster than bf16. A profile shows that cuBLAS multiplies int8 with a kernel
            made for Ampere (`cutlass_80_tensorop_i16832gemm`). That kernel is about as fast as the
            bf16 kernel for Hopper. compiled moves fewer bytes than eager, but saves about twice as

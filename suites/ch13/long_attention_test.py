@@ -128,8 +128,8 @@ def causal(heads, tokens):
         terms=tokens,
         # Each side rounds the scaled queries, the weights and the outputs, which is 3 roundings,
         # and also the scores. The largest scores are about 16, so this error is larger than the
-        # error from rounding q and k, which is 3 * 2**0.5 (about 4.2) roundings. It counts as
-        # (16 / 4.2)**2, about 13 roundings.
+        # error from rounding q and k, which is 3 * 2**0.5 (about 4.2) roundings. Rounding a score
+        # counts as (16 / 4.2)**2, about 13 roundings.
         roundings=16,
     ),
     bound="tensor",

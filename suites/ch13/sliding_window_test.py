@@ -93,7 +93,7 @@ def banded(q, k, v, window):
 
     def call():
         blocks = F.pad(q, (0, 0, 0, more)).unflatten(2, (-1, window))
-        # Block i of keys is two windows long. It begins one window before block i of queries.
+        # Block i of keys is two windows long, and begins one window before block i of queries.
         keys, values = (
             F.pad(x, (0, 0, window, more)).unfold(2, 2 * window, window).mT for x in (k, v)
         )

@@ -99,7 +99,7 @@ def training(device, layers, width, length, dtype=torch.bfloat16):
         model.parameters(), LR, BETAS, EPS, DECAY, fused=True, capturable=device == "cuda"
     )
     for p in model.parameters():
-        # This makes all updates about LR, which is more than a weight's rounding error.
+        # These moments make all updates about LR, which is more than a weight's rounding error.
         scale = p.numel() ** -0.5
         optimizer.state[p] = {
             "step": torch.tensor(float(BEGUN), device=device),

@@ -27,9 +27,9 @@ Seen       On an H100, eager is no slower than broken, although it launches thre
            kernels. All compiled sides take longer than predicted. where and whole launch the same
            kernels, but where calls compiled code once per block. These calls explain the difference
            between where and whole, which is more than half of the time of where. broken calls
-           compiled code twice per block, before and after the break. This explains the time of
-           broken. cond calls compiled code once per block, but takes as long as broken. We did not
-           measure what Inductor's code for a branch does on the host.
+           compiled code twice per block, before and after the break, which explains its time. cond
+           calls compiled code once per block, but takes as long as broken. We did not measure what
+           Inductor's code for a branch does on the host.
 Use when   A branch on data chooses between two results that are cheap to compute. Compute both
            results and select one. Keep the branch if one path takes longer than the wait.
            `torch._dynamo.explain` and `TORCH_LOGS=graph_breaks` list the breaks of a model.

@@ -248,7 +248,7 @@ def test_chunked_prefill(pair):
 
 
 class TestBadInput:
-    """A prompt that does not fit in the cache is refused."""
+    """A prompt that does not fit in the cache is rejected."""
 
     def test_a_chunk_behind_the_end_of_the_cache_is_refused_before_anything_is_written(self):
         model = planted("cpu", config_of(1, 64, 8))

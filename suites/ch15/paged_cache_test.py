@@ -2,8 +2,8 @@
 
 Problem    Decode `steps` given tokens of `requests` requests with a decoder in bf16
            (`suites/decoder.py`) and return all logits. The requests have different lengths, spread
-           evenly from `shortest` to `longest` tokens, in a mixed order. Their keys and values are
-           in the cache when a call begins.
+           evenly from `shortest` to `longest` tokens, in a mixed order. The keys and values of
+           these tokens are in the cache when a call begins.
 Baseline   masked: every request has a row with room for the longest request. PyTorch's attention
            reads all rows to their ends, and a mask hides all positions after a request's last
            token.

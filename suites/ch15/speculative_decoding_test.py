@@ -18,7 +18,8 @@ Optimized  speculative: changes greedy. The draft, a table of successors, guesse
            verifications as the remaining tokens need if all guesses are right. So the host waits
            only a few times, and never launches more verifications than needed.
            draft_model: changes fewer_waits. The guesses come from a decoder of one layer and a
-           quarter of the width, which knows the same successors. Its steps are in the graph too.
+           quarter of the width, which knows the same successors. The steps of this decoder are in
+           the graph too.
 Bound      DRAM, and the time to start each kernel of the graphs. A verification reads the same
            weights as a step, for a few tokens instead of one, and gives all accepted guesses and
            one more token. If a draft is never right, each verification gives only one token, but
@@ -463,7 +464,7 @@ class TestAcceptance:
 
 
 class TestBadInput:
-    """Sizes that do not fit are refused."""
+    """Sizes that do not fit are rejected."""
 
     def test_a_sequence_longer_than_the_cache_is_refused(self):
         model = state("cpu", 1, 128, 4, 4, 80)

@@ -306,7 +306,7 @@ class TestOverrun:
 
 
 class TestBadInput:
-    """Sizes that do not fit are refused."""
+    """Sizes that do not fit are rejected."""
 
     def test_a_limit_longer_than_the_cache_is_refused(self):
         model = state("cpu", 1, 256, rows=1, period=4, limit=8)

@@ -84,7 +84,7 @@ def int8(w, x):
 
 
 def in_words(integers):
-    """Pack eight weights from -8 to 7 into an int32. Its lower half holds weights 0, 2, 4, 6."""
+    """Pack eight weights from -8 to 7 into an int32, with weights 0, 2, 4, 6 in the lower half."""
     places = torch.tensor([0, 16, 4, 20, 8, 24, 12, 28], device=integers.device)
     halves = (integers + 8).unflatten(-1, (-1, 8)).long()
     words = (halves << places).sum(-1)

@@ -15,7 +15,7 @@ Optimized  padded: changes eager_prefill. One graph computes `longest` tokens, a
            piecewise: changes bucketed. Attention is not part of the graphs, and is launched with
            the true length of the prompt. All work between the attention of two layers is one graph.
 Bound      The host limits eager_prefill, because it launches more than a hundred kernels per
-           prompt. The GPU limits padded: it always computes `longest` tokens. bucketed computes
+           prompt. The GPU limits padded, which always computes `longest` tokens. bucketed computes
            less than twice the tokens of a prompt, but at least `smallest`. Even the smallest graph
            must read all weights and start all kernels. piecewise launches a graph and four kernels
            per layer.

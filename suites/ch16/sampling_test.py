@@ -153,7 +153,8 @@ def sort_all_cost(rows, vocabulary):
     """Return the cost of sorting all rows as one list, and of the kernels around it.
 
     `sort` writes all indices, sorts fp32 keys with 8-byte indices in four passes, and sorts the
-    indices by row in one pass. It then writes values and indices. Each sort first counts digits.
+    indices by row in one pass. Then `sort` writes values and indices. Each sort first counts
+    digits.
     """
     n = rows * vocabulary
     by_value = Cost(read=4 * n, launches=2) + 4 * Cost(read=12 * n, write=12 * n, launches=1)

@@ -3,8 +3,8 @@
 Problem    Compute the logits of all `tokens` tokens of one sequence with a bf16 decoder
            (`suites/decoder.py`). The tokens are inputs, so nothing is generated. The page is a
            curve over `tokens`.
-Baseline   decode: one token after another, as when text is generated. A step is a CUDA graph. Its
-           attention reads the whole cache, and a mask hides the later positions.
+Baseline   decode: one token after another, as when text is generated. A step is a CUDA graph, whose
+           attention reads the whole cache, and masks the later positions.
 Optimized  prefill: all tokens in one call, like a prompt. The call is a CUDA graph too. Outputs,
            weights and cache are the same on both sides.
 Bound      A step of decode does only 2 operations with each weight that it reads, so DRAM limits

@@ -10,7 +10,7 @@ Baseline   of_all: a softmax over all experts, `topk`, and a division by the sum
            write such a loop for the tokens of a layer.
 Optimized  of_chosen: changes of_all. `topk` first, then a softmax over the 4 chosen scores. The
            shares are the same, because the sum over all experts cancels out.
-           fused: changes of_chosen. One Triton kernel reads the scores once. It finds and removes
+           fused: changes of_chosen. One Triton kernel reads the scores once, then finds and removes
            the largest score 4 times. The scores and shares stay in registers. In the test of
            requests, of_chosen changes looped. Two calls process all requests at once.
 Bound      With few tokens, the host limits all sides: it launches a few kernels per call, or in

@@ -8,8 +8,8 @@ Problem    Compute bf16 attention of 16384 tokens, with 8 heads of 128. Tokens a
 Baseline   biased: `scaled_dot_product_attention` with an additive bf16 mask for every head. PyTorch
            chooses the kernel.
 Optimized  tiled: changes biased. A Triton kernel reads one byte per tile instead of a mask value
-           per score. It computes all tiles, and masks the scores of tiles that are not kept.
-           listed: like tiled, but the kernel loops over a list of the kept tiles.
+           per score. The kernel computes all tiles, and masks the scores of tiles that are not
+           kept. listed: like tiled, but the kernel loops over a list of the kept tiles.
            flex: changes biased. Compiled FlexAttention with a block mask. By default, tiles have
            128 queries and 128 keys. So flex computes more scores than listed, and masks parts of
            its tiles.

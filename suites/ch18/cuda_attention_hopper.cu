@@ -1,7 +1,7 @@
 // Attention of heads of 128 on Hopper's tensor cores: bf16, sums in fp32. These kernels follow
 // cuda_attention_hopper_tma.cu. Causal: a query attends to the keys up to its own position.
-// blockIdx.y is the head. A block takes 128 queries, 64 for each of two warpgroups. It takes 128
-// keys at a time, from the last visible key to the first. So only the first tile needs a mask.
+// blockIdx.y is the head. A block takes 128 queries, 64 for each of two warpgroups, and 128 keys at
+// a time, from the last visible key to the first. So only the first tile needs a mask.
 //
 // wgmma_tiles: two warpgroups compute, and one of their threads keeps the ring of tiles filled.
 //   Scores, weights and outputs run one after another.
@@ -124,8 +124,8 @@ struct Rows {
   }
 
   // Forces the weights to be computed before the next wait. Without this branch, ptxas moved most
-  // exponentials of `overlapped` after the wait for the outputs, so nothing overlapped. It is never
-  // taken, because a sum of weights is never negative.
+  // exponentials of `overlapped` after the wait for the outputs, so nothing overlapped. The branch
+  // is never taken, because a sum of weights is never negative.
   __device__ void finish() const {
     if (total[0] + total[1] < 0) __nanosleep(1);
   }

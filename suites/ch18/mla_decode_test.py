@@ -257,7 +257,7 @@ def fused_cost(batch, heads, tokens, chunk):
 def library_cost(batch, heads, tokens, chunk):
     """Return the cost of PyTorch's `fmha_cutlassF_bf16_aligned_32x128_gmem_sm80`.
 
-    A thread block takes 32 queries, and 128 tokens at a time. It multiplies with `mma.sync`, which
+    A thread block takes 32 queries, and 128 tokens at a time, and multiplies with `mma.sync`, which
     reaches 63 % of the tensor cores' rate on Hopper (arXiv 2501.12084).
     """
     rows = -(-heads // 32) * 32

@@ -26,7 +26,7 @@ Seen       On an H100 with sequences of up to 512 tokens, all sides take about t
            a few tiles of keys, so its start and end probably take as long as its products. A call
            of looped has few programs, which do not fill the GPU. We did not record which kernel
            PyTorch chose for padded, which has a mask. packed, nested and varlen take the same time.
-           With up to 4096 tokens, looped is the fastest side. It takes a third less time than
+           With up to 4096 tokens, looped is the fastest side: it takes a third less time than
            packed, nested and varlen, which again take the same time. nested and varlen take more
            than twice as long as predicted, and reach the same share of the tensor cores' peak as
            FlashAttention-2 in `triton_attention_test.py`. looped reaches a larger share, which only

@@ -31,7 +31,7 @@ Use when   You quantize in the call, as for activations. The time to quantize ca
            the definition, which takes one line and is as fast as fused. For NVFP4, write the
            kernel. The page accepts no error: codes and scales must match the definition bit for
            bit. The formats themselves lose accuracy. MXFP8 rounds an element by up to 2^-4 of its
-           value. Its scale is a power of two, and values above 448 times the scale are clamped to
+           value. The scale is a power of two, and values above 448 times the scale are clamped to
            448 times the scale. So the largest elements of a block lose up to 2^-3 of their value.
            NVFP4 rounds an element by up to a third of its value if the element is at least half the
            scale. Smaller elements become 0 or half the scale.

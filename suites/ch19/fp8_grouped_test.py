@@ -12,7 +12,7 @@ Optimized  All variants multiply in e4m3, with a scale for each row of x and of 
            once, before the timed part. x is quantized in the call, with the same Triton kernel in
            all variants.
            looped_fp8: changes looped. `torch._scaled_mm` for each expert.
-           grouped: changes looped_fp8. One Triton kernel for all experts. Its grid covers the
+           grouped: changes looped_fp8. One Triton kernel computes all experts. The grid covers the
            largest possible number of tiles. Each program finds its expert from the ends, and
            programs without a tile exit.
            library: `torch._scaled_grouped_mm`, which reads the ends on the GPU too.

@@ -125,7 +125,7 @@ def overlapped(weights, images):
 
 # The costs leave out the CPU's work on pixels, because no rate was measured for it.
 def computed(side):
-    """Return the cost of the MLP of a batch. Its second product is small."""
+    """Return the cost of the MLP of a batch, whose second product is small."""
     pixels = CHANNELS * side * side
     return Cost(
         read=4 * (IMAGES + HIDDEN) * pixels,

@@ -74,7 +74,7 @@ def reference(state, tokens, labels):
 
 
 def on_lists(state, lr=LR):
-    """Return torch's default AdamW with the moments of `state`. Its step counts are on the CPU."""
+    """Return torch's default AdamW with the moments of `state` and step counts on the CPU."""
     optimizer = torch.optim.AdamW(state.model.parameters(), lr, BETAS, EPS, DECAY, foreach=True)
     for p, moments in state.optimizer.state.items():
         optimizer.state[p] = {**moments, "step": moments["step"].cpu().clone()}
