@@ -53,7 +53,7 @@ def captured(x, weights):
 
 
 def block(width, launches, host_steps):
-    """Return the cost of one block. Its activations stay in the L2."""
+    """Return the cost of one block, whose activations stay in the L2."""
     return Cost(
         read=4 * (2 * WIDEN * width + ROWS) * width,
         write=4 * ROWS * width,

@@ -1,7 +1,7 @@
 """L2 set-aside: reserve part of the L2 for a table, so that streamed data cannot evict it.
 
-Problem    out[i] = x[i] . table[index[i]] on `rows` rows of 128 floats. 1 GiB of x passes through
-           the L2. Each row of the table is read many times, in random order.
+Problem    Compute out[i] = x[i] . table[index[i]] on `rows` rows of 128 floats. 1 GiB of x passes
+           through the L2. Each row of the table is read many times, in random order.
 Baseline   normal: all lines in the L2 have the same priority, so x evicts rows of the table that
            will be read again.
 Optimized  set_aside: changes normal. The process sets aside the largest part of the L2 for

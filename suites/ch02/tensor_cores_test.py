@@ -1,6 +1,6 @@
 """Tensor cores: a matrix product with fewer bits per operand runs on much faster units.
 
-Problem    C = A @ B. A, B and C are fp32 in memory on every side. In test_tensor_cores, all
+Problem    Compute C = A @ B. A, B and C are fp32 in memory on every side. In test_tensor_cores, all
            matrices are square. In test_one_row, A has one row and B is large.
 Baseline   fp32: TF32 is switched off, so the product runs on the CUDA cores. Operands keep their 24
            significant bits.

@@ -113,7 +113,7 @@ def per_layer(state, x, dy, group=None):
 
 @functools.cache
 def urgent():
-    """Return a group of all ranks with a high-priority stream. Each process creates it once."""
+    """Return a group of all ranks with a high-priority stream. A process creates it once."""
     return dist.new_group(pg_options=dist.ProcessGroupNCCL.Options(is_high_priority_stream=True))
 
 

@@ -6,8 +6,8 @@ Baseline   widened: an fp32 kernel between two conversions, `x.float()` and `.bf
            tensors pass through DRAM.
 Optimized  in_registers: changes widened. One kernel loads bf16, computes in fp32, and stores bf16,
            one element per thread.
-           pairs: changes in_registers. Two elements per thread, in 4-byte accesses.
-           octets: changes in_registers. Eight elements per thread, in 16-byte accesses.
+           pairs: changes in_registers. A thread has two elements, in 4-byte accesses.
+           octets: changes in_registers. A thread has eight elements, in 16-byte accesses.
            library: `torch.nn.functional.silu`, which also computes in fp32.
 Bound      DRAM limits octets, which reads 2 bytes and writes 2 bytes per element, while widened
            moves 20. Block starts limit in_registers, which starts a block for every 256 elements.
@@ -21,7 +21,7 @@ Seen       pairs has as many threads, blocks and 4-byte accesses as `single` of 
            separately. The middle kernel makes twice as many accesses as `single`. If it also takes
            twice as long, the two conversions take 1.5 times as long as predicted from their bytes.
            We cannot explain why.
-Use when   Tensors have 16-bit elements and arithmetic needs 32 bits. Do not convert a whole tensor
+Use when   Tensors have 16-bit elements, and arithmetic needs 32 bits. Do not convert a whole tensor
            for one elementwise kernel. Load at least 16 bytes per thread. Keep sums and exponentials
            in fp32.
 """

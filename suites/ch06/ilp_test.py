@@ -4,16 +4,16 @@ Problem    test_ilp computes the sigmoid of n fp32 elements. test_long_chain int
            growth for n elements in 256 steps of two dependent multiply-adds.
 Baseline   single: one element per thread.
            growth_single: one element per thread.
-Optimized  in_turn: changes single. Four elements per thread. The thread loads an element only after
-           it has stored the previous one, because the compiler must assume that out and x overlap.
-           two: changes single. Two elements per thread, both loaded before the first is used.
+Optimized  in_turn: changes single. A thread has four elements, and loads an element only after it
+           has stored the previous one, because the compiler must assume that out and x overlap.
+           two: changes single. A thread has two elements, and loads both before it uses the first.
            four: like two, with four elements. four and in_turn differ only in the order of loads
            and stores.
            eight: like four, with eight elements.
            library: `torch.sigmoid`.
-           growth_four: changes growth_single. Four elements per thread, whose steps alternate. Both
-           kernels are unrolled to 128 multiply-adds per iteration of the loop, so their loops cost
-           the same.
+           growth_four: changes growth_single. A thread has four elements, whose steps alternate.
+           Both kernels are unrolled to 128 multiply-adds per iteration of the loop, so their loops
+           cost the same.
 Bound      test_ilp: DRAM. The 2048 threads of an SM have 8 KiB in flight with one element each, and
            about 13 KiB are needed (`../ch07/vector_width_test.py`). While a thread computes the
            exponential and the division, it has no load in flight, so single would need even more

@@ -12,7 +12,7 @@ Optimized  tiled: changes naive. The tile is transposed in shared memory, so a w
            swizzled: changes tiled. Row r stores column c in place c xor r, so a column is spread
            over all banks without unused floats.
            library: `x.t().contiguous()`.
-Bound      DRAM for padded and swizzled. Shared memory limits tiled, which reads a column at one
+Bound      DRAM limits padded and swizzled. Shared memory limits tiled, which reads a column at one
            float per clock. Stores limit naive, which writes 32 bytes to the L2 for every 4 bytes of
            the result.
 Seen       naive and library take longer than predicted. The transfer of whole sectors to the L2

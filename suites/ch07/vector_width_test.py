@@ -2,11 +2,11 @@
 
 Problem    Copy n fp32 elements.
 Baseline   scalar: one 4-byte load and store per thread.
-Optimized  unrolled: changes scalar. Four 4-byte accesses per thread, with all loads before the
+Optimized  unrolled: changes scalar. A thread makes four 4-byte accesses, with all loads before the
            first store.
-           pairs: changes unrolled. The same 16 bytes in two 8-byte accesses.
-           quads: changes unrolled. The same 16 bytes in one 16-byte access.
-           quads_unrolled: changes quads. Four 16-byte accesses per thread.
+           pairs: changes unrolled. A thread copies the same 16 bytes in two 8-byte accesses.
+           quads: changes unrolled. A thread copies the same 16 bytes in one 16-byte access.
+           quads_unrolled: changes quads. A thread makes four 16-byte accesses.
            library: `x * 1`, PyTorch's elementwise kernel. `Tensor.clone` would be slower in a CUDA
            graph, in which sides are timed (see copy_stride).
 Bound      DRAM. With 4 bytes per thread, the 2048 threads of an SM have 8 KiB of loads in flight.

@@ -7,8 +7,8 @@ Baseline   accurate: `weight / sqrtf(square)`. Both the root and the quotient ar
 Optimized  flag: changes accurate. The same kernel is compiled with `--use_fast_math`. The flag
            applies to the whole file: square roots and divisions become approximate, and subnormal
            numbers become zero.
-           reciprocal_root: changes accurate. `weight * rsqrtf(square)`, without the flag. A single
-           special function replaces a square root and a division.
+           reciprocal_root: changes accurate. A single special function, `weight * rsqrtf(square)`,
+           replaces a square root and a division. The flag is not set.
            root_and_flag: changes reciprocal_root. The same kernel is compiled with the flag, so
            rsqrtf is one instruction, without a test for subnormal numbers. There is no library
            variant, because PyTorch would write all m * n distances.

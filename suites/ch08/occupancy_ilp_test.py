@@ -10,7 +10,7 @@ Baseline   one: a thread has one load in flight.
 Optimized  two: changes one. A thread loads two elements before it stores the first.
            four: like two, with four elements.
            eight: like four, with eight elements.
-           two_chains: changes one_chain. Two numbers per thread, whose steps alternate.
+           two_chains: changes one_chain. A thread has two numbers, whose steps alternate.
            four_chains: like two_chains, with four numbers. There is no library variant, because no
            library lets a caller choose the number of warps. For a full GPU, `../ch06/ilp_test.py`
            compares two, four and eight loads with a library.

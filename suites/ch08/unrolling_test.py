@@ -11,9 +11,9 @@ Optimized  rolled: changes compiled. `#pragma unroll 1`. This variant is no opti
            compiled.
            known: changes compiled. The number of coefficients is a constant of the kernel, so the
            loop is fully unrolled, without a counter or a branch.
-           four_points: changes compiled. Four points per thread, so a loaded coefficient is used
-           four times, and a thread has four independent chains. There is no library variant,
-           because PyTorch has no such function.
+           four_points: changes compiled. A thread has four points, so it uses a loaded coefficient
+           four times, and has four independent chains. There is no library variant, because PyTorch
+           has no such function.
 Bound      Instruction issue. A step needs one multiply-add. compiled also needs a quarter of a load
            and a share of the loop's instructions, so it issues about 1.6 instructions per step.
            rolled issues 6 instructions per step: a multiply-add, a load, two counters, a comparison

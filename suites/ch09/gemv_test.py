@@ -11,7 +11,8 @@ Optimized  vectorized: changes scalar. A lane loads 16 bytes at a time, which ar
            together: changes one_by_one. One kernel loads each weight once and multiplies it with
            all tokens, on the CUDA cores. With one token, this kernel would be the same as
            vectorized.
-           gemm_library: changes one_by_one. `torch.nn.functional.linear` with all tokens.
+           gemm_library: changes one_by_one. One call of `torch.nn.functional.linear` computes all
+           tokens.
 Bound      DRAM, because w has to be read once. In test_gemv, scalar has too few bytes in flight.
            The compiler unrolls the loop, but keeps a branch between the loads. So a thread waits
            for each weight before it loads the next one. With one 2-byte load for each of 2048

@@ -1,4 +1,4 @@
-"""GEMMs on streams: first remove the host's waits, then batch. Use streams only as a last step.
+"""GEMMs on streams: first remove the host's waits, then batch, and use streams only as a last step.
 
 Problem    Compute `count` independent bf16 products of (n, k) by (k, n), each into its own slice of
            a result tensor. All sides allocate this tensor first. The page times a curve over n:

@@ -11,7 +11,7 @@ Baseline   same_priority: the large kernel on the current stream, and the networ
 Optimized  urgent: changes same_priority. The second stream has a higher priority. When a block of
            the large kernel ends, a waiting block of the network takes its place. Running blocks are
            not interrupted.
-Bound      DRAM for the large kernel, and the latency of small kernels for the network. In
+Bound      DRAM limits the large kernel, and the latency of small kernels limits the network. In
            same_priority, the two times add up. In urgent, they overlap, so a call takes only as
            long as the longer of the two. The costs include the start of a small kernel, but not its
            latency. The costs of urgent leave out the network's starts, which happen during the

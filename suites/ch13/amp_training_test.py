@@ -10,10 +10,10 @@ Optimized  tf32: changes fp32. TF32 is on: tensor cores round the fp32 operands 
            fp16: changes fp32. The step runs under autocast with a `GradScaler`, because gradients
            of a mean loss are too small for fp16. The loss is multiplied by 2^16, and the fp32
            gradients are divided by 2^16 before the update.
-Bound      In theory, the tensor cores. Outside the matrix products, bf16 moves about as many bytes
-           as fp32. The residual stream and the norms stay fp32, and the fp32 cosines of the rotary
-           embedding make q and k fp32. So the casts add about as much traffic as the smaller
-           operands save.
+Bound      In theory, tensor cores are the limit. Outside the matrix products, bf16 moves about as
+           many bytes as fp32. The residual stream and the norms stay fp32, and the fp32 cosines of
+           the rotary embedding make q and k fp32. So the casts add about as much traffic as the
+           smaller operands save.
 Seen       tf32, bf16 and fp16 are slower than predicted. In fp32 and tf32, attention runs in a
            kernel made for Ampere, which multiplies in fp32 whether TF32 is on or off. We did not
            measure the rate of that kernel. In long_attention_test.py, flash reaches only a share of

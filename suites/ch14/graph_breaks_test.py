@@ -3,9 +3,9 @@
 Problem    Compute fp32 blocks x = clip(x + silu(x w)) on a few rows. If the RMS of x + silu(x w) is
            above a limit, clip scales the values down so that the RMS equals the limit. About 10 of
            the 16 blocks clip.
-Baseline   broken: `torch.compile` of a block with `if rms > limit`. Dynamo compiles two graphs: the
-           code before the branch, and the scaling after it. Between the two graphs, the host waits
-           for the RMS.
+Baseline   broken: `torch.compile` compiles a block with `if rms > limit`. Dynamo makes two graphs:
+           the code before the branch, and the scaling after it. Between the two graphs, the host
+           waits for the RMS.
 Optimized  cond: changes broken. `torch.cond` keeps the branch in the graph, so the block is one
            graph. But Inductor's code for `torch.cond` still reads the condition on the host and
            branches in Python. A branch of `torch.cond` must not return its input, so a block that

@@ -3,7 +3,7 @@
 Problem    Run a small fp32 pre-norm MLP of `layers` layers with a residual, for a few rows. The
            weights are the parameters of a module.
 Baseline   eager: the module launches four kernels per layer: norm, product, SiLU and sum.
-Optimized  compiled: changes eager. `torch.compile` with its default mode. In each layer, everything
+Optimized  compiled: changes eager. With the default mode of `torch.compile`, everything in a layer
            except the matrix product becomes one kernel.
            reduce_overhead: changes compiled. `mode="reduce-overhead"` captures the compiled code as
            a CUDA graph and replays it. Each call copies x to the graph's input. The result is

@@ -4,8 +4,8 @@ Problem    Run the first pass of a new process through `blocks` identical fp32 p
            blocks, including compilation.
 Baseline   whole: `torch.compile` of the model. Dynamo unrolls the loop over the blocks, so all
            blocks are in one graph.
-Optimized  regional: changes whole. `torch.compile` of one block. The blocks have the same code and
-           shapes, so all of them use the code that is compiled for the first block.
+Optimized  regional: changes whole. `torch.compile` compiles one block. All blocks have the same
+           code and shapes, so all use the code that is compiled for the first block.
            eager: like whole, but not compiled.
 Bound      The compiler, on the host. We did not measure how long compilation takes, so the costs
            count only the kernels. Both compiled sides take far longer than predicted. whole traces

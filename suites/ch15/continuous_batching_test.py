@@ -44,7 +44,7 @@ from suites.serving import best, config_of, continued, forward_cost, kernels_of,
 
 def lengths_of(requests, mean):
     """Return each answer's number of tokens: quantiles of an exponential distribution."""
-    golden = (math.sqrt(5) - 1) / 2  # its multiples spread the quantiles evenly, in a mixed order
+    golden = (math.sqrt(5) - 1) / 2  # multiples of it spread the quantiles evenly, in a mixed order
     quantiles = [(k * golden) % 1 for k in range(1, requests + 1)]
     return [1 + round(-(mean - 1) * math.log(1 - q)) for q in quantiles]
 

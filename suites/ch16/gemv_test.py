@@ -5,13 +5,13 @@ Problem    Compute y = W x for one token of a decode step. x, W (n, k) and y are
 Baseline   library: `torch.nn.functional.linear`, which calls cuBLAS.
 Optimized  bf16: a CUDA C++ kernel. A warp computes four rows, and sums in fp32. This variant shows
            the gain of the kernel alone.
-           int8: changes bf16. One byte per weight, and one scale per row of W. The weights are
-           quantized once, before the timed part. Bit operations and a subtraction convert a byte to
-           a float.
-           int4: changes int8. Half a byte per weight, and one fp32 scale per 128 weights of a row.
-           The weights in a word are in an order in which one mask extracts two weights. The
-           conversion adds an offset to each weight. The kernel subtracts the offsets from the sum,
-           once per 32 weights.
+           int8: changes bf16. There is one byte per weight, and one scale per row of W. The weights
+           are quantized once, before the timed part. Bit operations and a subtraction convert a
+           byte to a float.
+           int4: changes int8. There is half a byte per weight, and one fp32 scale per 128 weights
+           of a row. The weights in a word are in an order in which one mask extracts two weights.
+           The conversion adds an offset to each weight. The kernel subtracts the offsets from the
+           sum, once per 32 weights.
 Bound      DRAM for bf16 and int8. int4 reads half the bytes of int8 and needs about as many
            instructions per weight, most of them for the conversion. So instructions and DRAM limit
            int4 about equally. `weight_only_test.py` in chapter 13 solves the same problem with

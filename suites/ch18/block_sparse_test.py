@@ -10,7 +10,7 @@ Baseline   biased: `scaled_dot_product_attention` with an additive bf16 mask for
 Optimized  tiled: changes biased. A Triton kernel reads one byte per tile instead of a mask value
            per score. The kernel computes all tiles, and masks the scores of tiles that are not
            kept. listed: like tiled, but the kernel loops over a list of the kept tiles.
-           flex: changes biased. Compiled FlexAttention with a block mask. By default, tiles have
+           flex: changes biased. Compiled FlexAttention gets a block mask. By default, tiles have
            128 queries and 128 keys. So flex computes more scores than listed, and masks parts of
            its tiles.
 Bound      The L2 limits listed, because each program of 64 queries reads its kept tiles of keys and

@@ -6,10 +6,10 @@ Problem    Documents are packed into one sequence for training. A token attends 
            and flex make their masks before the timed part.
 Baseline   biased: `scaled_dot_product_attention` with an additive bf16 mask. PyTorch chooses the
            kernel.
-Optimized  looped: changes biased. One causal call per document, on a view of its tokens.
-           flex: changes biased. Compiled FlexAttention. A Python function compares the documents of
-           query and key. A block mask tells the kernel which tiles of 128 x 128 the function hides
-           completely, and the kernel skips them.
+Optimized  looped: changes biased. There is one causal call per document, on a view of its tokens.
+           flex: changes biased. In compiled FlexAttention, a Python function compares the documents
+           of query and key. A block mask tells the kernel which tiles of 128 x 128 the function
+           hides completely, and the kernel skips them.
 Bound      Tensor cores limit flex, for the tiles that have at least one visible score. Tiles that
            the function hides in part take extra instructions. biased computes all tiles and also
            reads two bytes of the mask for every score and head. looped computes about the same

@@ -34,7 +34,7 @@ Seen       All cases were recorded on an H100. Without a mask, cudnn takes a fif
            so there are half as many programs.
            cudnn is the fastest side everywhere. flash is slower than every kernel in Triton.
 Use when   You need attention that no library has: Triton takes the least code. Use descriptors, and
-           tune the tile sizes. For plain or causal attention call the library. The same ladder in
+           tune the tile sizes. For plain or causal attention, call the library. The same ladder in
            CUDA C++ is in `cuda_attention_hopper_test.py`.
 """
 

@@ -12,7 +12,7 @@ Optimized  looped: changes padded. There is one call per sequence, on a view of 
            is padded. packed: changes looped. One Triton kernel computes all sequences. A program
            takes 64 queries of a head. A list, made before the timed part, gives the sequence of
            each program's queries.
-           nested: changes looped. `scaled_dot_product_attention` on a nested tensor of jagged
+           nested: changes looped. `scaled_dot_product_attention` gets a nested tensor of jagged
            layout, which PyTorch's flash kernel handles as packed tokens.
            varlen: changes looped. `torch.nn.attention.varlen.varlen_attn` calls the same kernel as
            nested with the list of starts.

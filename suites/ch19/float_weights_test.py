@@ -9,7 +9,7 @@ Optimized  All variants use one Triton kernel, which converts weights to bf16 in
            streamed: changes bf16. The Triton kernel reads bf16 weights, which shows the effect of
            the kernel without quantization.
            fp8: changes streamed. MXFP8: e4m3, one byte per weight.
-           fp6: changes fp8. MXFP6: e2m3. Three bytes hold four weights: each byte holds the code of
+           fp6: changes fp8. MXFP6: e2m3, four weights in three bytes. Each byte holds the code of
            one weight and two bits of the fourth code.
            fp4: changes fp6. MXFP4: e2m1, two weights in a byte.
 Bound      DRAM limits bf16, streamed and fp8. The L2 of an H100 is too small for the weights of any

@@ -6,8 +6,8 @@ Optimized  Both variants quantize x in the call, with the kernels of block_forma
            quantized once, before the timed part. One Triton kernel multiplies, with
            `tl.dot_scaled`.
            mxfp8: e4m3 codes, and one power-of-two scale for every 32 elements of a row.
-           nvfp4: changes mxfp8. e2m1 codes, two per byte, and an e4m3 scale for every 16 elements.
-           The scale of the whole tensor is 1 here.
+           nvfp4: changes mxfp8. There are e2m1 codes, two per byte, and an e4m3 scale for every 16
+           elements. The scale of the whole tensor is 1 here.
 Bound      Tensor cores, at twice the rate of bf16 for mxfp8 and at four times that rate for nvfp4.
            Tensor cores also apply the scales, as CUDA cores do in fp8_blocks_test.py. The scales
            increase the bytes of mxfp8 by a 32nd, and the bytes of nvfp4 by an eighth. x is
