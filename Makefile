@@ -26,11 +26,11 @@ bench: $(VENV)/.ready
 
 test: $(VENV)/.ready lint docs browser
 	$(ONE_THREAD) $(PY) -m pytest -q -n 2 --dist loadfile --aisp-check suites
-	$(ONE_THREAD) $(PY) -m pytest -q -n 2 --aisp-compile=sm90,sm100 suites -m "sm90 or sm100"
+	$(ONE_THREAD) $(PY) -m pytest -q -n 2 --dist loadfile --aisp-compile=sm90,sm100 suites -m "sm90 or sm100"
 	$(PY) -m pytest -q -n 2 -p no:benchmark --durations=40 -m "not slow" tests emulator
 
 compile: $(VENV)/.ready
-	$(ONE_THREAD) $(PY) -m pytest -q -n 2 --aisp-compile suites -m "sm90 or sm100 or sm103 or sm121"
+	$(ONE_THREAD) $(PY) -m pytest -q -n 2 --dist loadfile --aisp-compile suites -m "sm90 or sm100 or sm103 or sm121"
 
 slow: $(VENV)/.ready
 	$(PY) -m pytest -q -n 2 -p no:benchmark -m slow tests
