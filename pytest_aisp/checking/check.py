@@ -148,7 +148,7 @@ def _scale_if_needed(
 
 
 def _check_terms(reference: Reference) -> None:
-    """Refuse a `Work(terms=)` above the number of input elements. It would widen the bound."""
+    """Refuse a `Work(terms=)` above the number of input elements: the bound would be wider."""
     pool, world = reference.pool, current_group().world
     tensors = [tensor for _, tensor in pytree.tensors(pool.value_set(0))]
     tensors += pytree.state_tensors(pool.new_state()).values()

@@ -50,7 +50,7 @@ ADVICE = {
     "freshness": "Choose inputs that change the output. Two draws of them have the same output, and"
     " so do inputs that are halved",
 }
-"""For each kind, the advice to give if no control of that kind is clearly refused."""
+"""The advice to give if no control of a kind is clearly refused, by kind."""
 DRAWS = 5
 """Number of draws of the input values. A page is refused if the controls fail for most draws."""
 DRAW_SEEDS = 0x10001

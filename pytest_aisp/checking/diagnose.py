@@ -23,7 +23,7 @@ _SWITCHES: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "cpu": {f"mkldnn.{kind}.fp32_precision": (f"mkldnn.{kind}",) for kind in ("matmul", "conv")},
 }
-"""For each device, its TF32 switches in torch.backends, and the backends that a switch affects."""
+"""The TF32 switches of each device in torch.backends, and the backends that a switch affects."""
 
 
 def explain_tf32(reference: Reference, side: Side, run: Run, *, is_baseline: bool) -> str:

@@ -28,7 +28,7 @@ class Pass:
 
     Attributes:
         turns: indices of the value sets.
-        expected: the outputs after each turn, keyed by the number of turns so far. Often only the
+        expected: the outputs after each turn, keyed by the number of finished turns. Often only the
             outputs after the last turn are kept.
         structure: the operations of the reference.
     """
@@ -40,12 +40,12 @@ class Pass:
 
 @dataclass
 class Errors:
-    """How far the rounding of intermediate values moves the outputs after some turns.
+    """The errors of the outputs after some turns, caused by rounding of intermediate values.
 
     Attributes:
-        totals: for each output, a tensor with one number per element: the root of the sum of the
-            squared differences from the expected value over all perturbed runs. None for an output
-            that is not floating point.
+        totals: one tensor per output, or None for an output that is not floating point. Each
+            element is the root of the sum of the squared differences from the expected value over
+            all perturbed runs.
         draws: number of perturbed runs.
         traced: False if only the inputs were perturbed.
     """

@@ -57,7 +57,7 @@ class InputPool:
         scaled: True if every value set after the first is scaled down.
         values: the value sets that are kept, by index.
         slots: copies of value sets, at fixed addresses.
-        pattern: for each slot, the index of the value set that it now contains.
+        pattern: the index of the value set that each slot now contains.
     """
 
     pair: Pair
@@ -227,7 +227,7 @@ class BoundSide:
 
     Attributes:
         name: the side's name.
-        calls: for each slot, a callable that runs the side on the slot and returns the outputs.
+        calls: one callable per slot, which runs the side on the slot and returns the outputs.
         outputs: the last outputs of each slot.
         one_off: seconds of preparation per slot (0 for a side without preparation).
         held_bytes: bytes of GPU memory that the preparation keeps per slot (0 without preparation).

@@ -89,11 +89,11 @@ def _longer(unseen: float, seen: float) -> bool:
 def _check_altered(timer: _SideTimer, seed: int) -> None:
     """Refuse a side that is slow in its first call on altered values, and then fast.
 
-    Integers may be lengths. Altering them changes the shapes inside the side, and the first call
-    with new shapes may be slow (cuDNN builds a plan for each of them). So if all inputs are
-    integers, the tensors are also altered one at a time. A side that caches answers has to look at
-    every tensor that its outputs depend on. If a side stays fast when one of these tensors is
-    altered, it caches no answers.
+    Integers may be lengths. Altered lengths change the shapes inside the side, and the first call
+    with new shapes may be slow (cuDNN builds a plan for each shape). So if all inputs are integers,
+    the tensors are also altered one at a time. A side that caches answers has to look at every
+    tensor that its outputs depend on. If a side stays fast when one of these tensors is altered, it
+    caches no answers.
 
     Raises:
         SideError: if the side is refused. The message has both times.
@@ -162,7 +162,7 @@ class _SideTimer:
     """Times single calls of one side on slot 0.
 
     Attributes:
-        fastest: seconds of the fastest call so far.
+        fastest: seconds of the fastest call.
     """
 
     pool: InputPool

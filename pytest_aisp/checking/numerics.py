@@ -201,7 +201,7 @@ def add_differences(
     """Add the squared differences between a perturbed run and `expected` to `totals`, in place.
 
     Args:
-        totals: for each output, the root of the sum of all earlier squares, or None for an output
+        totals: the root of the sum of all earlier squares of each output, or None for an output
             that is not floating point. The root is stored because squares may underflow in float32.
         moved: the outputs of the perturbed run. The list is emptied to free memory.
         step: the factor by which the perturbation was scaled up.
@@ -248,8 +248,8 @@ def untraced(
 
     Args:
         value: the reference's output in float64.
-        squares: for each element, the sum of the squares of its terms. This sum is the element's
-            squared sensitivity to relative changes of the inputs.
+        squares: the sum of the squares of each element's terms, which is the element's squared
+            sensitivity to relative changes of the inputs.
         dtype, precision: as in `allowed`.
         terms: the number of terms in the longest sum.
         roundings: how many times in a row values are rounded.

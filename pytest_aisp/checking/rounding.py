@@ -87,7 +87,7 @@ class Structure:
         unit: the largest unit roundoff of the inputs and the state.
         untraced: the reason why the operations are not known, or an empty string.
         random: the name of an operation that draws random numbers, or an empty string.
-        origins: for each output, the index of the operation that rounded it last.
+        origins: the index of the operation that last rounded each output.
     """
 
     lengths: dict[int, int] = field(default_factory=dict)

@@ -1,8 +1,8 @@
-"""Ranks of one case on several machines. pytest on the first machine controls all of them.
+"""Ranks of one case on several machines. pytest on the first machine controls all ranks.
 
 Each other machine runs a rank server (`rank_server`). pytest opens one connection to each server
-for each set of ranks, and sends every task to all machines at once. The ranks end with their
-connection. All machines have an equal share of the ranks.
+for each set of ranks, and sends every task to all machines at once. When a connection ends, its
+ranks end too. All machines have an equal share of the ranks.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class RankServer:
 
 
 class Unreachable(Exception):
-    """Two machines cannot connect to each other. The message names both, and the remedy."""
+    """Two machines cannot connect to each other. The message names them and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,11 @@ class Machines:
         name, host: this machine's name, and its address for the other machines.
         share: the number of ranks on each machine.
         servers: the rank servers of the other machines.
-        key: the secret that both ends of a connection prove to know.
-        tree: the working tree on this machine. Each server replaces this path by its own tree.
-        lost: called with the number of a machine, counted from 0, if its rank server is gone. The
-            case has no verdict then, so this function ends the process or raises an exception.
+        key: the secret that both ends of a connection must share.
+        tree: the working tree on this machine. Each server replaces this path with its own tree.
+        lost: a function that is called with the number of a machine, counted from 0, if the
+            machine's rank server is gone. The case then has no verdict, so the function ends the
+            process or raises an exception.
     """
 
     name: str
@@ -117,13 +118,12 @@ class Machines:
 
     @contextlib.contextmanager
     def leases(self, *, gpus: bool, shared: bool, waiting: Callable[[str], None]) -> Iterator[None]:
-        """Hold the leases of the other machines inside the block: of the host, and of the GPUs.
+        """Hold the leases of the other machines' hosts and GPUs inside the block.
 
         All runs take the leases in the same order of machines, which prevents deadlocks.
 
         Args:
-            gpus: whether to hold the GPUs, too.
-            shared: whether other cases may share the host.
+            gpus: True to hold the GPUs too. shared: True if other cases may share the host.
 
         Raises:
             OSError: if a machine's folder of leases cannot be written.
@@ -178,8 +178,8 @@ class SpanningRanks(RankSet):
     def ask(self, task: Task, seconds: float, progress: Progress) -> Reply:
         """Send `task` to all ranks, and return rank 0's reply, or the failure of a rank.
 
-        The other machines answer within `seconds`. This one waits a little longer, so that it does
-        not end its ranks before a machine whose rank hangs has said so.
+        The other machines answer within `seconds`. This machine waits a little longer, so that
+        another machine can still report that a rank hangs.
         """
         self._replies, self._failed, self._asking = {}, float("inf"), True
         try:
@@ -236,8 +236,8 @@ class SpanningRanks(RankSet):
     def _wait(self, mine: Reply, seconds: float) -> None:
         """Wait for the replies of the other machines.
 
-        If a rank here has lost its connection, the other machine may have died. Then the wait ends
-        with this process, when the fleet has found out.
+        If a rank here has lost its connection, the other machine may have died. Then the fleet
+        detects the loss and ends this process, and with it the wait.
         """
         patience = GRACE_SECONDS if mine.error is not None and not _is_lost(mine) else seconds
         deadline = time.monotonic() + patience
@@ -265,7 +265,7 @@ class SpanningRanks(RankSet):
         return replace(reply, at=hung[0].at)
 
     def kill(self) -> None:
-        """Kill the ranks on this machine. Except while a task runs, end the others, too."""
+        """Kill the ranks on this machine. If no task is running, end all other ranks too."""
         super().kill()
         if not self._asking:
             for connection in self._connections.values():

@@ -48,7 +48,7 @@ from .verdict import BY_ERROR, Refused, Verdict, refused_by, set_speedup
 T = TypeVar("T")
 
 LIMIT = {"graph": 1.25, "host": 1.5, "cpu": 1.5}
-"""For each clock, the largest allowed ratio of the speedup to the speedup measured from outside.
+"""The largest allowed ratio of the speedup to the speedup measured from outside, by clock.
 
 The clock ``queue`` has no limit, because its calls wait behind a blocking kernel and cannot be
 timed from outside.

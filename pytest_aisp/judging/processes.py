@@ -11,7 +11,7 @@ from pathlib import Path
 from ..worker.client import WorkerProcess
 
 COUNT = 2
-"""Number of processes that each candidate needs. They are started in advance."""
+"""Number of processes that each candidate needs, which are started in advance."""
 MEMORY_SHARE = 0.5
 """The default memory limit of a process, as a share of the available host memory."""
 

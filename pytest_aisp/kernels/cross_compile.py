@@ -35,7 +35,7 @@ class AssemblyError(PageError):
 
 @dataclass(frozen=True)
 class AssembledKernel:
-    """One kernel assembled for one arch, and the resources it uses there."""
+    """One kernel assembled for one arch, and the resources that it uses."""
 
     arch: str
     side: str

@@ -40,7 +40,8 @@ class LaunchedCode:
     """The kernels and operators that `CALLS` calls of a side launch at one size.
 
     Attributes:
-        launches: for each launch, the kernel's name, and its grid, block, arguments and options.
+        launches: the kernel's name, the grid, the block, the arguments and the options of each
+            launch.
         code: the names and machine code of all launched Triton kernels and all .cu files.
         operators: the called operators of torch that may launch kernels, with their arguments.
         launched: the launched Triton kernels, and the .cu files of the launched CUDA C++ kernels.

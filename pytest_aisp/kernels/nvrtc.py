@@ -74,7 +74,7 @@ def compile_module(module: CudaModule, target: str, kernel: str = "") -> Cubin:
 
     Args:
         kernel: the kernel that is needed. If the module does not compile, this kernel is compiled
-            again without the bodies of the other kernels, because the error may be in such a body.
+            again without the bodies of all other kernels, because the error may be in another body.
 
     Raises:
         CompileError: the module does not compile.

@@ -86,8 +86,8 @@ FEATURES = ASSEMBLED | OTHERS
 # On sm121 the assembler replaces multicast with a function call (`sass_test`).
 FEATURES["multicast"] = {a: s for a, s in ASSEMBLED["multicast"].items() if a != "sm121"}
 
-# Code that uses a feature contains at least one of these instructions, with these modifiers. They
-# were found by disassembling test kernels that NVRTC 13.5 and Triton 3.9 compiled
+# Code that uses a feature contains at least one of these instructions, with these modifiers. The
+# instructions come from disassembled test kernels, which NVRTC 13.5 and Triton 3.9 compiled
 # (tests/sass_test.py). Features without a special instruction are not listed: clusters are a launch
 # attribute, and ordinary loads read distributed shared memory.
 INSTRUCTIONS: dict[str, tuple[str, ...]] = {

@@ -107,8 +107,8 @@ class Variant:
         when: a function that takes a size's keys and returns whether the variant has a case there.
         at_least: the variant's claim, if it differs from the page's.
         precision: the lower precision that the side uses on purpose, which enlarges the tolerance.
-        sass: instructions that the machine code must contain in addition to those of `needs`, as in
-            ``sass="LDG.128"``. The check takes place when the kernels are assembled.
+        sass: instructions that the machine code must contain in addition to the instructions of
+            `needs`, as in ``sass="LDG.128"``. The check takes place when the kernels are assembled.
         gpu_only: the reason why the side cannot be checked on a CPU, as in
             ``gpu_only="symmetric memory"``. Without enough GPUs, the variant's cases are skipped.
         marks: pytest marks for the variant's cases, as in ``pytest.param(marks=...)``.
@@ -227,8 +227,8 @@ class Pair:
 
         A claim without a number of GPUs applies only to the page's first GPU count. Other counts
         need their own claims, as in ``{"sm90": 1.5, "sm90-x4": 1.2}``, because a measurement on two
-        GPUs says nothing about four. A count without its own claim gets ``"yardstick"``. If the
-        baseline is a library, an arch without a claim gets ``"yardstick"`` too.
+        GPUs says nothing about four GPUs. A count without its own claim gets ``"yardstick"``. If
+        the baseline is a library, an arch without a claim gets ``"yardstick"`` too.
         """
         claims, first = self._claims(variant), self._is_first_count(gpus)
         if not isinstance(claims, Mapping):

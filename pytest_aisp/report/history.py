@@ -23,7 +23,7 @@ def read_history(folders: Sequence[Path]) -> tuple[list[ReportRun], Past]:
     """Return the runs and the history entries in `folders`. Each folder is a run or a history.
 
     Raises:
-        CliError: if a folder is neither, or a history has invalid lines.
+        CliError: if a folder is not a run or a history, or if a history has invalid lines.
     """
     runs, past = list[ReportRun](), Past()
     for folder in folders:

@@ -200,7 +200,7 @@ class Artifacts:
 
 
 def publish(run: run_reader.RecordedRun) -> list[Path]:
-    """Write `results.json`, `results.md` and `results.csv` of a run; return their paths.
+    """Write `results.json`, `results.md` and `results.csv` of a run. Return their paths.
 
     Raises:
         OSError: if a file cannot be written.

@@ -32,7 +32,7 @@ ORDER: tuple[Outcome, ...] = ("worse", "better", "same")
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One case in one of the two runs that are compared.
+    """One case in one of two compared runs.
 
     Attributes:
         value: ln(speedup).

@@ -102,7 +102,7 @@ class TimeTask(CaseTask, frozen=True, kw_only=True, tag="time"):
         side: for ``old``, the role of that side.
         past: for ``old``, the page at the commit.
         budget: keyword arguments for `schedule.Budget`.
-        replicate: number of this process among those that measure the case.
+        replicate: number of this process among the processes that measure the case.
         keep: True to keep the expected results for the next task even if `replicate` is above 0.
         planted: artificial slowdown of the second side, as the share of extra, uncounted calls.
         audit: True to profile the kernels of both sides after the last timing window.
@@ -261,7 +261,7 @@ class CollectivesTask(Task, frozen=True, kw_only=True, tag="collectives"):
 
 
 class DiagnoseTask(CaseTask, frozen=True, kw_only=True, tag="diagnose"):
-    """Record when each rank reaches each collective of both sides, or of a loop without a page."""
+    """Record when each rank reaches each collective of both sides. Without a page, use a loop."""
 
 
 class StopTask(Task, frozen=True, kw_only=True, tag="stop"):
@@ -319,7 +319,7 @@ class Reply(Struct, frozen=True, kw_only=True, tag="reply"):
     Attributes:
         error, message: the kind of error, or None, and its text. The last line is the remedy.
         at, trace: the size, if it is not the task's own, and the page's lines of the traceback.
-        result: an object of `task_results`. After a pipe, it has JSON types (see `read`).
+        result: an object of `task_results`, or plain JSON types after a pipe (see `read`).
         exhausted: True if the process uses more GPU memory than its share and must be replaced.
         code: the exception's `code` attribute, a short word for the reason, for `aisp judge`.
     """

@@ -93,7 +93,7 @@ def cpu_note(names: Sequence[str], shares: Sequence[float]) -> tuple[str, bool]:
 
     Args:
         names: the baseline and the variant.
-        shares: for each side, CPU time of the process divided by wall time, in the timed calls.
+        shares: the process's CPU time divided by the wall time of the timed calls, by side.
     """
     baseline, optimized = shares
     if baseline < WAITS and FEWER_TIMES * baseline < optimized:

@@ -83,13 +83,13 @@ class CaseRecord(Struct):
         product, arch: the machine.
         need: why the case could not be timed here, or empty.
         verdict: the verdict, or empty before there is one.
-        cause: what made the case red, stale or inconclusive (see `verdict.Cause`), or empty.
+        cause: the cause of a red, stale or inconclusive verdict (see `verdict.Cause`), or empty.
         value, low, high: ln(speedup) with its 99 % interval, or None if nothing was timed.
         clock: the clock whose times the verdict uses.
         seconds: seconds per call by side, with the baseline first.
         predicted: seconds per call that each side's cost predicts at the machine's rates.
         unexplained: the sides whose time differs from the predicted time by more than a quarter,
-            unless the page says what was seen.
+            unless the page has a section `Seen`.
         errors: the largest rms error of each side's timed outputs, as a share of the rms of the
             expected values. Sides that must be exact are left out. precisions: the precision that
             the page declares for each side.

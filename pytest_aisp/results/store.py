@@ -76,10 +76,10 @@ def write(
 def prune(path: Path, gone: Collection[str]) -> list[str]:
     """Remove the entries with the keys `gone` and return the removed keys, sorted.
 
-    No other entries are removed, so results that another run records meanwhile stay.
+    No other entries are removed, so results that another run records at the same time stay.
 
     Raises:
-        StoreError: if the file cannot be read or written; then it is unchanged.
+        StoreError: if the file cannot be read or written. The file is then unchanged.
     """
     if not path.exists():
         return []
@@ -102,7 +102,7 @@ def _writing(path: Path) -> Iterator[Path]:
             yield target
             done = True
     except OSError as error:
-        if done:  # the file was written; only closing the lock failed
+        if done:  # the file was written, and only closing the lock failed
             return
         fault = f"could not be written and is unchanged: {error}"
         step = f"Free space in {path.parent} or make it writable, then run the same command again."

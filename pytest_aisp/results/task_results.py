@@ -47,7 +47,7 @@ class CheckResult(Struct):
 
 
 class TimeResult(Struct, kw_only=True):
-    """The result of a `TimeTask`. The first fields are those of `schedule.Samples`.
+    """The result of a `TimeTask`. The first fields are the fields of `schedule.Samples`.
 
     Attributes:
         value, error: ln(speedup), and its standard error.

@@ -230,7 +230,7 @@ def verdict_of(decision: Decision, *, stored: bool, same_environment: bool) -> s
 
 
 Cause = Literal["", "code", "environment", "machine", "tuner", "noise"]
-"""What made a case red, stale or inconclusive, if the run has evidence of it."""
+"""The cause of a red, stale or inconclusive verdict, if the run has evidence of a cause."""
 
 
 class Finding(NamedTuple):

@@ -7,9 +7,9 @@ after, and the GPU's counter. A trick that fools one clock does not fool the oth
 - Replaced events disagree with the host's clock and the counter.
 - A replaced host clock disagrees with the events and the counter.
 
-The profiler is a fourth clock. It slows launches down, so it runs after the windows, and in only
-three situations: with ``--aisp-audit``, when a result is recorded, or for pages that limit launches
-or goodput.
+The profiler is a fourth clock, but slows launches down. So the profiler runs after the windows, and
+only in three situations: with ``--aisp-audit``, when a result is recorded, or for pages that limit
+launches or goodput.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ LINE = 32
 STEPS, LINES, LINKS = 4096, 2048, 4096
 BLOCK, ROUNDS, VECTOR = unit_probes.BLOCK, unit_probes.ROUNDS, unit_probes.VECTOR
 DRAM_SETS = 128
-"""The working set for DRAM, as a multiple of the largest one for the L2. It is 32 L2s or more."""
+"""The working set for DRAM (at least 32 L2s), as a multiple of the largest one for the L2."""
 L1_BYTES = 16 << 10
 """Bytes that fit in the L1 of every known GPU, next to other data."""
 HOST_BYTES, HOST_ROUNDS = 256 << 20, 16

@@ -18,7 +18,7 @@ WATCHDOG = 0.25
 class GraphMemory:
     """The memory that the driver gives to the memory nodes of graphs on the current GPU.
 
-    During a capture, `cudaMallocAsync` adds such a node to the graph. torch's statistics do not
+    During a capture, `cudaMallocAsync` adds a memory node to the graph. torch's statistics do not
     include the memory of these nodes. A driver that does not report this memory has no memory
     nodes, so all amounts are then 0.
 
@@ -95,8 +95,8 @@ def peak_bytes(side: BoundSide) -> int:
     """Return the peak GPU memory of one call beyond its inputs, in bytes.
 
     This includes the outputs, the memory that the side's preparation keeps, and the memory nodes of
-    its graphs. It does not include memory kept since an earlier call, temporaries that torch
-    allocated during a capture, or other memory that torch did not allocate.
+    its graphs. Memory kept since an earlier call, temporaries that torch allocated during a
+    capture, and other memory that torch did not allocate are not included.
     """
     import torch
 
@@ -128,7 +128,7 @@ def reserved(pool: InputPool, side: Side) -> float:
     """Return the peak of the bytes that the allocator reserves on a GPU for calls of `side`.
 
     This includes the initial state, and the memory that the driver reserves for memory nodes of
-    graphs. It does not include the inputs.
+    graphs, but not the inputs.
     """
     return current_group().max(_peaks(pool, side)[1])
 

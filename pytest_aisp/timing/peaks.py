@@ -1,4 +1,4 @@
-"""Peaks are the best rates measured on this machine. They limit how fast a page's work can be.
+"""Peaks are the best rates measured on this machine. Peaks limit the speed of a page's work.
 
 Each direction has its own rate: an H200 reads at 4.3, copies at 4.2 and fills at 4.6 TB/s. With a
 single "bandwidth" for all directions, a correct fill could look too fast.
@@ -22,7 +22,7 @@ TOLERANCE = 1.05
 """A side that is faster than the limit by more than this factor skips declared work."""
 PCIE = ("h2d", "d2h")
 UNITS = ("l2", "shared", "atomics", "sfu", "blocks")
-"""Rates of single units of a GPU. They are no limit, because other units may do the work."""
+"""Rates of single units of a GPU, which are no limit, because other units may do the work."""
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "tf32": "float32", "fp32": "float32"}
 """Types of the matrix products. The slowest type is last, because a hot GPU lowers its clocks."""
 LINKS = ("peer", "busbw")

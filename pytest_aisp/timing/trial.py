@@ -232,7 +232,7 @@ class Trial:
         """Create slots, build both sides, time the blocks, and check the last outputs.
 
         Args:
-            first: the side to build first. Its place in memory can change its time by up to 1 %.
+            first: the side to build first. The order can change a side's time by up to 1 %.
             checks: if True, also check other clocks, the L2, and single calls afterwards.
         """
         self._lay_slots(drop_sent=checks)

@@ -2,8 +2,8 @@
 
 The code gate compares each commit with the good one, by timing both versions in one process. The
 search divides every range of commits whose ends differ by more than the noise. So if several
-commits cause a loss, the search finds all of them. Finally, each of these commits is compared with
-the version just before it.
+commits cause a loss, the search finds all these commits. Finally, each of these commits is compared
+with the version just before it.
 
 All measurements are kept in the git folder until the search ends. The keys are hashes of the
 compared code, so an interrupted search can continue even after the history was rewritten.

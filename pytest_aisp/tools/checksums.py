@@ -172,7 +172,7 @@ def _other_than_recorded(
 
 
 def _stored(ref: str, name: str) -> Stored:
-    """Return the results in the file `name` at `ref`. If the file is missing, there are none."""
+    """Return the results in the file `name` at `ref`, or no results if the file is missing."""
     path = Path(name)
     text = _git("show", f"{ref}:./{name}", missing_ok=True)
     if text is None:

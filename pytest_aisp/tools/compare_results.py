@@ -21,7 +21,7 @@ from ..util.cli_result import CliError, CliResult, columns
 
 BASELINES = "baselines"
 PEAKS = "peaks.json"
-"""A file in the folders of stored results. It contains rates of the machine, but no results."""
+"""A file with rates of the machine in the folders of stored results. It has no results."""
 HEADS = ("", "case", "metric", "better", "old", "new", "change", "noise")
 LABELS = {"worse": "WORSE", "better": "better", "same": ""}
 CHANGED = diff.ORDER[:2]

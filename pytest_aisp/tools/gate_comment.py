@@ -80,7 +80,7 @@ def write(gate: Gate, file: Path) -> list[str]:
 
 
 def markdown(gate: Gate) -> list[str]:
-    """Return the comment. It lists all runs, then the red cases, then other cases to look at.
+    """Return the comment: all runs, then the red cases, then other cases that need attention.
 
     If the comment reaches `LIMIT` characters, tables end early and state how many rows are missing.
     """
@@ -197,8 +197,8 @@ def _speedup(line: Line) -> str:
 def _repeat(line: Line) -> str:
     """Return the command that reruns the case, or the page if that command cannot be shown.
 
-    A command cannot be shown if it is too long or contains invisible characters. If neither command
-    can be shown, the result is a dash.
+    A command cannot be shown if it is too long or contains invisible characters. If no command can
+    be shown, the result is a dash.
     """
     for test in (line.case.nodeid, line.case.nodeid.partition("::")[0]):
         command = rerun_command(test, line.run.options)

@@ -63,7 +63,7 @@ class Machine:
 
 
 def cpu_machine() -> Machine:
-    """Return this machine as a CPU machine. Its product is the CPU's model and usable cores."""
+    """Return this machine as a CPU machine, whose product is the CPU's model and usable cores."""
     cores = len(cores_here())
     name = cpu_name()
     product = f"cpu-{product_of(name)}-{cores}c"

@@ -56,7 +56,7 @@ class GitSnapshot:
         sha: the commit, or a hash of the files that replace files of HEAD.
         label: the origin of the old code, in words that follow "its version": ``at 1a2b3c4d..HEAD +
             uncommitted changes``, ``in baselines/cpu/ch01.json``.
-        folder: the temporary folder that contains the old tree. It is deleted with this object.
+        folder: the temporary folder with the old tree, which is deleted with this object.
         tree: the path of the old tree. Links to targets outside the tree are left out.
         moved: whether any tracked file under `root` differs from the commit.
     """

@@ -71,7 +71,7 @@ class Launched(Protocol):
 
 
 class WorkerProcess:
-    """A worker process. It is started immediately, and killed at its first fault.
+    """A worker process, which is started immediately, and killed at its first fault.
 
     Args:
         environment: variables to set for the process. The value None removes a variable. launcher:

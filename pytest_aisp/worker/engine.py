@@ -162,7 +162,7 @@ class Engine:
         with self._quiet_process(task, context.pair):
             monkeypatches.refuse_tracers()
             samples, extra = self._measure(task, context, sides)
-        if task.replicate and not task.keep:  # one of several that measure the case
+        if task.replicate and not task.keep:  # one of several processes that measure the case
             self.cache.references.clear()
         self.cache.release_memory(task.device)
         return task_results.TimeResult(

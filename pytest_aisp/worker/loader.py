@@ -265,7 +265,7 @@ class Cache:
     Attributes:
         references: the expected results, keyed by page, size and seed.
         checks: the results of checks, keyed by case and size.
-        exhausted: whether the process uses memory that it cannot release.
+        exhausted: True if the process uses memory that it cannot release.
     """
 
     watch: Stopwatch

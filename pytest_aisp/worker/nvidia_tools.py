@@ -1,7 +1,7 @@
 """Run a side under Nsight Systems (`nsys`), Nsight Compute (`ncu`) or compute-sanitizer.
 
-A profiler runs a program that runs one side and needs neither pipes nor time limits. So a user can
-run the same command again by hand with other options.
+A profiler runs a program that runs one side, without pipes or time limits. So a user can run the
+same command again by hand with other options.
 """
 
 from __future__ import annotations

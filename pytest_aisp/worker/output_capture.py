@@ -78,7 +78,7 @@ class Stream:
         return Chunk(skipped, os.pread(fd, end - start, start)), end
 
     def close(self) -> None:
-        """Close the file. Its unread part is kept for the next `take`."""
+        """Close the file. The unread part is kept for the next `take`."""
         self._unread = self.peek()
         self.file.close()
 

@@ -62,7 +62,7 @@ class ProcessSide:
 
     Attributes:
         side: the function.
-        environment: variables to set for the process; None as a value removes one.
+        environment: variables to set for the process. The value None removes a variable.
         warmup: calls before the clock starts. With 0, the first call is timed.
     """
 
@@ -98,7 +98,7 @@ def fresh_process(
     which may differ only in the environment or in the work before the first call.
 
     Args:
-        environment: variables to set; None as a value removes one.
+        environment: variables to set. The value None removes a variable.
         warmup: calls before the clock starts. With 0, the first call of the process is timed.
     """
 
@@ -202,8 +202,8 @@ class _ProcessWindow:
 def ask_fresh(requests: Sequence[tuple[Task, ProcessSide]], progress: Progress) -> list[Amounts]:
     """Run each task in a fresh process of its process side, and return the results.
 
-    The processes start together, because importing torch takes most of their time. They run
-    their tasks one after the other.
+    The processes start together, because importing torch takes most of their time, but run the
+    tasks one after the other.
 
     Raises:
         ProcessFailed: if a process failed. The message names the side.

@@ -2,8 +2,8 @@
 
     python -m pytest_aisp.worker READ_FD WRITE_FD
 
-The process dies with its parent. A page's output goes to this process's own stdout and stderr,
-which are files (see `output_capture`), and never into a reply.
+The process dies with its parent. A page's output never goes into a reply, but to this process's own
+stdout and stderr, which are files (see `output_capture`).
 """
 
 from __future__ import annotations

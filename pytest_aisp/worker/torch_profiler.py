@@ -46,7 +46,7 @@ def profile_sides(
 ) -> ProfileResult:
     """Profile `sides` one after the other, and write the results to `folder`.
 
-    If there are several ranks, all of them call the sides, but only rank 0 writes files.
+    If there are several ranks, all ranks call the sides, but only rank 0 writes files.
 
     Returns: the `files` keyed by role or ``both``, the `differences` between the sides, their
         summary in `words`, and on a GPU the `memory` in bytes, keyed by role.
