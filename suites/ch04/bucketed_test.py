@@ -18,9 +18,9 @@ Seen       Every side takes longer than predicted. A call of `all_reduce` takes 
            all-reduce. We cannot explain why coalesced and bucketed take longer than predicted. CUDA
            graphs gave no answer: an all-reduce of this size took several times longer in a graph of
            many all-reduces than in a graph of few. We cannot explain that either.
-Use when   There are many gradients of less than a few MB. DDP and FSDP bucket gradients for you.
-           Large gradients gain nothing, because the copy into the bucket takes longer than the
-           calls that it saves.
+Use when   Many gradients are smaller than a few MB. DDP and FSDP bucket gradients for you. Large
+           gradients gain nothing, because the copy into the bucket takes longer than the calls that
+           it saves.
 """
 
 import torch

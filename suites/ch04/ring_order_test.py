@@ -17,15 +17,15 @@ Bound      NVLink. If a slow link connects two islands of two GPUs, the ring of 
            as linked. NVLink multicast was off (README). With multicast, library could send each
            rank's elements once instead of three times, but every rank would still receive three
            ranks' elements.
-Seen       On four H200s, a switch gives every ring as many links. So crossing uses the same ring as
-           numbered, and takes the same time. linked uses the ring 0, 2, 1, 3, and is faster by a
-           third, which the links cannot explain. In numbered, rank r sends to rank r + 1 and
-           receives from rank r - 1. In linked, some ranks have neighbors that are not r + 1 and r -
-           1. NCCL may use more channels in this case, but we did not measure it. At the peer rate
-           of two GPUs, the predicted time is half of the time of numbered and two thirds of the
-           time of linked. Each step sends only 16 MiB, and NCCL's sends reach the peer rate only
-           with larger messages (peer_copy_test.py). library is nearly twice as fast as numbered.
-           library takes a tenth longer than predicted with NCCL's rate on two GPUs.
+Seen       On four H200s, a switch gives every ring the same number of links. So crossing uses the
+           same ring as numbered, and takes the same time. linked uses the ring 0, 2, 1, 3, and is
+           faster by a third, which the links cannot explain. In numbered, rank r sends to rank r +
+           1 and receives from rank r - 1. In linked, some ranks have neighbors that are not r + 1
+           and r - 1. NCCL may use more channels in this case, but we did not measure it. At the
+           peer rate of two GPUs, the predicted time is half of the time of numbered and two thirds
+           of the time of linked. Each step sends only 16 MiB, and NCCL's sends reach the peer rate
+           only with larger messages (peer_copy_test.py). library is nearly twice as fast as
+           numbered. library takes a tenth longer than predicted with NCCL's rate on two GPUs.
 Use when   You write your own ring, and no switch joins all GPUs of the machine (see `aisp links
            topology`). In all other cases, let NCCL choose: library is the fastest side.
 """

@@ -21,11 +21,12 @@ Optimized  series_in_constant: changes series_in_global. The coefficients are in
 Bound      test_constant_memory: instruction issue. Each coefficient costs one multiply-add. In
            series_in_constant, it also costs part of a uniform load. The L1 limits series_in_global:
            each coefficient needs one load, and an SM starts one load in the time of four
-           multiply-adds. test_table: DRAM. The constant cache limits decode_in_constant, because
-           the 32 codes of a warp need many different words. The cost assumes that the cache serves
-           one word per clock. This rate was not measured. decode_computed needs 13 integer
-           instructions per code. An SM issues these instructions at half the rate of multiply-adds,
-           so they take longer than the transfers from and to DRAM.
+           multiply-adds.
+           test_table: DRAM. The constant cache limits decode_in_constant, because the 32 codes of a
+           warp need many different words. The cost assumes that the cache serves one word per
+           clock. This rate was not measured. decode_computed needs 13 integer instructions per
+           code. An SM issues these instructions at half the rate of multiply-adds, so they take
+           longer than the transfers from and to DRAM.
 Seen       decode_in_constant takes about two cycles of an SM for each different word, twice as many
            as the cost assumes. We did not confirm this with a profiler.
            series_in_code takes longer than its instructions predict. A block issues almost no

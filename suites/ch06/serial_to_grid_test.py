@@ -7,7 +7,8 @@ Baseline   one_thread: the loop of a CPU program, in a kernel that is launched w
 Optimized  one_block: changes one_thread. The 256 threads of one block share the elements. A block
            runs on one SM, so the GPU's other SMs stay idle.
            whole_grid: changes one_block. There is one thread per element, in n / 256 blocks on all
-           SMs. library: `torch.add` with `alpha`.
+           SMs.
+           library: `torch.add` with `alpha`.
 Bound      Latency limits one_thread and one_block: a thread waits for its loads, and too few other
            threads run in the meantime. The costs leave out latency, so the predicted times of
            one_thread and one_block are far too short. At this n, the launch is a large part of the

@@ -74,7 +74,7 @@ def moved(n, **more):
     work=lambda n: Work(read=4 * n, write=4 * n),
     bound="dram",
     costs={
-        # Eight loads of a thread in a row share a sector. Each store sends a sector.
+        # Eight successive loads of a thread share a sector. Each store sends a sector.
         chunked: lambda n: moved(n, l2=(4 + 32) * n),
         coalesced: moved,
         library: moved,

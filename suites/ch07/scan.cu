@@ -4,9 +4,9 @@
 // scan_sums: one block turns the sums of the tiles into their prefix sums, in place.
 // scan_tiles: reads each tile again and writes its prefix sums, which begin with the sum of all
 //     tiles before it.
-// look_back: one pass. A tile computes the sum of all tiles before it from the sums that these
-//     publish while they run (Merrill and Garland, Single-pass Parallel Prefix Scan with Decoupled
-//     Look-back, 2016).
+// look_back: one pass. A tile computes the sum of all earlier tiles from the sums that these tiles
+// publish while they run (Merrill and Garland, Single-pass Parallel Prefix Scan with Decoupled
+// Look-back, 2016).
 
 constexpr unsigned BLOCK = 256, ROUNDS = 8, WARPS = BLOCK / 32;
 constexpr unsigned VECTORS = ROUNDS * BLOCK, SEGMENTS = ROUNDS * WARPS;

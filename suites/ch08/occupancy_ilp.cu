@@ -17,7 +17,7 @@ struct Scale {
   }
 };
 
-// Each step needs the previous one, so a single chain waits for every multiply-add.
+// Each step depends on the previous step, so a single chain waits for every multiply-add.
 struct Iterate {
   float a;
   template <unsigned each>

@@ -15,10 +15,11 @@ Optimized  persistent: changes tiles. One program per SM computes many tiles, in
 Bound      Tensor cores, at the rate that the power limit allows. On all sides except flattened and
            specialized, the cost adds the time to store a tile, because nothing overlaps the store.
            The cost assumes the largest tiles, 128 x 256. The results do not record which tiles the
-           autotuner chose. Triton specializes warps only in kernels of 4 warps, by adding more
-           warps. Triton ignores the option in kernels of 8 warps, and in flattened loops on Hopper.
-           This page flattens only the loop with TMA loads. If a flattened loop loads through
-           pointers, Triton prefetches only some of the loads.
+           autotuner chose.
+           Triton specializes warps only in kernels of 4 warps, by adding more warps. Triton ignores
+           the option in kernels of 8 warps, and in flattened loops on Hopper. This page flattens
+           only the loop with TMA loads. If a flattened loop loads through pointers, Triton
+           prefetches only some of the loads.
            library takes longer here than in `pipeline_stages_test.py`, where it computes the same
            product but is timed in alternation with a slower side. The slower side may draw less
            power, which would let the GPU run at a higher clock rate. We did not record power, so we

@@ -6,7 +6,7 @@ Problem    Advance n oscillators in time. The step size depends on the data: tak
 Baseline   ask: a kernel sets a flag. The host waits for the flag and launches one branch.
 Optimized  predicated: changes ask. The host launches both branches without waiting. Each kernel
            reads the flag, and exits at once if the flag selects the other branch.
-           captured: changes predicated. A CUDA graph has the same kernels, which is possible
+           captured: changes predicated. A CUDA graph contains the same kernels, which is possible
            because nothing waits.
            conditional: changes captured. The branches are the two bodies of a conditional node,
            which starts only the kernels of the selected body.

@@ -3,10 +3,10 @@
 Problem    Compute y = silu(a * x + b) * gate + x on n fp32 elements, at a size where launches are
            the limit, and at a size where DRAM is the limit.
 Baseline   eager: four kernels, each of which reads its inputs from memory and writes its result.
-Optimized  captured: changes eager. A CUDA graph has the same four kernels.
+Optimized  captured: changes eager. A CUDA graph contains the same four kernels.
            fused: changes eager. One kernel keeps all intermediate values in registers.
-           fused_captured: changes fused. A CUDA graph has the fused kernel. Both sides make one
-           launch.
+           fused_captured: changes fused. A CUDA graph contains the fused kernel. Both sides make
+           one launch.
 Bound      At the small n, the host is the limit: eager makes four launches, and each variant makes
            one. The data stays in the L2. At the large n, DRAM is the limit: eager and captured read
            six arrays and write four, and the fused kernel reads two and writes one. The host

@@ -3,9 +3,9 @@
 Problem    Advance n oscillators in time. Each kernel updates all velocities or all positions from
            the result of the previous kernel. The size `nodes` is the number of kernels.
 Baseline   eager: one torch call per kernel. Only the first two calls allocate a tensor.
-Optimized  captured: changes eager. One CUDA graph has the same kernels, and the host launches it
-           once. The capture is not timed. The run prints after how many calls the capture pays off.
-           The page times a curve over the number of kernels.
+Optimized  captured: changes eager. One CUDA graph contains the same kernels, and the host launches
+           the graph once. The capture is not timed. The run prints after how many calls the capture
+           pays off. The page times a curve over the number of kernels.
 Bound      The host limits eager, with one launch per kernel. The kernels do very little work, so
            the GPU waits for the host. The GPU limits captured: a kernel starts when the previous
            kernel has ended, and each start takes time. So the times of both sides grow in

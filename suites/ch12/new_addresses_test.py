@@ -5,9 +5,10 @@ Problem    Four requests are at different addresses. Run each through a small fp
 Baseline   eager: 24 launches per request.
 Optimized  copied_in: changes eager. All requests share one graph. A request is copied to the
            address that the graph reads. The result is copied out, because the next replay
-           overwrites it. graph_each: changes copied_in. Each request has its own graph, so nothing
-           is copied. All graphs read the same weights, and each graph writes its own result. Each
-           address needs a capture.
+           overwrites it.
+           graph_each: changes copied_in. Each request has its own graph, so nothing is copied. All
+           graphs read the same weights, and each graph writes its own result. Each address needs a
+           capture.
            recaptured: changes eager. Each request is captured in a new graph, which is instantiated
            and replayed once.
            updated: changes recaptured. Each request is captured in a new graph, but no new instance
@@ -151,7 +152,7 @@ def answered(width, **starts):
 
 
 def captured_again(width):
-    """Return the cost to record and replay all kernels. It leaves out the time to instantiate."""
+    """Return the cost to record and replay all kernels, without the time to instantiate."""
     recorded = Cost(launches=KERNELS)
     return REQUESTS * (recorded + answered(width, launches=1, graph_nodes=KERNELS))
 

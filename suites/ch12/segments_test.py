@@ -6,7 +6,7 @@ Problem    Sum each segment of n fp32 elements. The segments have different leng
 Baseline   launch_each: one launch of one block per segment. The block reads the table, so the host
            does not have to wait for the table. A loop that slices tensors on the host would have to
            wait.
-Optimized  captured: changes launch_each. A CUDA graph has the same launches. The graph stays
+Optimized  captured: changes launch_each. A CUDA graph contains the same launches. The graph stays
            correct if the lengths change, because its kernels read the table. The number of segments
            is fixed.
            device_launches: changes launch_each. The host launches one kernel. In that kernel, one
@@ -25,8 +25,8 @@ Bound      The host limits launch_each, which launches from Python. A loop in C+
            and run one after another. Launches limit block_per_segment and library, because reading
            the elements takes less time than a launch. The longest segment, several times as long as
            the average, decides when warp_per_segment ends, because a single warp has few loads in
-           flight. The costs leave this out, and count only the bytes and the launch. We did not
-           measure how long a launch from the GPU takes either, so the costs of device_launches
+           flight. The costs leave out this tail, and count only the bytes and the launch. We did
+           not measure how long a launch from the GPU takes either, so the costs of device_launches
            count the children as blocks.
 Seen       On an H100, launch_each, block_per_segment and warp_per_segment take about twice as long
            as predicted. A launch through `cuda_module` takes the host longer than the launch of a

@@ -9,8 +9,9 @@ Problem    Train for one epoch of SGD on images. The images are stored in memory
            every image. The check also compares the weights after the epoch.
 Baseline   in_process: `num_workers=0`. The training process also decodes the images.
 Optimized  workers: changes in_process. Worker processes, which start and end with the epoch, decode
-           the images. persistent: changes workers. With `persistent_workers=True`, the workers
-           start once, before the timed part.
+           the images.
+           persistent: changes workers. With `persistent_workers=True`, the workers start once,
+           before the timed part.
            pinned: changes persistent. Batches are in pinned memory (`pin_memory=True`), and are
            copied with `non_blocking=True`.
            prefetched: changes pinned. With `prefetch_factor=4`, each worker prepares up to four

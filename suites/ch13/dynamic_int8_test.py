@@ -7,8 +7,9 @@ Optimized  All variants use int8 weights with a scale for each row. The weights 
            each row. `torch._int_mm` multiplies, and the result is rescaled in fp32.
            eager: runs one kernel for each PyTorch operation.
            compiled: changes eager. After `torch.compile`, one kernel quantizes, and another
-           rescales. torchao: the int8 linear layer of torchao, compiled. If torchao is not
-           installed, the test is skipped and says how to install it.
+           rescales.
+           torchao: the int8 linear layer of torchao, compiled. If torchao is not installed, the
+           test is skipped and says how to install it.
 Bound      Tensor cores, at twice the rate of bf16 if cuBLAS reaches that rate. The matrix product
            writes 4 bytes per element of y. Quantizing and rescaling move more bytes: eager moves 25
            per element of x and 22 per element of y, compiled moves 3 and 6.

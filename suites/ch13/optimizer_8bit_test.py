@@ -5,8 +5,8 @@ Problem    Take one AdamW step of `n` fp32 parameters. The initial parameters ar
 Baseline   library: fused `torch.optim.AdamW`, which keeps two fp32 moments, 8 bytes per parameter.
            A step reads parameter, gradient and moments, and writes parameter and moments, which
            takes 28 bytes per parameter.
-Optimized  fp32_moments: changes library. A Triton kernel of this page moves the same bytes, which
-           shows the effect of the kernel without 8-bit moments.
+Optimized  fp32_moments: changes library. A Triton kernel of this page moves the same bytes, so the
+           variant shows the effect of the kernel without 8-bit moments.
            eight_bits: changes fp32_moments. The kernel decodes 8-bit moments, updates them and
            encodes them again. Each group of 256 encoded values shares one fp32 scale (block-wise
            quantization, Dettmers et al., arXiv:2110.02861). Per parameter, the moments take 2.03

@@ -5,8 +5,8 @@ Problem    Compute y = x W^T with few rows in x, as in a decode step. x (rows, k
 Baseline   bf16: `torch.nn.functional.linear`, which calls cuBLAS.
 Optimized  All variants but library use one Triton kernel, which converts the weights to bf16 in
            registers. The weights are quantized once, before the timed part. x stays bf16.
-           streamed: changes bf16. The Triton kernel reads bf16 weights, which shows the effect of
-           the kernel without smaller weights.
+           streamed: changes bf16. The Triton kernel reads bf16 weights, so the variant shows the
+           effect of the kernel without smaller weights.
            int8: changes streamed. Weights have one byte each, and each row of W has one scale.
            int4: changes int8. Weights have half a byte each, and every 128 weights of a row have
            one fp32 scale.

@@ -8,7 +8,7 @@ Baseline   masked: every request has a row with room for the longest request. Py
            reads all rows to their ends, and a mask hides all positions after a request's last
            token.
 Optimized  triton_rows: changes masked. Each program of a Triton kernel computes the attention of
-           one request and one group of heads. triton_rows still reads all rows to their ends, which
+           one request and one group of heads. triton_rows still reads all rows to their ends, so it
            shows the effect of the kernel alone.
            bounded: changes triton_rows. The kernel stops at the request's last token.
            paged: changes bounded. Keys and values are in pages of 64 tokens that all requests share

@@ -12,7 +12,7 @@ Optimized  bf16: a CUDA C++ kernel. A warp computes four rows, and sums in fp32.
            of a row. The weights in a word are in an order in which one mask extracts two weights.
            The conversion adds an offset to each weight. The kernel subtracts the offsets from the
            sum, once per 32 weights.
-Bound      DRAM for bf16 and int8. int4 reads half the bytes of int8 and needs about as many
+Bound      DRAM limits bf16 and int8. int4 reads half the bytes of int8 and needs about as many
            instructions per weight, most of them for the conversion. So instructions and DRAM limit
            int4 about equally. `weight_only_test.py` in chapter 13 solves the same problem with
            tensor cores, whose products always have 16 rows. That kernel takes more instructions per

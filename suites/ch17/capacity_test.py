@@ -13,7 +13,7 @@ Optimized  grouped: changes padded. The kept tokens lie one after another, sorte
            computes no empty row, and drops the same tokens as padded. The page is a curve over
            `factor`. The most popular expert gets 1.6 times the mean. So tokens are dropped at
            factors up to 1.5.
-Bound      Tensor cores at a large factor. The rows of padded are `factor` times the number of
+Bound      At a large factor, tensor cores are the limit. padded has `factor` times as many rows as
            tokens. grouped multiplies only the kept tokens. At a small factor, the sort, the copies
            and the gate together take about as long as the products, and DRAM limits them.
 Seen       On an H100, both sides take longer than predicted at every factor. The time of padded has

@@ -8,8 +8,8 @@ Baseline   of_all: a softmax over all experts, `topk`, and a division by the sum
            looped: the baseline of a separate test, which routes requests instead of tokens. A
            function is called once per request, as in the first version of a server. Nobody would
            write such a loop for the tokens of a layer.
-Optimized  of_chosen: changes of_all. `topk` first, then a softmax over the 4 chosen scores. The
-           shares are the same, because the sum over all experts cancels out.
+Optimized  of_chosen: changes of_all. `topk` comes first, then a softmax over the 4 chosen scores.
+           The shares are the same, because the sum over all experts cancels out.
            fused: changes of_chosen. One Triton kernel reads the scores once, then finds and removes
            the largest score 4 times. The scores and shares stay in registers. In the test of
            requests, of_chosen changes looped. Two calls process all requests at once.

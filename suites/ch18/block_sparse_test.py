@@ -9,7 +9,8 @@ Baseline   biased: `scaled_dot_product_attention` with an additive bf16 mask for
            chooses the kernel.
 Optimized  tiled: changes biased. A Triton kernel reads one byte per tile instead of a mask value
            per score. The kernel computes all tiles, and masks the scores of tiles that are not
-           kept. listed: like tiled, but the kernel loops over a list of the kept tiles.
+           kept.
+           listed: like tiled, but the kernel loops over a list of the kept tiles.
            flex: changes biased. Compiled FlexAttention gets a block mask. By default, tiles have
            128 queries and 128 keys. So flex computes more scores than listed, and masks parts of
            its tiles.

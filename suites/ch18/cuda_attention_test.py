@@ -6,10 +6,10 @@ Problem    Compute forward attention in bf16, with heads of 128, with and withou
 Baseline   naive: three kernels write all scores, turn them into weights, and multiply them by the
            values. The arithmetic is fp32 in tiles of 64 x 64. Tiles above the diagonal are skipped.
 Optimized  online: changes naive. One kernel computes the same tiles, keeps a running maximum and
-           sum of each row, and corrects the outputs. So no score leaves the chip. mma_sync: changes
-           online. There are three changes. The tensor cores multiply bf16, so weights are rounded
-           to bf16. A block takes 128 queries, not 64. The next keys and values are copied while the
-           tensor cores multiply. This is FlashAttention-2.
+           sum of each row, and corrects the outputs. So no score leaves the chip.
+           mma_sync: changes online. There are three changes. The tensor cores multiply bf16, so
+           weights are rounded to bf16. A block takes 128 queries, not 64. The next keys and values
+           are copied while the tensor cores multiply. This is FlashAttention-2.
            flash: `SDPBackend.FLASH_ATTENTION`, which is FlashAttention-2 too.
            cudnn: `SDPBackend.CUDNN_ATTENTION`, which uses wgmma and TMA on Hopper.
 Bound      Shared memory and fp32 multiply-adds limit naive and online. naive also writes and reads

@@ -9,9 +9,10 @@ Baseline   padded: copy the tokens to a batch as long as the longest sequence. T
            `scaled_dot_product_attention` with a mask for the padding, and copy the tokens back. The
            mask and indices are made before the timed part.
 Optimized  looped: changes padded. There is one call per sequence, on a view of its tokens. Nothing
-           is padded. packed: changes looped. One Triton kernel computes all sequences. A program
-           takes 64 queries of a head. A list, made before the timed part, gives the sequence of
-           each program's queries.
+           is padded.
+           packed: changes looped. One Triton kernel computes all sequences. A program takes 64
+           queries of a head. A list, made before the timed part, gives the sequence of each
+           program's queries.
            nested: changes looped. `scaled_dot_product_attention` gets a nested tensor of jagged
            layout, which PyTorch's flash kernel handles as packed tokens.
            varlen: changes looped. `torch.nn.attention.varlen.varlen_attn` calls the same kernel as

@@ -6,8 +6,8 @@ Baseline   bf16: `torch.nn.functional.linear`, which calls cuBLAS.
 Optimized  All variants use one Triton kernel, which converts weights to bf16 in registers. x stays
            bf16. In fp8, fp6 and fp4, W is quantized once, before the timed part. Every 32 weights
            of a row share a scale, a power of two, as in the OCP's MX formats.
-           streamed: changes bf16. The Triton kernel reads bf16 weights, which shows the effect of
-           the kernel without quantization.
+           streamed: changes bf16. The Triton kernel reads bf16 weights, so the variant shows the
+           effect of the kernel without quantization.
            fp8: changes streamed. MXFP8: e4m3, one byte per weight.
            fp6: changes fp8. MXFP6: e2m3, four weights in three bytes. Each byte holds the code of
            one weight and two bits of the fourth code.

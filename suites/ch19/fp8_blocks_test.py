@@ -1,7 +1,7 @@
 """FP8 with a scale per block: finer scales and exact sums cost a part of FP8's gain.
 
-Problem    Compute y = x W^T in bf16, with x (m, k) and W (n, k). W is the page's state. The second
-           test times only the product: x and W are already codes with a scale per row.
+Problem    Compute y = x W^T in bf16, with x (m, k) and W (n, k). W is the page's state.
+           The second test times only the product: x and W are already codes with a scale per row.
 Baseline   bf16: `torch.nn.functional.linear`, which is cuBLASLt.
            library: in the second test, `torch._scaled_mm` with fast sums. As in by_rows, tensor
            cores sum over all of k. On Hopper, `torch._scaled_mm` has called cuBLASLt since CUDA
@@ -53,9 +53,9 @@ Seen       On an H100, the variants in Triton take longer than predicted. The pr
            may add less often.
 Use when   Use by_rows for speed, if the values along a row are similar in size. by_rows does not
            wait for CUDA cores, and cuBLASLt offers it (`../ch13/fp8_linear_test.py`). summed and
-           by_blocks are for accuracy. In Triton, they save no time over bf16. In CUDA C++ on an
-           H200, hopper_summed saves time, and hopper_blocks saves hardly any. Use summed for a long
-           k: Hopper's tensor cores keep about 14 bits of a sum of FP8 products, which may matter in
+           by_blocks are for accuracy, and in Triton save no time over bf16. In CUDA C++ on an H200,
+           hopper_summed saves time, and hopper_blocks saves hardly any. Use summed for a long k:
+           Hopper's tensor cores keep about 14 bits of a sum of FP8 products, which may matter in
            training. Use by_blocks if parts of a row differ in size by more than 2^15, the ratio of
            e4m3's largest number to its smallest normal one. Outliers in a few channels do not need
            by_blocks, because e4m3's steps are relative to each value. The check accepts the error
