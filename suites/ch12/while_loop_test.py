@@ -79,7 +79,7 @@ def reference(cost):
 
 
 def grid_of(cost):
-    """Return the costs, the flag, and two bordered arrays of distances, one per kind of step."""
+    """Return the costs, the flag, and two bordered arrays of distances for alternate steps."""
     shape = len(cost) + 2, len(cost) + 2
     return SimpleNamespace(
         cost=cost,

@@ -9,7 +9,8 @@ Baseline   fp32_copy: one Triton kernel updates an fp32 copy of the weights and 
 Optimized  stochastic: changes fp32_copy. There is no copy. The new weight rounds up or down at
            random. The closer the exact weight is to the upper number, the more often it rounds up.
            The kernel draws the random bits with Philox, from the step number and a seed, which is
-           an input. many_stochastic: changes in_fp32. Each step rounds stochastically.
+           an input.
+           many_stochastic: changes in_fp32. Each step rounds stochastically.
 Bound      DRAM. fp32_copy moves 12 bytes per weight, stochastic 6. In the code for sm90, stochastic
            has 28 instructions per weight and fp32_copy has 16. These instructions overlap with DRAM
            traffic. One call of Philox gives the random bits for four weights. With one call per
