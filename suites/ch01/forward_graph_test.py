@@ -11,8 +11,8 @@ Bound      The host limits eager. The GPU limits captured: 60 small kernels run 
 Seen       captured takes longer than its cost predicts. The cost counts the starts of its 60
            kernels, and assumes that bytes and FLOPs run at the rates of a full GPU. But products of
            16 rows leave most SMs idle. We did not time the kernels individually. The speedup varies
-           more between processes than on other pages: its values form two groups. We cannot explain
-           this.
+           more between processes than on other pages, and its values form two groups. We cannot
+           explain this.
 Use when   The same shapes repeat, the host cannot launch as fast as the GPU runs, and no step
            between the launches needs the host. Do not capture work that waits for the GPU or
            changes shape.

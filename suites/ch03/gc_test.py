@@ -14,11 +14,11 @@ Bound      The host: the Python loop. The cost of a collection grows with the nu
            it visits. A full collection starts when the number of new objects reaches a quarter of
            the number of old objects. So with more old objects, full collections are less frequent
            but take longer.
-Use when   A loop creates many Python objects in a process that already has millions of them. Or all
-           ranks of a job wait because a collection delays one rank. Call `gc.freeze()` once, after
-           everything is loaded. With collections disabled, reference cycles are never freed, so
-           call `gc.collect()` at a time that suits all ranks. A loop that only launches kernels
-           creates few objects and gains nothing.
+Use when   A loop creates many Python objects in a process that already has millions of them.
+           Another case is a job whose ranks all wait because a collection delays one rank. Call
+           `gc.freeze()` once, after everything is loaded. With collections disabled, reference
+           cycles are never freed, so call `gc.collect()` at a time that suits all ranks. A loop
+           that only launches kernels creates few objects and gains nothing.
 """
 
 import gc

@@ -1,4 +1,4 @@
-"""Costs of messages between ranks, without DRAM traffic, because NVLink is far slower."""
+"""Costs of messages between ranks, without DRAM traffic, because DRAM is far faster."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ Use when   A data set has many small files. Use shards if shuffling within a sha
            costs a round trip. The gain is smaller with larger images, because all sides copy the
            same bytes.
 
-The files have no names, so no file can be left behind. The page opens them through /proc. On one
-machine, opening a file through /proc took 4 us. Opening a named file took 2 us, in a folder of
+The files have no names, so no file can be left behind. The page opens the files through /proc. On
+one machine, opening a file through /proc took 4 us. Opening a named file took 2 us, in a folder of
 20,000 files whose names the kernel had cached. So packed and shards gain less if the files have
 names.
 """

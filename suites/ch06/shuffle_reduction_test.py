@@ -25,8 +25,8 @@ Seen       The three kernels with a block per row take longer at n = 256 than pr
            has room for 8 blocks. At n = 256, a block of redux occupies its SM for 0.86 us, and a
            block of shared_tree for 1.25 us. A block of `../ch07/vector_width_test.py` that copies
            256 elements takes 0.8 us. So a block spends most of its time on its start and its wait
-           for DRAM. We did not measure the two separately. We did not examine the library's kernel.
-           CUB's DeviceSegmentedReduce is slower than warp_per_row at both sizes
+           for DRAM. We did not measure start and wait separately. We did not examine the library's
+           kernel. CUB's DeviceSegmentedReduce is slower than warp_per_row at both sizes
            (benchmarks/cub_test.py).
 Use when   A block needs a sum or a maximum: reduce inside warps first. If rows are short, give a
            row to a warp. If a kernel reduces once after long loops, it hardly matters how the block

@@ -32,7 +32,7 @@ Seen       global_atomics: the rate `atomics` was measured with 2^18 different c
            addresses spread over slices, so this is a guess. The rate `atomics` was measured with
            counters in all slices, and the 32 counters of a warp were neighbors in 4 sectors.
            privatized: the kernel takes about 10 us longer than predicted at both values of n. 10 us
-           are a large share of the time at n = 2^24, and a small share at n = 2^28. At its end,
+           is a large share of the time at n = 2^24, and a small share at n = 2^28. At its end,
            every block adds its 256 counts to the same 256 numbers: 1056 blocks update 32 sectors
            each. If the guess above is right, these updates take about 10 us. We did not measure the
            updates alone.

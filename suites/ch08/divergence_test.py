@@ -22,11 +22,11 @@ Bound      Instruction issue. A warp with both kinds needs 2 + 3 instructions pe
 Seen       partitioned takes longer than predicted, because its cost leaves out the votes, the
            barriers and the moves through shared memory. The other three sides take as long as
            predicted from their instructions.
-Use when   The branches are long, and the lanes of a warp take different ones. If you use the data
-           often, sort it once. If you do not, partition it inside a block. If the branches are
-           alike, compute the common part outside of them and only select operands. Leave short
-           branches as they are, because the compiler predicates them. In a kernel that waits for
-           DRAM, a second branch costs little, because issue slots are free.
+Use when   The branches are long, and the lanes of a warp take different ones. Sort data that you
+           use often. Partition other data inside a block. If the branches are alike, compute the
+           common part outside of them and only select operands. Leave short branches as they are,
+           because the compiler predicates them. In a kernel that waits for DRAM, a second branch
+           costs little, because issue slots are free.
 """
 
 import torch

@@ -31,7 +31,7 @@ Seen       The curves of test_occupancy_ilp bend more gently than predicted, bec
            thread starts new loads only when all of its loads have arrived.
 Use when   Few warps fit on an SM because a thread needs many registers, or a block needs much
            shared memory. Give each thread more independent work instead of forcing more warps onto
-           the SM. More work per thread also needs registers, so measure both. On an SM full of
+           the SM. More work per thread also needs registers, so measure both ways. On an SM full of
            warps, more independent arithmetic gains nothing, but more loads in flight can still
            help.
 """

@@ -18,10 +18,10 @@ Bound      With one block per SM, latency is the limit: a tile is 4 KiB, and the
            one_buffer, nothing is loaded while the block filters. With six blocks per SM, DRAM is
            the limit: while one block filters, others load, so all sides take about the same time.
 Seen       With one block per SM, all three kernels take two thirds longer than predicted on an
-           H100, and half longer on an H200. So the ratios of their times are as predicted. On an
-           H100 with two blocks per SM, one_buffer again takes two thirds longer than predicted, and
-           the other two kernels take a third longer. With four blocks per SM, one_buffer takes a
-           quarter longer than predicted, and the other two a twelfth longer. With six, all three
+           H100, and one half longer on an H200. So the ratios of their times are as predicted. On
+           an H100 with two blocks per SM, one_buffer again takes two thirds longer than predicted,
+           and the other two kernels take a third longer. With four blocks per SM, one_buffer takes
+           a quarter longer than predicted, and the other two a twelfth longer. With six, all three
            are within about an eighth of their predictions, and one_buffer is almost as fast as the
            others. We did not time the filter alone. With two warps per scheduler, the filter
            probably waits for shared memory most of the time. two_buffers has one barrier less per

@@ -22,7 +22,7 @@ Bound      DRAM, because w has to be read once. In test_gemv, scalar has too few
            the L2. For each weight, together needs m multiply-adds and the conversions to fp32. With
            about 6 tokens or more, these instructions take longer than loading w. With 16 tokens, x
            is 512 KiB. An L1 cannot hold that much, so each block reads x from the L2 again. If the
-           warps of a block share these reads, they take less time than the instructions.
+           warps of a block share these reads, the reads take less time than the instructions.
            gemm_library uses tensor cores, which are idle most of the time at all these sizes.
 Seen       From 4 tokens on, together takes longer than its cost, and gemm_library is faster. The
            times of together are about what a kernel would take if each warp read all tokens from

@@ -3,9 +3,9 @@
 Problem    Compute (x - mean) / sqrt(variance + eps) * weight + bias in fp32 for rows of 4096 fp16
            elements. Also return the mean and 1 / sqrt(variance + eps) of each row, because the
            backward pass needs them.
-Baseline   chain: the formula in torch: convert to fp32, compute the mean, the differences, their
-           squares and the mean of the squares, then the root, the products and the sum, and convert
-           to fp16.
+Baseline   chain: the formula in torch, which converts to fp32, computes the mean, the differences,
+           their squares and the mean of the squares, then the root, the products and the sum, and
+           converts to fp16.
 Optimized  compiled: changes chain. `torch.compile` compiles the same formula.
            one_sweep: changes chain. One Triton kernel makes two passes over the row, in steps of
            2048. The first pass sums x and x^2, because variance = mean(x^2) - mean^2.

@@ -2,9 +2,10 @@
 
 Problem    Compute x / sqrt(mean(x^2) + eps) * weight in fp32 for each row of fp16 matrices with
            2^28 elements. The rows have 256 to 262144 elements.
-Baseline   chain: the norm as in typical model code: convert to fp32, square, take the mean, add
-           eps, take the root, multiply, convert to fp16, and multiply by the weight. Six of the
-           eight kernels make a pass over the matrix. The other two process one number per row.
+Baseline   chain: the norm as in typical model code, which converts to fp32, squares, takes the
+           mean, adds eps, takes the root, multiplies, converts to fp16, and multiplies by the
+           weight. Six of the eight kernels make a pass over the matrix. The other two process one
+           number per row.
 Optimized  compiled: changes chain. `torch.compile` compiles the same formula.
            fused: changes chain. One Triton kernel keeps the row in registers. A program processes
            several short rows at once. This kernel runs for rows of up to 32768 elements.

@@ -130,8 +130,8 @@ def chain_cost(layers, n):
         **dict.fromkeys([launches, waits_first, loads_first], chain_cost),
         library: lambda layers, n: layers * layer_cost(n, launches=2),
     },
-    # The weights evict each other from the L2 anyway. In `library`, they evict no other data, so
-    # the plugin's check for a cold L2 would reject it.
+    # The weights evict each other from the L2 anyway. In `library`, the weights evict no other
+    # data, so the plugin's check for a cold L2 would reject it.
     conditions=Conditions(l2="warm"),
 )
 def test_dependent_launch(pair):

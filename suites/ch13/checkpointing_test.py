@@ -116,7 +116,7 @@ def stored_cost(layers, width, rows, length):
 
 
 def checkpointed_cost(layers, width, rows, length):
-    # The count includes the block's last matrix product, although that one is not recomputed.
+    # The count includes the block's last matrix product, although that product is not recomputed.
     again = decoder_costs.forward(width, rows * length, length)
     return stored_cost(layers, width, rows, length) + layers * again
 

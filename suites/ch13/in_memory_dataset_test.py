@@ -15,9 +15,9 @@ Seen       We did not measure how long it takes to open a file, so the predictio
            out that time. in_memory and on_gpu take several times as long as their launches and
            their waits for the GPU. Part of the extra time is Python time in autograd, modules and
            optimizer: on a CPU, a training step on tiny tensors takes as long as 340 to 410 calls of
-           `Tensor.view`. So many calls take about a third of the measured step. We cannot explain
-           the rest. All sides spend this Python time, so the speedup of in_memory is lower than the
-           time for the files suggests.
+           `Tensor.view`. 340 to 410 calls take about a third of the measured step. We cannot
+           explain the rest. All sides spend this Python time, so the speedup of in_memory is lower
+           than the time for the files suggests.
 Use when   The whole data set fits in host memory. Put the data on the GPU only if the GPU has
            memory to spare, because on_gpu only saves the small copies of the batches.
 """

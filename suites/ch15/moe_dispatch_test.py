@@ -10,8 +10,8 @@ Baseline   masked: for each expert, find its tokens, gather them, compute the ML
            grouped: the baseline of fused in the second test, and a variant of masked in the first
            test (see below).
 Optimized  sorted_slices: changes masked. The (token, expert) pairs are sorted by expert once. Each
-           expert then computes one slice of the pairs. The host reads where all slices end in a
-           single wait.
+           expert then computes one slice of the pairs. The host waits once to read where all slices
+           end.
            grouped: changes sorted_slices. `grouped_mm` computes all experts in two products and
            reads the ends of the slices on the GPU.
            fused: changes grouped. A Triton kernel gathers the tokens of an expert as it loads them,

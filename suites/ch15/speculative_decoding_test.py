@@ -25,14 +25,15 @@ Bound      DRAM, and the time to start each kernel of the graphs. A verification
            one more token. If a draft is never right, each verification gives only one token, but
            the tokens are still correct. draft_model adds the small kernels of its steps, one after
            another.
-Seen       All sides take almost half as long again as predicted on an H100, and more on an H200.
+Seen       All sides take almost half again as long as predicted on an H100, and more on an H200.
            The costs count only the start of each small kernel, and assume that products of a few
            rows read weights at the DRAM rate. We did not time these kernels or products alone.
            speculative and fewer_waits differ by less than the confidence interval. draft_model
            gains about a third less than fewer_waits, as predicted. In the curve on the H200,
            speculation does not clearly gain until two guesses in five are right. A draft that is
-           never right makes as many calls as greedy makes steps, so there a verification takes
-           about a sixth longer than a step. The costs predict only a third of this difference.
+           never right makes as many calls as greedy makes steps, so at this point a verification
+           takes about a sixth longer than a step. The costs predict only a third of this
+           difference.
 Use when   Few sequences are decoded at a time, and guesses are often right, as in code, in quotes
            from the prompt, and in answers of a fixed form. The table of successors stands for any
            draft that costs almost nothing, such as n-grams of the prompt. With a large batch,

@@ -20,8 +20,8 @@ Bound      DRAM and the starts of kernels in the graph limit the steps. every_st
 Seen       On an H100, all sides take about twice as long as predicted. The costs count only the
            start of each small kernel, but a kernel probably takes longer. So a wait is a smaller
            share of a step than predicted. The gain of both variants is smaller than the confidence
-           interval, even with a model of one layer. So the page claims only that both variants are
-           not slower than every_step.
+           interval, even with a model of one layer. So the page claims only that neither variant is
+           slower than every_step.
 Use when   A loop decodes until an end token, and its steps are CUDA graphs. Expect little: the
            model of this page is tiny, and even its steps take many times as long as a wait. With a
            large model, the wait is an even smaller share of a step. If the host launches each

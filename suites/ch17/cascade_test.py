@@ -8,7 +8,7 @@ Problem    Label `rows` bf16 inputs. An easy input is near one of `classes` prot
 Baseline   large: the large network labels all inputs.
 Optimized  cascade: changes large. A linear model, fitted to easy inputs, labels all inputs. If the
            best score is less than 0.5 above the second best, the large network labels the input
-           instead. The host waits to learn how many inputs that is.
+           instead. The host waits for the number of such inputs.
            early_exit: changes cascade. In place of the linear model, a second head is fitted to the
            first layer of the large network. If this head is not sure of an input, the other layers
            continue from the first layer's output. early_exit multiplies more than cascade, because

@@ -14,9 +14,9 @@ Bound      A step of decode does only 2 operations with each weight that it read
            that the tensor cores do while DRAM delivers one weight. The starts of the many small
            kernels add time. With two layers, they take longer than reading the weights.
 Seen       The result with 4 tokens is from an H100, and the others are from an H200. Both sides
-           take between half as long again and a little more than twice as long as predicted. The
-           costs count only the start of each small kernel. We did not time the kernels alone. From
-           16 to 64 tokens, the time of prefill hardly changes. With 256 tokens, it is only about a
+           take from half again to a little more than twice as long as predicted. The costs count
+           only the start of each small kernel. We did not time the kernels alone. From 16 to 64
+           tokens, the time of prefill hardly changes. With 256 tokens, prefill takes only about a
            fifth longer. So up to 256 tokens, the speedup is at least four fifths of the number of
            tokens.
 Use when   You decide how many tokens to compute together. Up to the ridge point, more tokens in a

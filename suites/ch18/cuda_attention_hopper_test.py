@@ -21,12 +21,12 @@ Optimized  tma: changes mma_sync. The tensor memory accelerator copies the same 
            larger blocks.
            flash: `SDPBackend.FLASH_ATTENTION`, which is FlashAttention-2.
            cudnn: `SDPBackend.CUDNN_ATTENTION`, which uses wgmma and TMA on Hopper.
-Bound      `mma.sync`, which does not reach the rate of wgmma on Hopper (`../ch10/gemm_test.py`),
-           and then the exponentials limit mma_sync, tma and flash. Products and then exponentials
-           limit wgmma and scores_ahead, because block-wide barriers keep both warpgroups in step.
-           Tensor cores limit specialized, pingpong and overlapped. One warpgroup can compute
-           exponentials while the other warpgroup's products run. specialized allows this overlap,
-           and pingpong forces it.
+Bound      mma_sync, tma and flash are limited by `mma.sync`, which does not reach the rate of wgmma
+           on Hopper (`../ch10/gemm_test.py`), and then by the exponentials. wgmma and scores_ahead
+           are limited by products and then by exponentials, because block-wide barriers keep both
+           warpgroups in step. Tensor cores limit specialized, pingpong and overlapped. One
+           warpgroup can compute exponentials while the other warpgroup's products run. specialized
+           allows this overlap, and pingpong forces it.
 Seen       On an H100, pingpong and overlapped gain at most a little over specialized, and only with
            1024 tokens. So the warpgroups of specialized must already alternate. mma_sync takes
            longer than predicted, because its threads copy all tiles themselves, and the cost leaves

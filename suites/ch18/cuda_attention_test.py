@@ -13,9 +13,9 @@ Optimized  online: changes naive. One kernel computes the same tiles, keeps a ru
            flash: `SDPBackend.FLASH_ATTENTION`, which is FlashAttention-2 too.
            cudnn: `SDPBackend.CUDNN_ATTENTION`, which uses wgmma and TMA on Hopper.
 Bound      Shared memory and fp32 multiply-adds limit naive and online. naive also writes and reads
-           all scores, which takes less time than the arithmetic. `mma.sync`, which does not reach
-           the rate of wgmma on Hopper (`../ch10/gemm_test.py`), and then the exponentials limit
-           mma_sync and flash. Tensor cores limit cudnn.
+           all scores, which takes less time than the arithmetic. mma_sync and flash are limited by
+           `mma.sync`, which does not reach the rate of wgmma on Hopper (`../ch10/gemm_test.py`),
+           and then by the exponentials. Tensor cores limit cudnn.
 Seen       naive and online take at least one and a half times as long as predicted. Their costs
            assume that loads of shared memory, multiply-adds and exponentials overlap fully, which
            we did not profile. mma_sync takes longer than predicted, as in

@@ -194,7 +194,7 @@ def test_documents(pair):
 
 
 class TestRefused:
-    """Making a mask with a document without tokens is an error."""
+    """Making a mask for an empty document is an error."""
 
     @pytest.mark.parametrize(("tokens", "documents"), [(3, 4), (3, 0), (0, 1)])
     def test_lengths(self, tokens, documents):

@@ -8,7 +8,7 @@ Problem    Compute the step between the projection and the attention of a bf16 l
            tokens are a prefill.
 Baseline   eager: look up cosines and sines, rotate queries and keys as whole tensors, and write
            keys and values with `index_copy_`.
-Optimized  compiled: changes eager. `torch.compile` compiles it.
+Optimized  compiled: changes eager. The step runs through `torch.compile`.
            fused: changes eager. One Triton kernel, with a program per token and 8 heads, reads the
            projection once, and writes each number directly to its final place.
 Bound      DRAM limits fused at 16384 tokens, because it reads the projection once, and writes

@@ -9,8 +9,8 @@ Problem    Speculative decoding verifies a tree of drafted tokens (SpecInfer, ar
            cache. The result is the attention of all nodes.
 Baseline   per_branch: for each branch, write the keys and values of its nodes after the context.
            Then call `scaled_dot_product_attention` with a causal mask for the last 4 tokens.
-Optimized  masked: changes per_branch. Write all nodes at once, and make one call. Of the nodes, a
-           mask leaves each node only its ancestors and itself. The mask is made before the timed
+Optimized  masked: changes per_branch. Write all nodes at once, and make one call. A mask hides all
+           nodes from a node except its ancestors and itself. The mask is made before the timed
            part. The heads of a group become queries of one head, because PyTorch's fast kernels do
            not support grouped heads together with a mask.
            fused: changes masked. A Triton kernel has one program per sequence, group, and `chunk`
@@ -315,7 +315,7 @@ def test_tree_attention(pair):
 
 
 class TestRefused:
-    """Making the words of a wrong tree is an error. The launching helper rejects the rest."""
+    """Making words for a wrong tree is an error. The launching helper rejects the rest."""
 
     @pytest.mark.parametrize(
         ("paths", "nodes", "words"),

@@ -15,8 +15,8 @@ Optimized  looped: changes padded. There is one call per sequence, on a view of 
            program's queries.
            nested: changes looped. `scaled_dot_product_attention` gets a nested tensor of jagged
            layout, which PyTorch's flash kernel handles as packed tokens.
-           varlen: changes looped. `torch.nn.attention.varlen.varlen_attn` calls the same kernel as
-           nested with the list of starts.
+           varlen: changes looped. `torch.nn.attention.varlen.varlen_attn` passes the list of starts
+           to the kernel of nested.
 Bound      Tensor cores, except for short sequences. padded also computes the scores of the padding.
            looped leaves SMs idle when a sequence has fewer tiles of queries than there are SMs, and
            each call ends before the next one begins. In packed, a program has only 64 queries, so

@@ -24,7 +24,7 @@ Seen       On an H100, int8_cache takes somewhat longer than predicted, and fp8_
            conversion, so F2F is the likely reason. int8_cache and fp8_cache are clearly faster than
            library. streamed is a little slower than library, so the gain comes from fewer bytes and
            not from the kernels.
-Use when   Contexts are long or sequences are many, so that the cache takes more memory and time
+Use when   Contexts are long, or there are many sequences, so the cache takes more memory and time
            than the weights. Eight bits also double the number of tokens that fit into memory. The
            check accepts the error that rounding q, k, p and v to the declared format would cause:
            2^-4 of each value for fp8, and 2^-6 for int8, where the largest of 128 numbers sets the

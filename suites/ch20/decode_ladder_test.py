@@ -12,8 +12,8 @@ Optimized  compiled: changes eager. `torch.compile` compiles a step. Norms, rota
            captured: changes compiled. A step is a CUDA graph.
            eager_captured: changes eager. A step is a CUDA graph, and nothing is compiled.
 Bound      The host limits eager and compiled: a step computes one token, but launches more than a
-           hundred small kernels. DRAM limits captured, because each step reads all weights, and so
-           do the starts of the kernels in the graph.
+           hundred small kernels. Two things limit captured: DRAM, because each step reads all
+           weights, and the starts of the kernels in the graph.
 Seen       eager_captured and captured take much longer than predicted. The rate `graph_node` was
            measured with a kernel that adds to one number, and the kernels of a step do more.
            Products with one row probably do not read their weights at the full rate of DRAM,
