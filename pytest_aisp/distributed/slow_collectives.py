@@ -170,8 +170,9 @@ def _late_ranks(lateness: Sequence[Sequence[float]], least: float) -> dict[int, 
 def _contention(
     calls: Sequence[Call], alone: Sequence[float | None], resolution: float
 ) -> tuple[float, str]:
-    """Return the extra seconds that transfers take, compared with the same transfers alone. The
-    second result describes a large difference, or is an empty string.
+    """Return the extra seconds that transfers take, compared with the same transfers alone.
+
+    The second result describes a large difference, or is an empty string.
     """
     known = [k for k, seconds in enumerate(alone) if seconds is not None]
     expected = sum(alone[k] or 0.0 for k in known)

@@ -123,7 +123,8 @@ class Machines:
         All runs take the leases in the same order of machines, which prevents deadlocks.
 
         Args:
-            gpus: True to hold the GPUs too. shared: True if other cases may share the host.
+            gpus: True to hold the GPUs too.
+            shared: True if other cases may share the host.
 
         Raises:
             OSError: if a machine's folder of leases cannot be written.

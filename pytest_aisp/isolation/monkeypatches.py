@@ -156,7 +156,8 @@ def watching(name: str, owns: Sequence[str] = ()) -> Iterator[None]:
         owns: the settings that the page is allowed to change, such as ``threads`` (which includes
             processes), ``tf32``, ``gc`` or ``affinity``.
 
-    Raises: SideError: if anything else was changed. The message names the change.
+    Raises:
+        SideError: if anything else was changed. The message names the change.
     """
     if enabled("own-clock") and (function := replaced() or _replaced_by_a_page()):
         raise SideError(

@@ -83,8 +83,8 @@ class Judge:
         processes: the pool of worker processes, if several judges share one.
 
     Raises:
-        FileNotFoundError: if the file does not exist. CliError: if `device` is ``cuda``, but there
-            is no GPU.
+        FileNotFoundError: if the file does not exist.
+        CliError: if `device` is ``cuda``, but there is no GPU.
     """
 
     def __init__(

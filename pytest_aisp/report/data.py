@@ -59,8 +59,8 @@ class Timing(Struct):
         orders: the order of each block's windows, in which ``A`` is the baseline.
         laps: one number per lap. The inputs and CUDA graphs of both sides are built again for each
             lap.
-        dropped: the reason for each block that was measured again. dropped_at: the number of blocks
-            before each dropped block.
+        dropped: the reason for each block that was measured again.
+        dropped_at: the number of blocks before each dropped block.
     """
 
     baseline: list[Positive] = []

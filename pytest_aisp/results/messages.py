@@ -63,8 +63,8 @@ class CaseTask(Task, frozen=True, kw_only=True):
         rule: keyword arguments for `numerics.Rule`.
         seed: secret seed for the input values at check sizes, and for values that are drawn after
             the sides were prepared.
-        reproducible: True to use only deterministic algorithms. without: protections to switch off,
-            which only this project's tests of exploits do.
+        reproducible: True to use only deterministic algorithms.
+        without: protections to switch off, which only this project's tests of exploits do.
     """
 
     page: str = ""

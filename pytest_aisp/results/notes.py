@@ -60,8 +60,9 @@ def launch_bound(
 
     Args:
         clock: the clock whose times the verdict uses. On all clocks except ``graph``, the result is
-            empty. seconds: each side's seconds per call on that clock. as_called: each side's
-            seconds per call on the host's clock, in the same order.
+            empty.
+        seconds: each side's seconds per call on that clock.
+        as_called: each side's seconds per call on the host's clock, in the same order.
     """
     if clock != "graph":
         return {}

@@ -91,8 +91,8 @@ class CaseRecord(Struct):
         unexplained: the sides whose time differs from the predicted time by more than a quarter,
             unless the page has a section `Seen`.
         errors: the largest rms error of each side's timed outputs, as a share of the rms of the
-            expected values. Sides that must be exact are left out. precisions: the precision that
-            the page declares for each side.
+            expected values. Sides that must be exact are left out.
+        precisions: the precision that the page declares for each side.
         share, limit: the share of the machine's limit that the optimized side reaches, and the
             limit's name.
         claim, stored: the page's claim and the stored value, with which the speedup was compared.
@@ -113,9 +113,10 @@ class CaseRecord(Struct):
             limit is written.
         notes, remarks: further facts. Notes are shown only with ``-vv``, remarks always.
         launch_bound: each launch-bound side's time without a graph, as a multiple of the time with
-            a graph. goals: the amounts per call of ``baseline`` and ``optimized``, by metric.
-            limits: the page's limits by metric. held: the optimized side's amount in the stored
-            result, by metric.
+            a graph.
+        goals: the amounts per call of ``baseline`` and ``optimized``, by metric.
+        limits: the page's limits by metric.
+        held: the optimized side's amount in the stored result, by metric.
         environment: versions and facts that the result depends on.
         wall: seconds that the whole case took.
     """

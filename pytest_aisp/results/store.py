@@ -61,8 +61,8 @@ def write(
     The write is atomic, under the file's lock. If nothing changes, the file is not written.
 
     Raises:
-        StoreError: if the file cannot be read or written. The file is then unchanged. ValueError:
-            if a result's environment is unknown, or is stored with different facts.
+        StoreError: if the file cannot be read or written. The file is then unchanged.
+        ValueError: if a result's environment is unknown, or is stored with different facts.
     """
     if path.absolute().parent.name != product:
         raise misplaced(path, product)

@@ -20,7 +20,8 @@ class SizeCheck(Struct):
             the allowed standard deviation.
         controls: the result of each negative control.
         exact: the result of the exact integer probe, or the reason why it did not run.
-        remarks: remarks about the error bound. inputs: remarks about suspicious inputs.
+        remarks: remarks about the error bound.
+        inputs: remarks about suspicious inputs.
     """
 
     errors: dict[str, list[float]] = {}
@@ -54,11 +55,12 @@ class TimeResult(Struct, kw_only=True):
         sources: hashes of both sides' sources.
         work: the minimum bytes and operations of a call.
         spent: seconds spent in each phase.
-        one_off: the seconds to prepare each side once. errors: the largest error of each side's
-            outputs in timed calls. relative: the largest rms error of each side's outputs in timed
-            calls, as a share of the rms of the expected values. outputs_checked: the number of
-            compared outputs of timed calls. kernels: the fields of `cross_check.KernelProfile` for
-            each side.
+        one_off: the seconds to prepare each side once.
+        errors: the largest error of each side's outputs in timed calls.
+        relative: the largest rms error of each side's outputs in timed calls, as a share of the rms
+            of the expected values.
+        outputs_checked: the number of compared outputs of timed calls.
+        kernels: the fields of `cross_check.KernelProfile` for each side.
         assembled: the resources that each kernel uses on this arch, such as registers.
     """
 
@@ -120,8 +122,8 @@ class ChangedResult(Struct):
     Attributes:
         kernels_alone: the roles of changed sides in which only the sources of kernels differ.
         why_timed: the reason why each of these sides must be timed, or empty if the side launches
-            the same machine code as before. machine_code: the digest of the machine code that each
-            side launches, by role.
+            the same machine code as before.
+        machine_code: the digest of the machine code that each side launches, by role.
         sass: the lines of the diff of a side's SASS.
     """
 

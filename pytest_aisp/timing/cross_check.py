@@ -57,7 +57,7 @@ class Clocks:
     Attributes:
         events: time between two events on the side's stream.
         host: time from an idle device to the second event, or None if other work ran first.
-            counter: time between two timestamps on that stream, or None if they cannot be compiled.
+        counter: time between two timestamps on that stream, or None if they cannot be compiled.
         late: time from the second event until the whole device was idle.
         queued: True if the calls were queued one by one, not replayed as a graph.
     """

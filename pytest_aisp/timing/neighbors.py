@@ -118,10 +118,11 @@ class Neighbors:
     """Other processes on the GPU of this process.
 
     Attributes:
-        read: a function that runs a chain of kernels, or None on a CPU. users: a function that
-            returns each process's share of the GPU since the last call, by name, for all processes
-            that NVML shows. seen: the time slices from all chains together. named: the largest
-            share of each process that NVML names.
+        read: a function that runs a chain of kernels, or None on a CPU.
+        users: a function that returns each process's share of the GPU since the last call, by name,
+            for all processes that NVML shows.
+        seen: the time slices from all chains together.
+        named: the largest share of each process that NVML names.
     """
 
     read: Callable[[], Slices | None] | None

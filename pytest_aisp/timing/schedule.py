@@ -40,8 +40,9 @@ class Window(Protocol):
     Attributes:
         calls: number of calls that are timed.
         counted: number by which the time is divided, which is less than `calls` if a slowdown is
-            planted. repeats: a window's time divided by the time of its calls: 2 if an untimed
-            replay comes first.
+            planted.
+        repeats: a window's time divided by the time of its calls: 2 if an untimed replay comes
+            first.
     """
 
     calls: int
@@ -123,8 +124,8 @@ class Samples:
         dropped: the cause of the disturbance of each dropped block.
         details: facts from the timer.
         laps: ln(speedup) of each lap.
-        firsts: the side that was built first in each block's lap. dropped_at: the number of valid
-            blocks before each dropped block.
+        firsts: the side that was built first in each block's lap.
+        dropped_at: the number of valid blocks before each dropped block.
     """
 
     clock: str
@@ -310,8 +311,9 @@ def warm(function: Callable[[], object]) -> int:
 PLANTABLE = 0.85, 1.35
 """To plant a slowdown exactly, the number of calls may change by a factor in this range."""
 LONG, FEW_SLOTS = 5e-3, 2
-"""If a call is longer than `LONG` seconds, a round needs only `FEW_SLOTS` slots. Two slots may stay
-in the L2, so the L2 is flushed before each window.
+"""If a call is longer than `LONG` seconds, a round needs only `FEW_SLOTS` slots.
+
+Two slots may stay in the L2, so the L2 is flushed before each window.
 """
 
 

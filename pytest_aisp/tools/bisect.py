@@ -64,9 +64,10 @@ class Bisection:
 
     Attributes:
         versions: the good version, and all later versions up to the bad one.
-        measure: a function that compares one commit with an older one. kept: the finished
-            measurements. save: a function that stores `kept`. say: a function that prints a line
-            about each measurement.
+        measure: a function that compares one commit with an older one.
+        kept: the finished measurements.
+        save: a function that stores `kept`.
+        say: a function that prints a line about each measurement.
     """
 
     versions: Sequence[Version]

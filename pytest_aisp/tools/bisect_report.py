@@ -18,8 +18,8 @@ class Finding(Struct):
 
     Attributes:
         before, after: the indices of the two versions. No version between them can be measured.
-        change: the side at `after` compared with `before`, or None if the search is undecided. why:
-            the reason why the search is undecided.
+        change: the side at `after` compared with `before`, or None if the search is undecided.
+        why: the reason why the search is undecided.
     """
 
     before: int

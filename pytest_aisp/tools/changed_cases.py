@@ -39,8 +39,8 @@ class PageSyntax:
     """The statements of a page.
 
     Attributes:
-        named: the statements that define a name, keyed by that name. Tests are left out. unnamed:
-            the statements that define no name and may affect all cases.
+        named: the statements that define a name, keyed by that name. Tests are left out.
+        unnamed: the statements that define no name and may affect all cases.
         tests: the tests with `@compare`.
         dynamic: whether the page may look up a function dynamically, such as with `getattr`.
     """

@@ -34,8 +34,8 @@ class PredictedSide:
     """The predicted and the stored time of one side, in seconds.
 
     Attributes:
-        predicted: the predicted time, or None if a rate is missing. limit: the name of the rate
-            with the largest part of the predicted time.
+        predicted: the predicted time, or None if a rate is missing.
+        limit: the name of the rate with the largest part of the predicted time.
         missing: the first rate that the prediction lacks, because it was not measured.
     """
 

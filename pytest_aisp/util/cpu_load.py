@@ -52,9 +52,10 @@ def read_cpu() -> CpuReading:
 
 
 class CpuLoad:
-    """Detect that other processes, or the host, keep this process from its cores. A process with
-    more threads than cores makes its own threads wait. So a wait counts only if other processes
-    used the cores at the same time.
+    """Detect that other processes, or the host, keep this process from its cores.
+
+    A process with more threads than cores makes its own threads wait. So a wait counts only if
+    other processes used the cores at the same time.
     """
 
     def __init__(self) -> None:

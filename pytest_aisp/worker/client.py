@@ -74,8 +74,8 @@ class WorkerProcess:
     """A worker process, which is started immediately, and killed at its first fault.
 
     Args:
-        environment: variables to set for the process. The value None removes a variable. launcher:
-            command that runs the interpreter, such as a sanitizer.
+        environment: variables to set for the process. The value None removes a variable.
+        launcher: command that runs the interpreter, such as a sanitizer.
         python: the command of another Python interpreter.
 
     Attributes:

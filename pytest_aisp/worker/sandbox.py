@@ -138,9 +138,10 @@ def seconds_per_call(
     """Return the shortest measured time of `work`, in seconds per call.
 
     Args:
-        work: a function that runs a number of units and returns the seconds until the answer. unit:
-            the number of calls in a unit. at_least: the minimum seconds per request, which makes
-            the time spent in the pipe negligible.
+        work: a function that runs a number of units and returns the seconds until the answer.
+        unit: the number of calls in a unit.
+        at_least: the minimum seconds per request, which makes the time spent in the pipe
+            negligible.
         times: the number of measurements.
     """
     units = 1
