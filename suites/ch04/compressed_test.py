@@ -2,8 +2,7 @@
 
 Problem    Sum `n` fp32 gradients over the ranks. Each rank gets the sum in fp32.
 Baseline   fp32: an all-reduce of a copy of the gradients.
-Optimized  bf16: cast to bf16, all-reduce in bf16, and cast back. This sends half as many bytes as
-           fp32.
+Optimized  bf16: cast to bf16, all-reduce half as many bytes as fp32, and cast back.
            int8: blocks of 32 elements share a power of two as their scale (MXINT8 of the OCP
            formats). Each rank receives one part of the gradients from all other ranks, adds in
            fp32, and quantizes the sum. Then all ranks gather the sums. A plain all-reduce of int8

@@ -9,7 +9,7 @@ Optimized  tiled: naive, but the values come from 32 x 32 tiles in shared memory
            register_tiled: tiled, but with 8 x 16 elements per thread and 128 x 128 per block, so 24
            values from shared memory are enough for 128 products.
            vectorized: register_tiled, but with 16 bytes per access, so 6 loads are enough for 128
-           products. For this, the tile of A is stored transposed in shared memory.
+           products. The tile of A is transposed in shared memory for these accesses.
            prefetched: vectorized, but with two tiles in shared memory. The next tile and the next
            operands are loaded during the products, and a tile needs one barrier instead of two.
            library: `torch.matmul`, which calls cuBLAS. TF32 is off.

@@ -109,7 +109,7 @@ def one_by_one(towers, batch, hidden, steps=0, **start):
 
 
 def at_once(towers, batch, hidden):
-    """Return the cost of all towers at the same time, whose kernels still start in turn."""
+    """Return the cost of towers that run at the same time. Their kernels start in turn."""
     average = sum(widths(towers)) // towers
     first = product(batch, average, hidden, towers, graph_nodes=2 * towers)
     second = product(batch, hidden, OUT, towers, graph_nodes=towers)

@@ -87,7 +87,7 @@ def fused_captured(x, gate):
 
 
 def four_passes(n, **starts):
-    """Return the cost of the four kernels. `starts` is the cost to start each of them."""
+    """Return the cost of the four kernels. `starts` is the cost to start each kernel."""
     starts["blocks"] = -(-n // BLOCK)
 
     def kernel(reads, sfu=0):

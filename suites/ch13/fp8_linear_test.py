@@ -10,11 +10,11 @@ Optimized  All variants multiply in e4m3 by `torch._scaled_mm`.
            inference.
            fused: changes prepared. One Triton kernel quantizes the rows of x and reads them only
            once. One pass is enough, because the scale of a row depends only on that row.
-Bound      Tensor cores for fused. The other variants add eager kernels, which DRAM limits. dynamic
-           moves 13 bytes per quantized element, because the absolute values and the scaled values
-           are written and read again. rowwise and prepared move 17 bytes, because multiplying by a
-           tensor of fp32 scales returns fp32 values. A single fp32 scale leaves the values bf16.
-           fused moves 3 bytes.
+Bound      Tensor cores limit fused. The other variants add eager kernels, which DRAM limits.
+           dynamic moves 13 bytes per quantized element, because the absolute values and the scaled
+           values are written and read again. rowwise and prepared move 17 bytes, because
+           multiplying by a tensor of fp32 scales returns fp32 values. A single fp32 scale leaves
+           the values bf16. fused moves 3 bytes.
 Seen       The variants that quantize in eager mode are slower than predicted. The difference
            between rowwise and prepared is the time to quantize W. Quantizing W takes about twice as
            long as its memory traffic should take. We cannot explain this.

@@ -2,9 +2,9 @@
 
 Problem    Compute forward attention without a mask, with heads of 128. Queries, keys, values and
            outputs are in bf16. The number of heads times tokens is the same at each length. The
-           scores have a standard deviation of 3, as in trained models. The values of heads differ
-           in magnitude by up to a factor of 4. Triton's interpreter multiplies bf16 wrongly, so a
-           CPU checks fp16.
+           scores have a standard deviation of 3, as in trained models. The values of different
+           heads differ in magnitude by up to a factor of 4. Triton's interpreter multiplies bf16
+           wrongly, so a CPU checks fp16.
 Baseline   bf16: one Triton kernel with an online softmax, like `tuned` of
            `triton_attention_test.py`. All sides choose from the same tiles, with 2 or 3 stages.
 Optimized  fp8_scores and fp8_both run the same kernel on e4m3 operands. The call first quantizes
