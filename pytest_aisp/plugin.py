@@ -230,7 +230,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         with lock_machine(item):
             return (yield)
     except pytest.exit.Exception as stop:
-        # The cases after this one get no verdict, so the run must not be green.
+        # Later cases get no verdict, so the run must not be green.
         stop.returncode = stop.returncode or pytest.ExitCode.INTERRUPTED
         raise
 

@@ -202,7 +202,7 @@ def run_controls(
 
     Args:
         expected: the reference's outputs for these inputs.
-        computed: by name, the controls whose wrong answers the reference computes.
+        computed: the controls whose wrong answers the reference computes, by name.
         types: the type in which the sides return each output.
         rule: the rule of the page.
 
@@ -292,7 +292,7 @@ def _judge(
     expected: Sequence[Leaf],
     rule: Rule,
 ) -> Control:
-    # Compare each output alone, because a tolerance may be too loose for only one of them.
+    # Compare each output alone, because a tolerance may be too loose for only one output.
     least = 1.0 if name == "noise" else APPLIES  # noise is 2.4 bounds by construction
     if any(v.shape != leaf.value.shape for v, leaf in zip(values, expected, strict=True)):
         return Control(name, math.inf, True, True, True)  # the wrong shape is always refused

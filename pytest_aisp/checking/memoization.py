@@ -87,7 +87,7 @@ def _longer(unseen: float, seen: float) -> bool:
 
 
 def _check_altered(timer: _SideTimer, seed: int) -> None:
-    """Refuse a side that is slow in its first call on altered values, and then fast.
+    """Refuse a side that is slow in the first call on altered values and fast in later calls.
 
     Integers may be lengths. Altered lengths change the shapes inside the side, and the first call
     with new shapes may be slow (cuDNN builds a plan for each shape). So if all inputs are integers,
@@ -121,7 +121,7 @@ def _integers_alone(timer: _SideTimer, seed: int) -> list[_Change]:
 
 
 def _slow_once(timer: _SideTimer, seed: int, change: _Change) -> str | None:
-    """Return a message if a side is slow in its first call on altered values, and then fast.
+    """Return a message if a side is slow only in the first call on altered values.
 
     Other processes can slow some calls down. If the repeated calls were slow, the times are
     inconclusive, and more rounds follow. If all rounds are inconclusive, the result is None.
@@ -171,7 +171,7 @@ class _SideTimer:
     fastest: float = math.inf
 
     def seconds(self, values: Inputs, after: Inputs) -> float:
-        """Return how many seconds a call on `values` takes right after a call on `after`.
+        """Return the seconds that a call on `values` takes right after a call on `after`.
 
         The same writes and the same untimed call precede each timed call. The only difference
         between timed calls is whether the side has seen `values`.
@@ -201,7 +201,7 @@ class _SideTimer:
         return current_group().max(not pytree.equal_values(*outputs)) > 0
 
     def repeated(self, values: Inputs) -> float:
-        """Return how many seconds a call on `values` takes after many calls on the same values.
+        """Return the seconds that a call on `values` takes after many calls on the same values.
 
         The slot must contain `values` already.
         """

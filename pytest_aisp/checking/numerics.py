@@ -252,7 +252,7 @@ def untraced(
             sensitivity to relative changes of the inputs.
         dtype, precision: as in `allowed`.
         terms: the number of terms in the longest sum.
-        roundings: how many times in a row values are rounded.
+        roundings: the number of times in a row that values are rounded.
     """
     u_out = UNIT[dtype]
     low = precision if precision and UNIT[precision] > u_out else None

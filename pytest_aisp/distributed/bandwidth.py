@@ -299,7 +299,7 @@ def store_peaks(
     Return one line of text for each rate.
 
     Args:
-        facts: how each rate was measured. This function adds the versions and the date.
+        facts: a description of each measurement. This function adds the versions and the date.
 
     Raises:
         CliError: if the GPUs are different products, or the file cannot be written.

@@ -84,7 +84,8 @@ def serve(address: str) -> None:
                 task = encoding.decode_task(line)
                 if isinstance(task, StopTask):
                     break
-                # Each machine's launcher has drawn its own seed, so all ranks use rank 0's.
+                # Each machine's launcher has drawn its own seed, so all ranks use the seed of rank
+                # 0.
                 if isinstance(task, CaseTask):
                     task = replace(task, seed=process_group.current_group().broadcast(task.seed))
                 replies.write(encode_reply(server.answer(task)))
@@ -120,7 +121,7 @@ class Member:
     """The launcher's view of a rank: the connection, and the messages from the rank.
 
     Attributes:
-        step: how many times the rank has synchronized with the other ranks.
+        step: the number of times that the rank has synchronized with the other ranks.
         doing: the text of the rank's last progress message.
         reply: the rank's reply to the current task, or None.
         closed: True if the connection has ended.
@@ -169,7 +170,7 @@ def describe_hang(ranks: Sequence[Member], folder: str) -> tuple[str, str]:
     stacks = _read_stacks(ranks, folder)
     fewest = min(rank.step for rank in ranks)
     behind = [r for r in ranks if r.reply is None and r.step == fewest]
-    # all ranks made the same number of steps: blame those outside of collectives
+    # all ranks made the same number of steps: the cause is a rank outside of collectives
     if len(behind) == len(ranks):
         behind = [r for r in ranks if not _is_waiting(stacks[r.number])] or list(ranks)
     description = "; ".join(

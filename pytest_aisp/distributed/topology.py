@@ -33,7 +33,7 @@ LEGEND = (
     "NVn: n NVLink links; else what PCIe traffic crosses: PIX one switch, PXB several,"
     " PHB the host bridge, NODE host bridges of a NUMA node, SYS the link between nodes"
 )
-# The values of nvmlGpuP2PCapsIndex_t. They are written as numbers, because in pynvml the constant
+# The values of nvmlGpuP2PCapsIndex_t, as numbers, because in pynvml the constant
 # NVML_P2P_CAPS_INDEX_READ is a tuple.
 P2P_CAPABILITIES = {"read": 0, "write": 1, "nvlink": 2, "atomics": 3}
 P2P_STATUS = {

@@ -209,7 +209,7 @@ class InterferenceMonitor:
     Args:
         owns: the settings that the page changes on purpose. With ``page_faults``, page faults are
             counted but allowed.
-        allocations: a function that returns how many memory allocations the device has made.
+        allocations: a function that returns the device's number of memory allocations.
     """
 
     def __init__(
@@ -293,7 +293,7 @@ def _imported(before: Mapping[str, object], now: Mapping[str, object]) -> list[s
 
 
 def _dynamo() -> dict[str, int]:
-    """Return the counters of Dynamo and Inductor. All are 0 if Dynamo was never imported."""
+    """Return the counters of Dynamo and Inductor, which are 0 if Dynamo was never imported."""
     utils = sys.modules.get("torch._dynamo.utils")
     counters: Mapping[str, Mapping[str, int]] = getattr(utils, "counters", {})
     inductor = counters.get("inductor", {})

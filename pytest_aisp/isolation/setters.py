@@ -52,7 +52,8 @@ def install() -> None:
         return
     _installed.append(True)
     _wrap("torch's threads", torch.get_num_threads, (torch, "set_num_threads"))
-    # An assignment to torch.backends.mkldnn.enabled calls a setter that torch stored at its import.
+    # An assignment to torch.backends.mkldnn.enabled calls a setter that torch stored when it was
+    # imported.
     enabled = vars(type(torch.backends.mkldnn))["enabled"]
     places = (torch._C, "_set_mkldnn_enabled"), (enabled, "setter")
     _wrap("torch's oneDNN", torch._C._get_mkldnn_enabled, *places)

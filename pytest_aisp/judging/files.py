@@ -1,4 +1,4 @@
-"""Run the file of a problem or of a candidate. Only worker processes do this."""
+"""Run the file of a problem or of a candidate. Only worker processes use this module."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ MEMORY_SHARE = 0.5
 
 
 class Processes:
-    """New worker processes. Some are started before they are needed.
+    """New worker processes. Some processes are started before they are needed.
 
     Args:
         gpus: the UUIDs of the GPUs that the processes use, or nothing for the CPU.

@@ -131,7 +131,7 @@ def _tensor(
 
 def _integer(ctype: type[Integer], arg: object, device: int) -> Integer | None:
     # Use ctypes, because cuda.core treats a Python int as an address. A number that does not fit
-    # wraps around, so it is detected by comparing it with `arg`.
+    # wraps around and then differs from `arg`.
     number = ctype(int(arg)) if isinstance(arg, (int, Integral)) else None
     return number if number is not None and number.value == arg else None
 
@@ -222,8 +222,8 @@ def _pointer(dtype: str, width: int) -> tuple[str, Convert]:
     align = min(16, size // 3 if width == 3 else size)
     needs = f"a contiguous {names} tensor" if names else "a contiguous tensor"
     needs += " on cuda:{device}" + f" at a multiple of {align} bytes" * (width > 1)
-    # Kernels load any type as float4 or similar. But half2 is for arithmetic, so the tensor's dtype
-    # must match.
+    # Kernels load any type as float4 or similar types. But half2 is for arithmetic, so the tensor's
+    # dtype must match.
     cast = size if width in (2, 4) and dtype not in ("float16", "bfloat16") else 0
     needs += f", or one of another type whose size is a multiple of {size} bytes" * bool(cast)
     return needs, partial(_tensor, frozenset((dtype, signed)) - {""}, align, cast)

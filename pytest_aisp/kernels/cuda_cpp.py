@@ -300,7 +300,7 @@ class Launch:
         __tracebackhide__ = True
         from torch import cuda
 
-        # Wrong arguments raise a LaunchError even without a GPU, where CUDA is never initialized.
+        # Wrong arguments raise a LaunchError even without a GPU.
         initialized: Callable[[], bool] = cuda.is_initialized
         device = cuda.current_device() if initialized() else 0
         values = check_arguments(self.kernel.name, self.kernel.params, args, device)

@@ -113,7 +113,7 @@ def _cached(module: CudaModule, target: str, source: str, kernels: Sequence[str]
         if "cannot open source file" in message and not _toolkit():
             message += f"\n{HEADERS}"
         raise _error(module, target, message) from None
-    # For a kernel inside `#if`, the signature is found, but some targets have no code for it.
+    # A kernel inside `#if` has a signature, but no code for some targets.
     if missing := [k for k in kernels if f".text.{k}\0".encode() not in code]:
         raise _error(module, target, f" no code for {', '.join(missing)}; is it inside an #if?")
     cubin = Cubin(code, _usage(log))
@@ -181,7 +181,7 @@ def _linked(options: Options) -> list[str]:
         return []
     finder = import_module("cuda.pathfinder")
     try:
-        # Without nvJitLink, cuda.core asks the driver to link.
+        # Without nvJitLink, cuda.core links with the driver.
         linker = finder.load_nvidia_dynamic_lib("nvJitLink").abs_path
         return [linker, str(finder.find_static_lib("cudadevrt"))]
     except RuntimeError as error:

@@ -55,9 +55,9 @@ tcgen05_int8         -     a     -     -
 tcgen05_block_scale  -     f     f     -
 two_cta              -     f     f     -
 """
-# For each feature of `features.cu`, the least specific target that compiles it. The signs mean: +
-# the plain target ``sm_100``, f the family target ``sm_100f``, a the arch-specific target
-# ``sm_100a``, - no target. A test compares this table with `python benchmarks/feature_probe.py`.
+# The least specific target that compiles each feature of `features.cu`. The signs mean: + the plain
+# target ``sm_100``, f the family target ``sm_100f``, a the arch-specific target ``sm_100a``, - no
+# target. A test compares this table with `python benchmarks/feature_probe.py`.
 
 
 def _parse(table: str) -> dict[str, dict[str, str]]:

@@ -155,7 +155,8 @@ class Conditions:
 class Sweep:
     """A key of the sizes that varies along a curve, as in ``Sweep("block", judged=[256])``.
 
-    Each point is a case. A run prints each curve's best point and knee. The report draws the curve.
+    Each point is a case. A run prints the best point and the knee of each curve. The report draws
+    the curve.
 
     Attributes:
         key: the key, such as ``block``.

@@ -68,8 +68,8 @@ class HistoryEntry(Struct):
 
     Attributes:
         current: True for the run that the report is about.
-        change: how the result changed in this run, as `aisp results history` words it, or an empty
-            string.
+        change: the change of the result in this run, in the words of `aisp results history`, or an
+            empty string.
     """
 
     started: str

@@ -181,7 +181,8 @@ def _read_kernels(path: Path) -> str:
         return ""
 
 
-# The code below does not parse CUDA C++. It splits a .cu file at blank lines outside of braces.
+# The code below does not parse CUDA C++, and only splits a .cu file at blank lines outside of
+# braces.
 
 _WORD = re.compile(r"[A-Za-z_]\w*")
 _COMMENT_OR_STRING = re.compile(r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\\n])*\"", re.DOTALL)

@@ -66,7 +66,7 @@ class Change:
 
 @dataclass(frozen=True)
 class CaseHistory:
-    """The runs of one case, the oldest first, and the changes in its level."""
+    """The runs of one case, the oldest first, and the changes in the case's level."""
 
     lines: Sequence[HistoryLine]
     changes: Sequence[Change]

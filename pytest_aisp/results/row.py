@@ -81,7 +81,7 @@ class CaseRecord(Struct):
         sweep: the key of `size` over which the page is a curve, or empty.
         baseline: name of the slow side.
         product, arch: the machine.
-        need: why the case could not be timed here, or empty.
+        need: the reason why the case could not be timed here, or empty.
         verdict: the verdict, or empty before there is one.
         cause: the cause of a red, stale or inconclusive verdict (see `verdict.Cause`), or empty.
         value, low, high: ln(speedup) with its 99 % interval, or None if nothing was timed.

@@ -41,7 +41,7 @@ class RecordedRun:
         lines: the journal's lines, one per case. Each line refers to a file with the case's
             samples.
         canaries: the canary of each process.
-        lost: a message about each half-written line, which was skipped.
+        lost: a message about each skipped line. Half-written lines are skipped.
         plain_manifest, plain_canaries: the contents of the manifest and of the canaries, including
             fields that only newer versions use.
     """

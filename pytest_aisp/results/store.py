@@ -145,7 +145,7 @@ def _replace_file(path: Path, text: str) -> None:
         with suppress(OSError):
             os.unlink(temporary)
     # The write is done. If the directory cannot be synced, a power failure may restore the complete
-    # old file. That does not count as a failed write.
+    # old file, which does not count as a failed write.
     with suppress(OSError):
         _sync(path.parent)
 

@@ -107,7 +107,7 @@ class WindowResult(Struct):
 
     Attributes:
         seconds: seconds per call.
-        disturbed: what disturbed the window, or empty.
+        disturbed: the cause that disturbed the window, or empty.
         by_machine: False if the side itself disturbed the window.
     """
 
@@ -145,7 +145,7 @@ class SampleResult(Struct):
 
     Attributes:
         seconds: seconds per call.
-        disturbed: what disturbed the process, or empty.
+        disturbed: the cause that disturbed the process, or empty.
         cpu_share: CPU time of the process over wall time, in the timed calls.
     """
 
@@ -194,7 +194,7 @@ class Level(Struct):
     """One level of the memory hierarchy.
 
     Attributes:
-        working_set: bytes that are read again and again, or 0 if the level fixes them.
+        working_set: bytes that are read repeatedly, or 0 if the level has a fixed size.
         bandwidth: bytes per second of all SMs.
         latency: seconds of one load in a chain of loads.
     """

@@ -56,10 +56,10 @@ class Collective:
 
     Attributes:
         nbytes: size of the buffer.
-        run: starts the collective.
+        run: a function that starts the collective.
         sent: the buffer that this rank sends.
         fill: the known values for `sent`.
-        out: returns the received buffer.
+        out: a function that returns the received buffer.
         expected: the expected values of `out`, one for each chunk.
     """
 
@@ -169,7 +169,7 @@ def _elements_per_rank(nbytes: int) -> int:
 
 
 def _one_shot_refusal(device: str) -> str | None:
-    """Return why symmetric memory is unavailable, or None. All ranks return the same answer."""
+    """Return the reason why symmetric memory is unavailable, or None. All ranks agree."""
     try:
         if not device.startswith("cuda"):
             raise RuntimeError("it needs GPUs")

@@ -62,7 +62,7 @@ class HostWindow:
     """Time K calls of one side with the host's clock, from an idle device to an idle device.
 
     Attributes:
-        before: runs before each window.
+        before: a function that runs before each window.
         wall, cpu: the seconds of all finished windows, and this process's CPU seconds in them.
     """
 

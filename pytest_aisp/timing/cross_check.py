@@ -209,7 +209,7 @@ class KernelProfile:
     busy: float
 
     def contradiction(self, seconds: float) -> str:
-        """Return why `seconds` per call contradict this profile, or an empty string."""
+        """Return the reason why `seconds` per call contradict this profile, or an empty string."""
         if not self.launches:
             return "nothing is launched on the GPU"
         if enabled("kernels-agree") and self.busy > seconds * (1 + BUSY_SHARE) + BUSY_SECONDS:
@@ -255,7 +255,7 @@ def profile_kernels(
     """Profile `work`, which makes `calls` calls, and return its GPU launches per call.
 
     Args:
-        counts: returns True for the names of kernels that are included.
+        counts: a function that returns True for the names of kernels to include.
     """
     import torch
     from torch.autograd.profiler import profile  # torch.profiler imports all of torch.compile

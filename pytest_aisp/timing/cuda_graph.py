@@ -51,7 +51,7 @@ class Uncounted(RuntimeError):
 class GraphWindow:
     """Time K calls in one CUDA graph. The time includes `extra` calls, but is divided by K only.
 
-    Each timed replay follows an untimed one on the stream. `before` runs between the two.
+    An untimed replay precedes each timed replay on the stream. `before` runs between the two.
     """
 
     repeats = 2

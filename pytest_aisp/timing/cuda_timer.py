@@ -302,8 +302,7 @@ class CudaPairTimer:
             return {f"no {key}": str(error).splitlines()[0]}
 
     def memory(self) -> dict[str, object]:
-        """Run the sides again. Return the bytes that a call of each side needs beyond its
-        inputs."""
+        """Run the sides again. Return the bytes that a call of each needs beyond its inputs."""
         peaks = [peak_bytes(side) for side in self.sides]
         return {"peak_bytes": dict(zip(ROLES, peaks, strict=True))}
 
@@ -345,7 +344,7 @@ def _quick_time(window: Callable[[], float]) -> float:
 
 
 def _allocations() -> int:
-    """Return how many times the allocator has requested memory from the device."""
+    """Return the number of times that the allocator has requested memory from the device."""
     import torch
 
     return int(torch.cuda.memory_stats().get("num_device_alloc", 0))

@@ -175,7 +175,7 @@ class _PairTimer:
         self.cause = self._draw_cause()
 
     def _draw_cause(self) -> Cause | None:
-        """Return what disturbs the next block, or None."""
+        """Return the cause that disturbs the next block, or None."""
         noise, rng = self.process.noise, self.process.rng
         if noise.throttle and rng.random() < noise.throttle:
             return Cause("thermal slowdown (simulated)")

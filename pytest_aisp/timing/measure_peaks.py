@@ -109,7 +109,7 @@ class _Survey:
             self.facts[key], self.rates[key] = fastest, rate
 
     def where_it_runs(self, name: str, make: Callable[[], Run]) -> dict[str, Run]:
-        """Return the run of `make`, keyed by `name`. If it fails, note the reason in `facts`."""
+        """Return the function that `make` returns, keyed by `name`. Note a failure in `facts`."""
         import torch
 
         try:

@@ -267,7 +267,8 @@ def settle(
 
     Args:
         calls: functions that make one call of a side and return its time.
-        grew: returns True if allocations or modules were added since the last round.
+        grew: a function that returns True if allocations or modules were added since the last
+            round.
     """
     start, history = _agreed_time(), [list[float]() for _ in calls]
     rounds = 0

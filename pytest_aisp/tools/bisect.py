@@ -227,7 +227,7 @@ def bisect_result(case: str, good: str, bad: str, *, tell: Say, say: Say) -> Cli
 
     Args:
         case: a pytest id, relative to the working directory.
-        tell: shows the current step.
+        tell: a function that shows the current step.
         say: prints a line about each measurement.
 
     Raises:

@@ -74,8 +74,8 @@ class Measurement(Struct, omit_defaults=True):
     Attributes:
         product, arch: the product name and the arch of the machine.
         sides: the changed sides, by role. A side that has not changed is left out.
-        broken: why the case cannot be measured at this commit, or empty.
-        unclear: why this measurement does not count, or empty.
+        broken: the reason why the case cannot be measured at this commit, or empty.
+        unclear: the reason why this measurement does not count, or empty.
     """
 
     product: str = ""

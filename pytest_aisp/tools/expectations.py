@@ -154,7 +154,7 @@ def _is_below(result: Result, claim: float | str | None) -> bool:
         return False
     if claim == "neutral":
         return result.value < -NEUTRAL_FLOOR[result.clock]
-    # No margin is needed: the claim was derived from this value, which is a mean over processes.
+    # No margin is needed, because the claim was derived from this value (a mean over processes).
     return isinstance(claim, int | float) and result.value < math.log(claim)
 
 
@@ -169,7 +169,7 @@ def _csv(entries: Sequence[Expectation]) -> list[str]:
 
 
 def _text(entries: Sequence[Expectation]) -> list[str]:
-    """Return a table of the results with problems, and how often each problem occurs."""
+    """Return a table of the results with problems, and the number of results per problem."""
     problems = [one for one in entries if one.states]
     lines = columns([HEADS, *(one.row() for one in problems)]) if problems else []
     lines.append(f"{len(entries)} stored results, {len(entries) - len(problems)} without a problem")

@@ -77,7 +77,7 @@ def history_result(folder: Path, *, case: str = "", as_json: bool = False) -> Cl
     the code gate confirmed.
 
     Args:
-        case: list only the cases whose id, product or chapter contains this text.
+        case: a text. Only cases whose id, product or chapter contains the text are listed.
 
     Raises:
         CliError: if the folder has no readable history, or no case contains the text.

@@ -60,7 +60,7 @@ class Finding(msgspec.Struct, frozen=True):
     """The result of one check.
 
     Attributes:
-        text: what the check found.
+        text: the result of the check in words.
         change: the instructions that fix a problem, with the command last.
     """
 

@@ -275,7 +275,7 @@ def _loading(breakdown: Breakdown) -> Rule:
 def _workers(
     breakdown: Breakdown, loader: Loader, workers: int, wait: float, waits: str
 ) -> tuple[float, str]:
-    # Assume that the workers are too slow, so that all of them are always busy. Then one worker
+    # Assume that the workers are too slow, so that all workers are always busy. Then one worker
     # needs the time of `workers` steps to load a batch.
     loading = workers * (breakdown.step - breakdown.starts) if workers else wait
     work = breakdown.body + breakdown.drain

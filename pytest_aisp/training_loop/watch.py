@@ -167,7 +167,7 @@ class ScriptBatches(Iterator[object]):
         return getattr(self._batches, name)
 
     def __del__(self) -> None:
-        # A loop that ends with `break` drops its iterator. Work after that is not part of a step.
+        # A loop that ends with `break` drops its iterator. Later work is not part of a step.
         self._source.loop.leave()
         self._finder.leave(self._source)
 
@@ -250,8 +250,8 @@ class LoopFinder:
         source = self._inside[-1] if self._inside else self._no_loader
         source.trained += 1
         self._first_optimizer = self._first_optimizer or optimizer
-        # With several optimizers, each one steps in every iteration. Only the first one separates
-        # the loop's steps.
+        # With several optimizers, each optimizer steps in every iteration. Only the first one
+        # separates the loop's steps.
         if source is self._no_loader and optimizer is self._first_optimizer:
             source.loop.request()
             source.loop.receive()

@@ -218,7 +218,7 @@ class Telemetry:
 
 
 def _nvml_of(index: int) -> tuple[ModuleType | None, object | None]:
-    """Return NVML, and its handle of torch's GPU with this index. Either may be missing."""
+    """Return NVML, and NVML's handle of torch's GPU with this index, or None for a missing one."""
     import torch
 
     nvml = device.load_nvml()

@@ -44,8 +44,8 @@ class Operation(Struct, frozen=True):
     """A collective, or a transfer between two ranks, on one rank.
 
     Attributes:
-        name: such as ``all_reduce``, ``send`` or ``recv``.
-        nbytes: bytes of the buffer of a collective as `OPS` defines it, or 0 if they are unknown.
+        name: a name such as ``all_reduce``, ``send`` or ``recv``.
+        nbytes: the bytes of a collective's buffer, as defined by `OPS`, or 0 if unknown.
         start, end: seconds on rank 0's clock.
     """
 
@@ -105,7 +105,7 @@ class DiagnoseResult(Struct, frozen=True):
     """The result of a `DiagnoseTask`.
 
     Attributes:
-        sides: by the name of the side.
+        sides: the arrivals of each side, by the side's name.
         clock_error: seconds by which arrivals on two ranks may be off relative to each other.
     """
 

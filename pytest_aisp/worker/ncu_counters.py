@@ -25,7 +25,7 @@ ISSUED = [
 """The names that versions of ncu use, the preferred one first."""
 STALL = re.compile(r"smsp__average_warps_issue_stalled_(\w+?)_per_issue_active\.ratio")
 SELECTED = "selected"
-"""The stall reason that ncu gives a warp that issues an instruction. This is not a stall."""
+"""The "stall reason" that ncu gives a warp that issues an instruction, and so does not stall."""
 MAX_BYTES = 10_000
 
 Share = Annotated[float, Meta(ge=0)]

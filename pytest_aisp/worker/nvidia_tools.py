@@ -220,7 +220,7 @@ class SanitizedWorker(WorkerProcess):
         self._tool, self._position = tool, 0
         # Errors during a library's own initialization are not the page's fault.
         options = ("--tool", tool, "--log-file", self._log, "--report-api-errors", "no")
-        # Without torch's cache, each tensor is a separate allocation. So the tool can detect reads
+        # Without torch's cache, each tensor is a separate allocation, so the tool can detect reads
         # beyond a tensor's end.
         changes = {**(environment or {}), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         super().__init__(changes, [sanitizer_installed() or SANITIZER, *options])
