@@ -3,13 +3,13 @@
 Problem    y = relu(a * b + c) on n fp32 elements, which is 3 FLOPs per element on every side.
 Baseline   three_passes: one kernel per step. Each kernel reads from DRAM and writes to DRAM. The
            three kernels move 32 bytes per element in total. A thread computes one element.
-Optimized  unrolled: three_passes, but a thread computes four elements, with a stride of the whole
-           grid. The number of bytes stays the same.
-           vectorized: three_passes, but a thread computes four neighboring elements, 16 bytes per
-           access. The number of bytes stays the same.
-           fused: three_passes in one kernel, which keeps intermediate results in registers and
-           moves 16 bytes per element.
-           fused_vectorized: fused with the 16-byte accesses of vectorized.
+Optimized  unrolled: changes three_passes. A thread computes four elements, with a stride of the
+           whole grid. The number of bytes stays the same.
+           vectorized: changes three_passes. A thread computes four neighboring elements, 16 bytes
+           per access. The number of bytes stays the same.
+           fused: changes three_passes. One kernel keeps intermediate results in registers and moves
+           16 bytes per element.
+           fused_vectorized: changes fused. Accesses are 16 bytes long, as in vectorized.
 Bound      DRAM on every side. On an H200, fp32 arithmetic is the limit only above about 12 FLOPs
            per byte. Every side does less than 1 FLOP per byte. The arrays between two passes do not
            fit in the L2.

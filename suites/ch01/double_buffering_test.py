@@ -5,7 +5,7 @@ Problem    Multiply `count` fp32 matrices (n, n), which are in pinned host memor
 Baseline   one_stream: copy a chunk, which is one matrix, multiply it, and go to the next chunk.
            The host never waits, but copies and products are in the same stream, so they never
            overlap.
-Optimized  double_buffered: one_stream, but with the copies on a second stream. The copies alternate
+Optimized  double_buffered: changes one_stream. The copies are on a second stream, and alternate
            between two buffers. A product waits for its chunk. A copy waits until the previous
            product has read the buffer.
 Bound      one_stream takes the time of PCIe plus the time of fp32 arithmetic. double_buffered takes

@@ -4,9 +4,9 @@ Problem    Evaluate a linear classifier on `steps` batches that arrive one at a 
            loss of every batch on the host, for example for a log.
 Baseline   every_step: `.item()` after each batch. The host waits until the GPU is idle, and then
            the GPU is idle until the host launches the next batch.
-Optimized  every_sixteenth: every_step with a wait only after every 16 steps. The losses stay on the
-           GPU and are copied to the host 16 at a time.
-           at_the_end: every_sixteenth with one copy for all losses.
+Optimized  every_sixteenth: changes every_step. The host waits only after every 16 steps. The losses
+           stay on the GPU and are copied to the host 16 at a time.
+           at_the_end: changes every_sixteenth. One copy fetches all losses.
 Bound      The host on every side: the host launches three small kernels per batch. In every_step,
            it also waits for the GPU.
 Seen       every_step takes longer than predicted. The predicted time of a wait was measured while

@@ -5,7 +5,7 @@ Problem    Compute the fp32 gradients of the mean loss over 256 rows of an MLP w
 Baseline   accumulated: 8 backward passes of 32 rows. Each pass divides the mean loss of its rows by
            8. `.grad` accumulates the gradients. Every pass reads all weights and writes all
            gradients. 7 of the 8 passes also add the new gradients to the old ones.
-Optimized  fused: accumulated with all rows in one pass.
+Optimized  fused: changes accumulated. One pass processes all rows.
 Bound      fp32 arithmetic for fused. accumulated does the same FLOPs, but reads and writes the
            gradients 7 more times.
 Seen       accumulated takes much longer than predicted. The prediction includes the additional

@@ -3,9 +3,9 @@
 Problem    Take one AdamW step for `count` fp32 parameters of (n, n). The gradients arrive in one
            bucket, as in data-parallel training, and every `.grad` is a view of the bucket.
 Baseline   looped: `foreach=False`, 8 launches per parameter. On a GPU, torch's default is foreach.
-Optimized  foreach: looped with each of the 8 operations applied to lists of tensors, in 10
+Optimized  foreach: changes looped. Each of the 8 operations applies to lists of tensors, in 10
            launches.
-           fused: foreach with one kernel for the whole update, in 3 launches.
+           fused: changes foreach. One kernel makes the whole update, in 3 launches.
 Bound      The host on every side, because the parameters are small. Launches limit looped. Python
            code limits foreach and fused.
 Seen       foreach and fused take longer than predicted. The cost counts calls to torch, but not the

@@ -4,10 +4,10 @@ Problem    Take one SGD step with momentum on the mean loss of 256 rows, for an 
            layers. Every side takes the same step and returns the same loss, on the GPU.
 Baseline   first_draft: the whole batch at once, the default optimizer (foreach on a GPU), and
            `.item()` after the step for the log. A step takes 31 launches and one wait for the GPU.
-Optimized  fused_optimizer: first_draft with the update in one launch instead of three.
-           no_item: fused_optimizer without the wait. The loss stays on the GPU, so the launch that
-           copies it back to the GPU is also saved.
-           captured: no_item as one CUDA graph.
+Optimized  fused_optimizer: changes first_draft. The update takes one launch instead of three.
+           no_item: changes fused_optimizer. The host does not wait: the loss stays on the GPU, so
+           the launch that copies it back to the GPU is also saved.
+           captured: changes no_item. The step is one CUDA graph.
 Bound      The host on every side except captured: Python, autograd and launches take longer than
            the kernels. captured has a single launch, so the limit is the GPU, which runs the 28
            kernels one after another.

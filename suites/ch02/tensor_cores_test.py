@@ -4,8 +4,8 @@ Problem    Compute C = A @ B. A, B and C are fp32 in memory on every side. In te
            matrices are square. In test_one_row, A has one row and B is large.
 Baseline   fp32: TF32 is switched off, so the product runs on the CUDA cores. Operands keep their 24
            significant bits.
-Optimized  tf32: fp32 with TF32 switched on. The tensor cores read the same tensors, but use only 11
-           significant bits of each operand.
+Optimized  tf32: changes fp32. TF32 is switched on. The tensor cores read the same tensors, but use
+           only 11 significant bits of each operand.
            bf16: changes fp32. Operands are cast to bf16 (8 significant bits), and the result is
            cast back. The time includes the three casts.
            fp16: changes bf16. The operands are cast to fp16 instead. fp16 has 11 significant bits,

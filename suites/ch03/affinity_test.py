@@ -5,11 +5,11 @@ Problem    Run a chain of short fp32 operations on the CPU. The threads of an Op
            were one of two workers on a host. An operation uses at most 32 threads, because torch
            gives each thread at least 32,768 values.
 Baseline   free: the default. The kernel may move a thread to any core between two operations.
-Optimized  close: free with `OMP_PROC_BIND=close` and `OMP_PLACES=cores`. Each thread stays on one
-           core, and the cores are neighbors. On a host with two sockets, all cores are on the same
-           socket.
-           spread: close with `OMP_PROC_BIND=spread`. The team is spread over both sockets, so each
-           barrier has to synchronize both sockets.
+Optimized  close: changes free. `OMP_PROC_BIND=close` and `OMP_PLACES=cores` are set. Each thread
+           stays on one core, and the cores are neighbors. On a host with two sockets, all cores are
+           on the same socket.
+           spread: changes close. With `OMP_PROC_BIND=spread`, the team is spread over both sockets,
+           so each barrier has to synchronize both sockets.
 Bound      Latency. The data stays in the caches of the cores, and each operation ends with a
            barrier for the team. After the kernel has moved a thread, the thread's data is in
            another core's cache. On an idle machine the kernel rarely moves threads, so close is

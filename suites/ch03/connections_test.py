@@ -9,9 +9,9 @@ Baseline   one_queue: `CUDA_DEVICE_MAX_CONNECTIONS=1`. All streams share one que
            too. Megatron requires this setting on Hopper and older GPUs, because kernels then start
            in launch order. So a collective gets its SMs before a matrix product that is launched
            later.
-Optimized  eight_queues: one_queue without the variable. The default is 8 queues, so two chains
-           share a queue.
-           a_queue_each: eight_queues with the variable set to 32, its largest value.
+Optimized  eight_queues: changes one_queue. The variable is not set. The default is 8 queues, so two
+           chains share a queue.
+           a_queue_each: changes eight_queues. The variable is set to 32, its largest value.
 Bound      Latency: a block reads its row, waits for the mean, and reads it again. one_queue runs
            the chains almost one after another, because a chain can start only when the previous
            chain has reached its last kernel. If each chain has its own queue, all chains run at the

@@ -14,9 +14,9 @@ Optimized  kept: changes returned. `MALLOC_MMAP_MAX_=0` makes large blocks come 
            jemalloc: changes returned. jemalloc is preloaded with `dirty_decay_ms:-1`, so it never
            returns pages to the kernel. Without this setting, jemalloc returns large blocks when
            they are freed.
-           jemalloc_advised: jemalloc with the settings that guides for torch recommend. These
-           guides set a large decay time instead of -1. For large blocks, jemalloc treats any decay
-           time above 0 as 0, so it keeps none of them.
+           jemalloc_advised: changes jemalloc. The settings are from guides for torch, which set a
+           large decay time instead of -1. For large blocks, jemalloc treats any decay time above 0
+           as 0, so it keeps none of them.
            tcmalloc: changes returned. tcmalloc is preloaded. By default, it keeps freed pages and
            returns them to the kernel little by little.
 Bound      DRAM limits kept, which only reads and writes both blocks. returned also waits for the

@@ -6,8 +6,8 @@ Problem    A process uses the GPU for the first time: it copies x and two weight
 Baseline   eager: `CUDA_MODULE_LOADING=EAGER`. The driver loads all kernels of a library when the
            process first uses that library. Some container images set this variable, so that no
            request waits for a kernel to load.
-Optimized  lazy: eager without the variable. By default, the driver loads each kernel at its first
-           launch.
+Optimized  lazy: changes eager. The variable is not set. By default, the driver loads each kernel at
+           its first launch.
 Bound      The host: the driver creates a context and loads kernels. eager loads thousands of
            kernels of torch and cuBLAS, but the layer launches only a few of them. The costs count
            only the layer, because no rate for loading kernels was measured. So both sides take far

@@ -6,7 +6,7 @@ Baseline   per_tensor: one all-reduce per gradient, on a copy of the gradient, b
            copies.
 Optimized  bucketed: the gradients are concatenated, reduced in one all-reduce, and split into
            views.
-           coalesced: per_tensor, but all all-reduces are passed to NCCL as one group.
+           coalesced: changes per_tensor. All all-reduces are passed to NCCL as one group.
 Bound      The host. So the page times ordinary calls, without a CUDA graph. per_tensor needs
            `count` calls and handshakes. bucketed moves the same bytes in one call. NVLink multicast
            was off (README), but would hardly matter, because the host is the limit. Half of the

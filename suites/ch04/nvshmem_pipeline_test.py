@@ -8,7 +8,7 @@ Baseline   exchanged: the first rank sends each micro-batch as soon as it is com
            time.
 Optimized  whole: the first stage computes all micro-batches and sends them as one message. Then the
            second stage begins. There is one handshake and no overlap.
-           signalled: exchanged, but with NVSHMEM. On its own stream, the first rank puts each
+           signalled: changes exchanged. With NVSHMEM, on its own stream, the first rank puts each
            micro-batch into the second rank's memory and sets a signal after it. The second rank's
            stream waits for the signal. An all-reduce of a flag ends each call.
 Bound      The host. A product and a message of this size take the GPU a few microseconds, less than

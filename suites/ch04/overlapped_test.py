@@ -5,10 +5,11 @@ Problem    Compute the gradients of an MLP of `layers` square bf16 layers, avera
 Baseline   after_backward: first the whole backward, then one all-reduce per layer, one after
            another.
 Optimized  per_layer: a hook starts a layer's all-reduce as soon as the layer's gradient exists.
-           prioritized: per_layer, in a process group whose stream has high priority. So NCCL's
-           kernels can start before a running product has started all its blocks.
-           bucketed: per_layer, but the gradients of 4 layers are concatenated and reduced as one.
-           copied: per_layer, but copy engines move the gradients in symmetric memory
+           prioritized: changes per_layer. The stream of the process group has high priority, so
+           NCCL's kernels can start before a running product has started all its blocks.
+           bucketed: changes per_layer. The gradients of 4 layers are concatenated and reduced as
+           one.
+           copied: changes per_layer. Copy engines move the gradients in symmetric memory
            ([copy_engines](copy_engines.py)). The SMs only add.
            ddp: torch's DistributedDataParallel, which reduces buckets of 25 MiB during backward.
 Bound      NVLink, which the products of backward can hide. A layer's all-reduce and its part of

@@ -4,10 +4,10 @@ Problem    Every rank gets every rank's `numel` fp32 elements, in world - 1 step
            rank sends to the next rank of a ring the elements that it received from the previous
            rank.
 Baseline   numbered: a ring in the order of the ranks' numbers.
-Optimized  linked: numbered, but in the ring whose hops have the most NVLinks.
-           crossing: numbered, but in the ring whose hops have the fewest NVLinks. Such a ring
-           occurs in practice if the rank numbers alternate between two islands (sockets, or pairs
-           with a bridge).
+Optimized  linked: changes numbered. The ring is the one whose hops have the most NVLinks.
+           crossing: changes numbered. The ring is the one whose hops have the fewest NVLinks. Such
+           a ring occurs in practice if the rank numbers alternate between two islands (sockets, or
+           pairs with a bridge).
            library: `dist.all_gather_into_tensor`, where NCCL finds rings by itself.
 Bound      NVLink. If a slow link connects two islands of two GPUs, the ring of linked uses this
            link twice and the ring of crossing uses it four times, so crossing takes twice as long.

@@ -6,14 +6,14 @@ Baseline   ring: `dist.all_reduce` on a copy of the input. NCCL chooses the algo
 Optimized  gathered: NCCL gathers all inputs, then a second kernel sums them.
            one_shot: a kernel reads every rank's symmetric buffer and adds the values, with a
            handshake at its start and at its end.
-           fused_copy: one_shot, but one kernel both copies the input into the buffer and sums.
+           fused_copy: changes one_shot. One kernel both copies the input into the buffer and sums.
            pushed: no handshake and no copy. Each rank writes its input into its own slot in all
            other ranks' memory. A float of a slot is -0.0 until the data arrives (Lamport's
            protocol).
-           two_shot: one_shot, but each rank sums only its share of the elements, and writes the
+           two_shot: changes one_shot. Each rank sums only its share of the elements, and writes the
            sums into all ranks' buffers.
-           windowed: ring, but the buffer is registered as a symmetric window, for which NCCL has
-           special kernels.
+           windowed: changes ring. The buffer is registered as a symmetric window, for which NCCL
+           has special kernels.
            Symmetric buffers are allocated once. Each call copies its input into the buffer. Only
            gathered and pushed need no copy.
 Bound      Up to 1 MiB, latency: launches, handshakes, and one crossing of NVLink. pushed waits for

@@ -4,11 +4,11 @@ Problem    y = x W^T, with the inner dimension of x and W split over the ranks, 
            linear layer of a tensor-parallel MLP. Every rank gets the sum of all ranks' products, in
            bf16. Llama 3 70B on eight ranks has an inner dimension of 3584.
 Baseline   whole: one product, then one all-reduce of the product.
-Optimized  halves: whole, but with the rows split into two halves. The all-reduce of the first half
-           runs while the GPU computes the second half.
-           quarters: halves with four parts.
-           eighths: halves with eight parts.
-           copied: eighths, but the products are written into symmetric memory and moved by copy
+Optimized  halves: changes whole. The rows are split into two halves. The all-reduce of the first
+           half runs while the GPU computes the second half.
+           quarters: changes halves. There are four parts.
+           eighths: changes halves. There are eight parts.
+           copied: changes eighths. The products are written into symmetric memory and moved by copy
            engines ([copy_engines](copy_engines.py)). The SMs only add.
 Bound      Tensor cores. The products hide the transfers over NVLink, except for the last part's
            all-reduce. With more parts, the last all-reduce is shorter, but each product is smaller

@@ -5,10 +5,10 @@ Problem    Take nine steps of SGD on an fp32 model of linear layers. The batches
            final weights, and the tensors of the files, mapped into memory. So the check also
            compares what was written.
 Baseline   blocking: `torch.save` of the weights, before the next step starts.
-Optimized  staged: blocking, but the weights are first copied into pinned memory that is reused.
-           threaded: staged, but `torch.save` runs in a thread during the next steps. The loop waits
-           for the copy into pinned memory. Before the loop reuses this memory, it waits until the
-           previous file has been written.
+Optimized  staged: changes blocking. The weights are first copied into pinned memory that is reused.
+           threaded: changes staged. `torch.save` runs in a thread during the next steps. The loop
+           waits for the copy into pinned memory. Before the loop reuses this memory, it waits until
+           the previous file has been written.
 Bound      The host limits blocking and staged: the GPU is idle while a file is written. The steps
            limit threaded, unless writing a file takes longer than the steps between two files. The
            costs count the steps and the copies from the GPU. The costs leave out the writing,

@@ -6,13 +6,13 @@ Problem    Load blocks of a file into one tensor on the GPU. The input gives the
            also have to drop pages if memory were full. All sides read into pinned memory that is
            reused from call to call.
 Baseline   buffered: one read at a time, through the page cache.
-Optimized  mapped: buffered, but the file is mapped before the timed part. Page faults then read the
-           file in pieces whose size the kernel chooses. Page faults may be slower than buffered, so
-           the page claims no speedup for mapped. If torch copies a block with several threads,
-           several page faults may occur at a time.
-           advised: buffered with `POSIX_FADV_RANDOM`, so the kernel reads only the block. Without
-           this advice, the kernel also reads the data after the block, which is rarely the next
-           block of the order.
+Optimized  mapped: changes buffered. The file is mapped before the timed part. Page faults then read
+           the file in pieces whose size the kernel chooses. Page faults may be slower than
+           buffered, so the page claims no speedup for mapped. If torch copies a block with several
+           threads, several page faults may occur at a time.
+           advised: changes buffered. With `POSIX_FADV_RANDOM`, the kernel reads only the block.
+           Without this advice, the kernel also reads the data after the block, which is rarely the
+           next block of the order.
            threads: changes advised. Eight threads read, so the disk has several requests at a time.
            direct: changes threads. Files are opened with `O_DIRECT`: the disk writes to the pinned
            memory, and no byte passes through the page cache.

@@ -4,16 +4,17 @@ Problem    Load blocks of a file into one tensor on the GPU. The input gives the
            order. The file was written just before, so all sides read it from the page cache.
 Baseline   pageable: read the blocks into a new tensor in ordinary memory, and copy the tensor to
            the GPU.
-Optimized  mapped: pageable, but the file is mapped before the timed part. Each block is copied to
-           the GPU straight from the mapping. So there is one copy per block, and no tensor in host
-           memory.
-           kept: pageable, but every call reuses one tensor in host memory. The pages of this tensor
-           exist already, so the kernel does not need to find and clear new ones.
-           pinned: kept, but in pinned memory, which the copy engine reads directly.
-           per_block: pinned, but with one copy per block. The copy of a block runs while the next
-           block is read, and the host waits once, at the end.
-           two_buffers: per_block, but with pinned memory for only two blocks. Before the host reads
-           into a buffer again, it waits for the last copy from that buffer.
+Optimized  mapped: changes pageable. The file is mapped before the timed part. Each block is copied
+           to the GPU straight from the mapping. So there is one copy per block, and no tensor in
+           host memory.
+           kept: changes pageable. Every call reuses one tensor in host memory. The pages of this
+           tensor exist already, so the kernel does not need to find and clear new ones.
+           pinned: changes kept. The tensor is in pinned memory, which the copy engine reads
+           directly.
+           per_block: changes pinned. There is one copy per block. The copy of a block runs while
+           the next block is read, and the host waits once, at the end.
+           two_buffers: changes per_block. Pinned memory has room for only two blocks. Before the
+           host reads into a buffer again, it waits for the last copy from that buffer.
 Bound      The host's copy out of the page cache. In per_block and two_buffers, the transfer over
            PCIe overlaps with this copy. In pageable and kept, the driver copies all bytes on the
            CPU a second time. In mapped, the driver's copy is the only copy on the CPU. The costs

@@ -7,9 +7,10 @@ Problem    Decode JPEG files of pictures (3, side, side) into one fp32 tensor on
            decoders differ in how they enlarge colours of lower resolution.
 Baseline   one_thread: torchvision's `decode_jpeg` on the CPU, one file after another. Then the
            pictures are copied to the GPU.
-Optimized  threads: one_thread, but with a thread per core. The decoder releases Python's GIL.
-           on_gpu: one_thread with `device="cuda"` and all files in one call. torchvision then calls
-           nvJPEG, which uses the GPU's JPEG engines, if any.
+Optimized  threads: changes one_thread. There is a thread per core. The decoder releases Python's
+           GIL.
+           on_gpu: changes one_thread. One call gets all files and `device="cuda"`. torchvision then
+           calls nvJPEG, which uses the GPU's JPEG engines, if any.
 Bound      The CPU limits one_thread and threads. The GPU's JPEG engines limit on_gpu. A GPU without
            JPEG engines decodes with its SMs and the CPU together. With on_gpu, the files cross PCIe
            instead of the decoded pictures. The costs leave out the decoding, because its rate was

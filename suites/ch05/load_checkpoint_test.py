@@ -7,9 +7,10 @@ Problem    A checkpoint holds the weights (width, width) of all experts of each 
            once.
 Baseline   whole: `torch.load` reads all weights into memory. Then the rank's weights are copied to
            the GPU.
-Optimized  mapped: whole with `mmap=True`. Only the pages of the rank's weights are read.
-           safetensors: mapped, but in the safetensors format, by `safe_open` and `get_tensor`. The
-           format contains no pickle. Without the library safetensors, the variant is skipped.
+Optimized  mapped: changes whole. With `mmap=True`, only the pages of the rank's weights are read.
+           safetensors: changes mapped. The file is in the safetensors format, read by `safe_open`
+           and `get_tensor`. The format contains no pickle. Without the library safetensors, the
+           variant is skipped.
 Bound      Host memory limits whole, which copies every byte of the file. mapped and safetensors
            read the list of all weights, touch new pages, and copy the rank's weights to the GPU one
            by one. The costs count only the copies to the GPU, because no rate of the host's work

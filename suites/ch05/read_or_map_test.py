@@ -5,9 +5,9 @@ Problem    Copy rows of an (n, 256) fp32 table to the GPU. The table is a file, 
            the page cache.
 Baseline   seek: one `seek` and one `read` of a Python file per row. The file's buffer is one row
            long.
-Optimized  into: seek, but with `os.preadv`, which reads straight into the row of the result,
-           without a `bytes` object.
-           mapped: into, but the file is mapped into memory before the timed part. One
+Optimized  into: changes seek. `os.preadv` reads straight into the row of the result, without a
+           `bytes` object.
+           mapped: changes into. The file is mapped into memory before the timed part. One
            `index_select` copies all rows, so no Python code runs per row, and torch may use several
            threads. Once each page has been touched, no system calls are needed either.
 Bound      The host limits seek and into: each row costs Python code and system calls. Memory

@@ -5,10 +5,10 @@ Problem    Write the bf16 weights (width, width) of several layers from the GPU 
            the check compares what was written. The file stays in the page cache, so no side waits
            for a disk.
 Baseline   saved: `torch.save` to the file.
-Optimized  unchecked: saved without the CRC-32 of each tensor, by `set_crc32_options(False)`.
-           `torch.load` does not check the CRC-32, but zip programs do.
-           staged: unchecked, but the weights are first copied into pinned memory that is reused. On
-           the other sides, `torch.save` copies each weight into new pageable memory.
+Optimized  unchecked: changes saved. `set_crc32_options(False)` leaves out the CRC-32 of each
+           tensor. `torch.load` does not check the CRC-32, but zip programs do.
+           staged: changes unchecked. The weights are first copied into pinned memory that is
+           reused. On the other sides, `torch.save` copies each weight into new pageable memory.
 Bound      The host, which copies all bytes into the page cache. In saved, the host also computes
            the CRC-32. In saved and unchecked, the driver also copies all bytes out of its own
            pinned memory. The costs count only the copies from the GPU, because no rate of the

@@ -6,10 +6,10 @@ Problem    Compute h = relu(0.75 h + x) along each of 8192 rows of 16384 fp32 st
 Baseline   synchronous: a block loads a tile of 64 rows and 32 steps (128 bytes per row) into shared
            memory, waits, computes the steps of the tile, and writes the results back. Each thread
            issues its eight 16-byte loads before its first store.
-Optimized  one_stage: synchronous, but with `cp.async`, which bypasses registers. The block still
-           waits for each tile.
-           two_stages: one_stage, but the block fetches tile i + 1 while it works on tile i.
-           four_stages: two_stages, but the block fetches three tiles ahead, 24 KiB per SM.
+Optimized  one_stage: changes synchronous. `cp.async` loads the tile and bypasses registers. The
+           block still waits for each tile.
+           two_stages: changes one_stage. The block fetches tile i + 1 while it works on tile i.
+           four_stages: changes two_stages. The block fetches three tiles ahead, 24 KiB per SM.
 Bound      DRAM: every side reads each x once and writes each h once.
 Seen       All sides take longer than predicted. The costs count only bytes, but an SM has only one
            block, which fetches a tile, then computes its steps, then writes the results. In

@@ -9,10 +9,10 @@ Baseline   global_atomics: each value increments its counter in global memory, b
            the other variants with privatized, at n = 2^28.
            Every kernel starts as many blocks as fit on the GPU at once. The blocks loop over the
            values, and each thread has four coalesced loads in flight.
-Optimized  per_warp: privatized, but each of a block's 8 warps has its own 1 KiB of counters, so no
-           warp waits for another warp's increments.
-           aggregated: privatized, but `__match_any_sync` finds the lanes that have the same value,
-           and one of these lanes adds their number to the counter.
+Optimized  per_warp: changes privatized. Each of a block's 8 warps has its own 1 KiB of counters, so
+           no warp waits for another warp's increments.
+           aggregated: changes privatized. `__match_any_sync` finds the lanes that have the same
+           value, and one of these lanes adds their number to the counter.
            library: `torch.histc`, which does more work per value. To find the bin, `torch.histc`
            checks the range, and multiplies and divides 64-bit integers. The other sides use the
            value as the index of the bin. torch does not expose CUB's histogram.

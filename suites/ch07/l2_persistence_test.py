@@ -4,13 +4,13 @@ Problem    Compute out = x + table[index] on 2^20 rows of 128 floats. The kernel
            reuses a table of 24 MiB. Each row of the table is used about 21 times, in random order.
 Baseline   normal: no hints, so all lines have the same priority. A warp handles a row, 16 bytes per
            lane.
-Optimized  streamed: normal, but x, index and out have evict-first hints (`__ldcs`, `__stcs`).
-           kept: streamed, but loads of the table also have evict-last hints. A second kernel sets
-           the table's lines back to normal priority, so that they do not slow down later kernels.
-           Each hint applies to one access. No side uses `cudaLimitPersistingL2CacheSize` and an
-           access policy window to reserve part of the L2 for the table. So nothing guarantees that
-           the table stays in the L2. There is no library variant, because torch has no kernel for
-           this sum: `x + table[index]` takes two kernels and moves twice the bytes.
+Optimized  streamed: changes normal. x, index and out have evict-first hints (`__ldcs`, `__stcs`).
+           kept: changes streamed. Loads of the table also have evict-last hints. A second kernel
+           sets the table's lines back to normal priority, so that they do not slow down later
+           kernels. Each hint applies to one access. No side uses `cudaLimitPersistingL2CacheSize`
+           and an access policy window to reserve part of the L2 for the table. So nothing
+           guarantees that the table stays in the L2. There is no library variant, because torch has
+           no kernel for this sum: `x + table[index]` takes two kernels and moves twice the bytes.
 Bound      DRAM. If the table stays in the L2, only x, index and out cross DRAM. A row of the table
            is used again after 49152 other rows on average. The L2 of 50 MB holds the lines of about
            36000 rows, so nearly half of the table's reads go to DRAM again.

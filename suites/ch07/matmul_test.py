@@ -3,15 +3,16 @@
 Problem    Compute C = A @ B in fp32. All matrices are 4096 by 4096 and row-major.
 Baseline   naive: a thread computes one element of C, and neighboring threads have neighboring
            columns, so every access is coalesced. Each product needs two loads from the L1.
-Optimized  tiled: naive, but the values come from 32 x 32 tiles in shared memory, so L2 and DRAM
+Optimized  tiled: changes naive. The values come from 32 x 32 tiles in shared memory, so L2 and DRAM
            deliver only a 32nd of the values. Each product still needs two loads, now from shared
            memory.
-           register_tiled: tiled, but with 8 x 16 elements per thread and 128 x 128 per block, so 24
-           values from shared memory are enough for 128 products.
-           vectorized: register_tiled, but with 16 bytes per access, so 6 loads are enough for 128
-           products. The tile of A is transposed in shared memory for these accesses.
-           prefetched: vectorized, but with two tiles in shared memory. The next tile and the next
-           operands are loaded during the products, and a tile needs one barrier instead of two.
+           register_tiled: changes tiled. There are 8 x 16 elements per thread and 128 x 128 per
+           block, so 24 values from shared memory are enough for 128 products.
+           vectorized: changes register_tiled. Accesses are 16 bytes long, so 6 loads are enough for
+           128 products. The tile of A is transposed in shared memory for these accesses.
+           prefetched: changes vectorized. There are two tiles in shared memory. The next tile and
+           the next operands are loaded during the products, and a tile needs one barrier instead of
+           two.
            library: `torch.matmul`, which calls cuBLAS. TF32 is off.
 Bound      The fp32 units limit prefetched and library. Shared memory limits tiled: it delivers one
            word per lane and cycle, and a product needs two words, so the fp32 units are idle most

@@ -4,15 +4,16 @@ Problem    Sum each of 8 long fp32 rows, 1 GiB in total.
 Baseline   shared_tree: a block sums 1024 elements with four coalesced loads per thread. The block
            reduces the 256 partial sums in a tree in shared memory, with 9 barriers, and adds the
            result to its row's sum with one atomic. In total, that is 262144 atomics on 8 addresses.
-Optimized  shuffle: shared_tree, but warps reduce their sums with shuffles, so only one barrier
+Optimized  shuffle: changes shared_tree. Warps reduce their sums with shuffles, so only one barrier
            remains.
-           persistent: shuffle, but only as many blocks as fit on the GPU at once. The blocks loop
-           over the rows, with four loads per thread in flight. So there are 1056 blocks and 1056
-           atomics instead of 262144 of each.
-           vectorized: persistent, but with 16-byte loads, so four times as many bytes are in
-           flight.
-           two_pass: vectorized, but each block stores its sum, and a second kernel adds the sums in
-           a fixed order. two_pass has no atomics and gives bitwise the same result at every call.
+           persistent: changes shuffle. Only as many blocks start as fit on the GPU at once. The
+           blocks loop over the rows, with four loads per thread in flight. So there are 1056 blocks
+           and 1056 atomics instead of 262144 of each.
+           vectorized: changes persistent. Loads are 16 bytes long, so four times as many bytes are
+           in flight.
+           two_pass: changes vectorized. Each block stores its sum, and a second kernel adds the
+           sums in a fixed order. two_pass has no atomics and gives bitwise the same result at every
+           call.
            library: `torch.sum`.
 Bound      DRAM: every element is read once.
 Seen       shared_tree and shuffle take more than twice as long as predicted from their bytes. Both
