@@ -132,9 +132,9 @@ def _scale_if_needed(
 ) -> list[Comparison] | None:
     """Scale the inputs if two draws give nearly the same outputs, and check the baseline again.
 
-    If all draws give the same outputs, a side that returns an old answer cannot be detected. Scaled
-    inputs are not used if the baseline is wrong on them or if scaling changes nothing. Then
-    `check_tolerance` refuses the page later. Return the comparisons on scaled inputs, or None.
+    If all draws give the same outputs, a side that returns an old answer cannot be detected. If the
+    baseline is wrong on scaled inputs, or if scaling changes nothing, scaled inputs are not used.
+    Then `check_tolerance` refuses the page later. Return the comparisons on scaled inputs, or None.
     """
     if current_group().world > 1 or draws_differ(reference, precisions):
         return None

@@ -50,7 +50,7 @@ from .operations import (
 from .perturbation import Perturbation
 
 LARGEST_STEP = 2.0**-14
-"""Smaller perturbations are scaled up to this relative size, so that float64 can represent them."""
+"""Smaller perturbations are scaled up to this relative size, which float64 can represent."""
 FUNCTION_ERROR = 2.0
 """Error of functions like exp and sin on a GPU, in units of the rounding error."""
 FACTORIZATION, EIGENVALUES = 4.0, 16.0

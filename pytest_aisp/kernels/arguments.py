@@ -117,7 +117,7 @@ def _tensor(
 
     Args:
         align: the required alignment of the address in bytes.
-        cast: if not 0, a tensor of any dtype matches if its size is a multiple of this many bytes.
+        cast: 0, or the number of bytes that must divide the size of a tensor of any other dtype.
     """
     try:
         fits = not dtypes or _torch_name(arg.dtype) in dtypes or (cast and not arg.nbytes % cast)

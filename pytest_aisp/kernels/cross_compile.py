@@ -210,8 +210,8 @@ class Assembly:
         """Return the kernels that some side of the page launches at a real size.
 
         A kernel of the page that no side launches is an error. But if sides of other cases raised
-        exceptions, these exceptions are the likely cause and fail the other cases. The unlaunched
-        kernel then causes only a note.
+        exceptions, these exceptions are the likely cause, and the unlaunched kernel causes only a
+        note.
         """
         kernels = list(self._page_kernels())
         reached, failed = _launches_of_page(self.pairs, {kernel for _, kernel in kernels})

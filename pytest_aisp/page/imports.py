@@ -40,8 +40,8 @@ def used_files(page: Path, root: str, folders: Iterable[str]) -> dict[str, Path]
     """Return the page and the files under `root` that it may use, keyed by path relative to `root`.
 
     The files are modules that the page imports (directly or indirectly, even inside functions),
-    files that a string constant in one of these modules names, and headers that the CUDA files
-    among them include. File names that are built at run time are not found.
+    files whose names are string constants in these modules, and headers that CUDA files include.
+    File names that are built at run time are not found.
 
     Args:
         folders: the folders from which Python imports, relative to `root`.

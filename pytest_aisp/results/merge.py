@@ -86,7 +86,7 @@ def merge(
 def why_kept(stored: Stored, key: str, new: Result, environments: Environments) -> str:
     """Return the reason why ``merge(..., replace=False)`` did not add `new` to `stored`.
 
-    The text is empty if `new` was added, or if `new` could only add times or goals.
+    The text is empty if `new` was added or could only add times or goals.
     """
     old = stored.results.get(key)
     if old is None or set(new.environments) <= set(old.environments):

@@ -83,7 +83,7 @@ class CaseTask(Task, frozen=True, kw_only=True):
 
 
 class CheckTask(CaseTask, frozen=True, kw_only=True, tag="check"):
-    """Check both sides, or with `baseline_alone` only the baseline, against the reference.
+    """Check both sides against the reference. With `baseline_alone`, check only the baseline.
 
     With `search`, also look for other sizes at which a side fails.
     """
@@ -248,7 +248,7 @@ class CompareTask(CaseTask, frozen=True, kw_only=True, tag="compare"):
 
 
 class PeaksTask(Task, frozen=True, kw_only=True, tag="peaks"):
-    """Measure the machine's peak rates, or with `hierarchy`, each level of its memory hierarchy."""
+    """Measure the machine's peak rates, or each level of its memory hierarchy (`hierarchy`)."""
 
     hierarchy: bool = False
 

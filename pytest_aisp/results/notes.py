@@ -18,7 +18,7 @@ MORE_TIMES, MORE_BYTES = 1.5, 64 << 20
 also this many bytes more.
 """
 WAITS, FEWER_TIMES = 0.5, 2.0
-"""A baseline waits if its CPU share (CPU time over wall time) is below the first number, and if the
+"""A baseline waits if its CPU share (CPU time over wall time) is below the first number, and the
 optimized side's CPU share is more than the second number times the baseline's.
 """
 UNUSED, USED = 0.01, 0.5

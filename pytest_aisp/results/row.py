@@ -108,7 +108,7 @@ class CaseRecord(Struct):
         detectable: the smallest loss of ln(speedup) that is detected in 99 % of trials.
         votes: ln(speedup) of every fresh process that voted.
         trials: ln(speedup) and verdict of each repeated A/A trial.
-        suspect: 1 if the case was suspected to be slower than before, -1 if faster, else 0.
+        suspect: 1 for a case that was suspected to be slower than before, -1 for faster, else 0.
         reasons: a text for each missed limit, with the size of the miss and the place where the
             limit is written.
         notes, remarks: further facts. Notes are shown only with ``-vv``, remarks always.

@@ -121,7 +121,7 @@ def sweep(
 
 
 def known_collective(op: str, nbytes: int, device: str) -> Collective:
-    """Return `op` on `nbytes`, with known values that identify their rank and chunk."""
+    """Return `op` on `nbytes`, with known values that identify rank and chunk."""
     import torch
     import torch.distributed as dist
 

@@ -115,7 +115,7 @@ def on_gpu(pinned: torch.Tensor) -> torch.Tensor:
 
 
 def list_of(nbytes: int, device: str = "cuda") -> torch.Tensor:
-    """Return a list with one link per line that takes `nbytes`."""
+    """Return a list of `nbytes` with one link per line."""
     return linked(nbytes // (4 * LINE), LINE, device)
 
 

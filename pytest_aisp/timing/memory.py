@@ -60,7 +60,7 @@ class GraphMemory:
         return self._call("cuDeviceGetGraphMemAttribute", attribute)
 
     def _call(self, function: str, attribute: str = "", value: int | None = None) -> int:
-        """Call the driver and return the result, or 0 without a driver or if the call fails."""
+        """Call the driver and return the result, or 0 if there is no driver or the call fails."""
         try:
             driver = import_module("cuda.bindings.driver")
             args: list[object] = [self._device]

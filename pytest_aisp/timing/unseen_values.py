@@ -47,7 +47,7 @@ SHORT_WINDOW = 1e-3
 SEVERAL = 32
 """Number of value sets that are drawn together to measure the time per set."""
 KEPT_CALLS, KEPT_BYTES, KEPT_OF_WINDOW = 512, 128 << 20, 32
-"""The maximum number of kept calls per side, of their bytes, and of kept calls per window."""
+"""The maximum number of kept calls per side, total bytes, and kept calls per window."""
 
 
 class ValueSource(Protocol):

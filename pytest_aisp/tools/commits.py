@@ -1,4 +1,4 @@
-"""List the commits between two others, and find the ones that change a file that a page uses."""
+"""List the commits between two others, and find commits that change a file used by a page."""
 
 from __future__ import annotations
 

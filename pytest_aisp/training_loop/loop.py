@@ -191,7 +191,7 @@ class Loop:
 BODY = "aisp.body"
 """The profiler annotation around a step's work, from receiving a batch to requesting the next."""
 ITEM, COPY = "aten::_local_scalar_dense", "aten::copy_"
-"""Two operators: the one that `.item()`, `float()` and `bool()` call, and the one that copies."""
+"""The operator that `.item()`, `float()` and `bool()` call, and the operator that copies."""
 BLOCKS = re.compile(r"\w*Synchronize|cudaMemcpy(Async)?")
 """CUDA calls in which the host waits. Asynchronous copies wait if the memory is not pinned."""
 FUSIBLE = re.compile(r"elementwise|reduce_kernel|multi_tensor_apply|layer_norm|softmax", re.I)

@@ -50,7 +50,7 @@ class Machine:
 
     @classmethod
     def here(cls) -> Machine:
-        """Return this machine with its first visible GPU, or with its CPU if there is none."""
+        """Return this machine with its first visible GPU, or with its CPU if no GPU is visible."""
         return _gpu_machine() or cpu_machine()
 
     def with_count(self, count: int, nodes: int = 1) -> str:

@@ -96,7 +96,7 @@ def copy_into(target: object, source: object) -> None:
 
 
 def poison(tree: object) -> None:
-    """Overwrite every tensor of `tree` with NaN, or if its dtype has no NaN, set all its bits."""
+    """Overwrite every tensor of `tree` with NaN. If a dtype has no NaN, set all bits."""
     import torch
 
     with torch.no_grad():

@@ -25,8 +25,8 @@ def changed_sides(context: TaskContext) -> ChangedResult:
     differs (another file, or code in the page), both sides count as changed. Tests, other sides,
     and functions that make inputs or references do not count.
 
-    An old page cannot be compared if it needs files of the current tree, or if an old side would
-    import such files when it is called.
+    An old page cannot be compared if the page needs files of the current tree, or if a call of an
+    old side would import such files.
 
     Without an old tree, only return digests of the machine code that the sides launch.
     """
