@@ -26,7 +26,7 @@ from .page_values import (
 
 VALUE_SETS = 2
 STEPS = 3
-"""Number of training steps in a check. The state is compared after the first and the last step."""
+"""Number of training steps in a check. The state is compared after each step."""
 UNSEEN = VALUE_SETS
 """Index of the value set that the sides get only in the last block of windows."""
 COLD_FOOTPRINT = 5.0

@@ -237,8 +237,8 @@ class SpanningRanks(RankSet):
     def _wait(self, mine: Reply, seconds: float) -> None:
         """Wait for the replies of the other machines.
 
-        If a rank here has lost its connection, the other machine may have died. Then the fleet
-        detects the loss and ends this process, and with it the wait.
+        If a rank here has lost its connection, the other machine may have died. The fleet then
+        detects the loss and ends this process.
         """
         patience = GRACE_SECONDS if mine.error is not None and not _is_lost(mine) else seconds
         deadline = time.monotonic() + patience

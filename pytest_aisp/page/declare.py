@@ -89,7 +89,7 @@ def compare(
         cpu_sizes: the sizes to time on a CPU.
         state: `state(device, **size)` builds the objects that sides may change (model, optimizer,
             cache). The sides and the reference get the state as their first argument. A side's
-            state is compared with the reference's after one step and after three steps.
+            state is compared with the reference's after each of three steps.
         at_least: the claim: a speedup, ``"neutral"``, or ``"yardstick"`` for a library that may
             be slower. Give one claim for all archs, or a mapping keyed by arch (``sm90``, ``cpu``).
         versus: ``"library"`` if the baseline is a library. A claim may then be below 1, as in

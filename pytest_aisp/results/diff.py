@@ -21,8 +21,8 @@ from .results_json import Case
 from .verdict import DEFAULT_SPREAD, RED, UNKNOWN_SESSION, record_margin
 
 TIME_FLOOR = 0.05
-"""The smallest noise assumed for a time. A speedup has less noise: if the GPU's clock rate changes,
-both sides' times change, but the ratio of the times does not.
+"""The smallest noise assumed for a time. A speedup has less noise, because a change in the GPU's
+clock rate changes both sides' times but not their ratio.
 
 Times of the same kernel differ by up to 3.4 % from process to process (docs/explanation/spread.md).
 """
@@ -222,7 +222,7 @@ def _changes(old: Measured, new: Measured) -> Iterator[Change]:
 
 
 def margin(old: Measured, new: Measured) -> float:
-    """Return the difference in ln(speedup) up to which a change counts as noise."""
+    """Return the largest difference in ln(speedup) that counts as noise."""
     spreads = [case.spread for case in (old, new) if case.spread is not None]
     sessions = [case.session for case in (old, new) if case.session is not None]
     spread = max(spreads, default=DEFAULT_SPREAD[new.clock])

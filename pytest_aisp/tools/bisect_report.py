@@ -29,7 +29,7 @@ class Finding(Struct):
 
 
 SassDiff = Callable[[str, Commit, str], list[str]]
-"""A function of a side's role, a commit and an older commit. It returns the diff of the SASS."""
+"""A function that returns a SASS diff, given a side's role, a commit and an older commit."""
 
 
 def loss_text(change: SideChange) -> str:

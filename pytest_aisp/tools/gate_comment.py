@@ -100,7 +100,7 @@ def markdown(gate: Gate) -> list[str]:
 
 
 def code(text: str, longest: int = LONGEST) -> str:
-    """Return `text` as inline code, without effective Markdown, HTML, mentions or links."""
+    """Return `text` as inline code, in which Markdown, HTML, mentions and links have no effect."""
     line = _one_line(text)
     line = line if len(line) <= longest else f"{line[: longest - 3]}..."
     if not set(line) & set("`|\\"):

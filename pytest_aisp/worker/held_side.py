@@ -120,7 +120,7 @@ def hold(task: HoldTask, cache: Cache, quiet: Quiet, progress: Progress) -> Held
     from ..timing.trial import Trial
 
     timed = TimeTask(**case_fields(task), versus="self", replicate=task.replicate)
-    with ExitStack() as stack:  # if anything fails, it closes what was opened
+    with ExitStack() as stack:  # closes everything that was opened if anything fails
         stack.enter_context(quiet(task, context.pair))
         monkeypatches.refuse_tracers()
         source = stack.enter_context(input_process.values_for(timed))
