@@ -1,8 +1,8 @@
 // out[r] = c[r][0] + c[r][1] * x[r] + ... + c[r][31] * x[r]^31: one polynomial per row of c.
 //
 // strided: a block copies 128 rows into shared memory, and each thread evaluates one of them.
-// padded: strided, with four unused floats after each row in shared memory.
-// swizzled: strided, with the coefficients of each row in another order in shared memory.
+// padded: like strided, with four unused floats after each row in shared memory.
+// swizzled: like strided, with the coefficients of each row in another order in shared memory.
 // straight: each thread reads its row from global memory.
 
 constexpr unsigned BLOCK = 128, QUADS = 8;  // a row has 8 quads of 4 coefficients

@@ -4,9 +4,9 @@
 // scale_stride: the same with a fixed number of blocks, whose threads loop over the elements.
 // decode_each: out[i] = table[codes[i]], one thread per element. Each block first copies the table
 //     of 256 floats into shared memory.
-// decode_code_first: decode_each, whose threads load their code before they wait for the table.
-// decode_stride: decode_each with a fixed number of blocks, each of which copies the table once.
-// decode_through_l1: decode_each without the copy. The table is read through the L1.
+// decode_code_first: like decode_each, but threads load their code before they wait for the table.
+// decode_stride: like decode_each, but a fixed number of blocks each copy the table once.
+// decode_through_l1: like decode_each without the copy. The table is read through the L1.
 
 constexpr unsigned BLOCK = 256, ENTRIES = 256;
 static_assert(ENTRIES == BLOCK, "each thread copies one entry of the table");

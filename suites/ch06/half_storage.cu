@@ -2,8 +2,8 @@
 //
 // in_fp32: x and out are fp32.
 // in_registers: x and out are bf16, and each thread converts one element in its registers.
-// pairs: in_registers, with two elements per thread in one 4-byte access.
-// octets: in_registers, with eight elements per thread in one 16-byte access.
+// pairs: like in_registers, with two elements per thread in one 4-byte access.
+// octets: like in_registers, with eight elements per thread in one 16-byte access.
 
 #include <cuda_bf16.h>
 

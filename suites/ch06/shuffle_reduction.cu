@@ -2,8 +2,8 @@
 //
 // shared_tree: the sums of the threads are reduced in a tree in shared memory, in 8 rounds.
 // shuffle: warps add up their sums with shuffles, and the first warp adds up the warps' sums.
-// redux: shuffle, with one __reduce_add_sync in place of the five shuffles of a warp.
-// warp_per_row: redux, but each warp has its own row, so there is no sum over warps.
+// redux: like shuffle, with one __reduce_add_sync in place of the five shuffles of a warp.
+// warp_per_row: like redux, but each warp has its own row, so there is no sum over warps.
 
 constexpr unsigned BLOCK = 256, WARPS = BLOCK / 32;
 

@@ -3,8 +3,8 @@
 //
 // global_atomics: each value increments its counter in the result itself, in the L2.
 // privatized: a block counts in shared memory, and adds its 256 counts to the result at the end.
-// per_warp: privatized, but each of the block's warps has its own counters.
-// aggregated: privatized, but one lane adds the count of all lanes that have the same value.
+// per_warp: like privatized, but each of the block's warps has its own counters.
+// aggregated: like privatized, but one lane adds the count of all lanes that have the same value.
 
 constexpr unsigned BLOCK = 256, EACH = 4, WARPS = BLOCK / 32, BINS = 256;
 constexpr int NONE = -1;

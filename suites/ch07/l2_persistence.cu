@@ -2,7 +2,7 @@
 //
 // normal: no hints. All lines have the same priority in the L2.
 // streamed: x, index and out, which are used once, have evict-first hints.
-// kept: streamed, but the table, which is used again, has evict-last hints.
+// kept: like streamed, but the table, which is used again, has evict-last hints.
 // release: sets the table's lines in the L2 back to normal priority.
 //
 // Each hint applies to a single access. No part of the L2 is set aside.

@@ -1,11 +1,11 @@
 // C = A @ B in fp32 on CUDA cores. All matrices are row-major: (m, n) = (m, k) @ (k, n).
 //
 // naive: one element of C per thread. Neighboring threads have neighboring columns.
-// tiled: naive, but with operands from 32 x 32 tiles of A and B in shared memory.
-// register_tiled: tiled, but 8 x 16 elements per thread and 128 x 128 per block. A tile has 8
+// tiled: like naive, but with operands from 32 x 32 tiles of A and B in shared memory.
+// register_tiled: like tiled, but 8 x 16 elements per thread and 128 x 128 per block. A tile has 8
 //     elements along k.
-// vectorized: register_tiled, but with 16 bytes per access. A is transposed in shared memory.
-// prefetched: vectorized, but the next tile and the next operands are loaded during the products.
+// vectorized: like register_tiled, but with 16 bytes per access. A is transposed in shared memory.
+// prefetched: like vectorized, but loads the next tile and operands during the products.
 //
 // vectorized and prefetched need n and k to be multiples of 4, so that rows begin at multiples of
 // 16 bytes.

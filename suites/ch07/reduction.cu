@@ -2,11 +2,11 @@
 //
 // shared_tree: a block sums a tile of 1024 floats in a tree in shared memory, then adds the sum to
 //     its row with an atomic.
-// shuffle: shared_tree, but warps reduce with shuffles.
+// shuffle: like shared_tree, but warps reduce with shuffles.
 // persistent: as many blocks as fit on the GPU loop over the rows. A thread has four loads in
 //     flight.
-// vectorized: persistent, but with 16-byte loads.
-// partials: vectorized, but each block stores its sum instead of adding it to the row's sum.
+// vectorized: like persistent, but with 16-byte loads.
+// partials: like vectorized, but each block stores its sum instead of adding it to the row's sum.
 // finish: one block per row adds up what `partials` stored, always in the same order.
 
 constexpr unsigned BLOCK = 256, EACH = 4, WARPS = BLOCK / 32;

@@ -3,8 +3,8 @@
 //
 // naive: a warp reads along a row of x and writes down a column of out.
 // tiled: the tile is transposed in shared memory, so a warp reads and writes along rows.
-// padded: tiled, with an unused float after each row of the tile.
-// swizzled: tiled, with the columns of each row of the tile in another order.
+// padded: like tiled, with an unused float after each row of the tile.
+// swizzled: like tiled, with the columns of each row of the tile in another order.
 
 constexpr unsigned BLOCK = 256, TILE = 64, STEP = BLOCK / TILE, EACH = TILE / STEP, BANKS = 32;
 

@@ -4,8 +4,8 @@
 //   kind 1: y += rate * (y - y * y * y), growth with a cubic limit
 //
 // branching: a thread takes the branch of its element's kind.
-// partitioned: branching, but the first threads of a block get the elements of kind 0, and the last
-// threads get the elements of kind 1.
+// partitioned: like branching, but the first threads of a block get the elements of kind 0, and the
+// last threads get the elements of kind 1.
 // both_paths: a thread computes the steps of both rules, and keeps one result.
 // one_path: a thread takes one sequence of steps, in which only a factor depends on the kind.
 

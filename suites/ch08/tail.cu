@@ -3,7 +3,7 @@
 //
 // in_order: warp w computes row w.
 // longest_first: warp w computes row m - 1 - w.
-// in_pieces: in_order, but a warp handles 2048 elements of a row, and adds its sum with an atomic.
+// in_pieces: like in_order, but a warp handles 2048 elements of a row, and adds by an atomic.
 
 constexpr unsigned BLOCK = 256, WARPS = BLOCK / 32, PIECE = 2048;
 

@@ -3,8 +3,8 @@
 // four neighboring outputs.
 //
 // one_buffer: load a tile into shared memory, wait, filter it, wait.
-// loaded_ahead: one_buffer, but the next tile is loaded into registers during the filter.
-// two_buffers: loaded_ahead, but the next tile goes to a second buffer. One barrier remains.
+// loaded_ahead: like one_buffer, but the next tile is loaded into registers during the filter.
+// two_buffers: like loaded_ahead, but the next tile goes to a second buffer. One barrier remains.
 //
 // The loads of the next tile come before the barrier. After the barrier, the compiler would move
 // the loads and their branch to the end of the filter.

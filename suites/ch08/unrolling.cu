@@ -4,8 +4,8 @@
 // compiled: a loop without a pragma, so the compiler decides how often to unroll it.
 // rolled: #pragma unroll 1, so each coefficient takes an iteration of the loop.
 // by_16: #pragma unroll 16.
-// known: compiled, but `count` is a constant, so the compiler unrolls the loop completely.
-// four_points: compiled, with four points per thread, which share each loaded coefficient.
+// known: like compiled, but `count` is a constant, so the compiler unrolls the loop completely.
+// four_points: like compiled, with four points per thread, which share each loaded coefficient.
 
 constexpr unsigned BLOCK = 256, COUNT = 128;
 

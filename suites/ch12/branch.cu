@@ -2,7 +2,7 @@
 //
 // copy_in: copies y to `now`, and sets *fast to 1 if a position is beyond the limit.
 // step: one step of size dt, in place.
-// step_if: step, but only if *fast == wanted.
+// step_if: like step, but only if *fast == wanted.
 // choose: sets the condition of a conditional node in a graph to *fast.
 
 #ifdef __CUDACC__

@@ -21,7 +21,7 @@ Bound      The host limits ask_always, which waits in every iteration, and ask_r
            so the predicted time leaves it out. The number of steps depends on the data. The costs
            assume two steps per row of the grid, because nearly every shortest path goes right and
            down.
-Seen       ask_always and ask_rarely take twice as long as predicted or more. A launch through
+Seen       ask_always and ask_rarely take at least twice as long as predicted. A launch through
            `cuda_module` takes the host about twice as long as predicted, as in `branch_test.py`.
            captured and while_node also take longer than predicted, because the predicted time of a
            kernel in a graph was measured with an addition to one number. In while_node, the

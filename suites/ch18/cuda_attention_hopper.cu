@@ -5,12 +5,12 @@
 //
 // wgmma_tiles: two warpgroups compute, and one of their threads keeps the ring of tiles filled.
 //   Scores, weights and outputs run one after another.
-// scores_ahead: wgmma_tiles, but the scores of the next keys are issued together with the outputs
-//   of the current keys.
-// specialized: scores_ahead, but a producer warpgroup fills the ring, without block-wide barriers.
-// pingpong: specialized, but the warpgroups take turns on the tensor cores. One warpgroup computes
-// weights while the other's products run.
-// overlapped: pingpong, but a warpgroup computes weights while its own output products run.
+// scores_ahead: like wgmma_tiles, but the scores of the next keys are issued together with the
+//   outputs of the current keys.
+// specialized: like scores_ahead, but a producer warpgroup fills the ring, without block barriers.
+// pingpong: like specialized, but the warpgroups take turns on the tensor cores. One warpgroup
+// computes weights while the other's products run.
+// overlapped: like pingpong, but a warpgroup computes weights while its own output products run.
 
 #include <cuda_bf16.h>
 

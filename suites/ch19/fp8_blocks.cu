@@ -5,7 +5,7 @@
 //
 // by_rows: a scale for each row of a and of b. Tensor cores sum over all of k.
 // summed: CUDA cores add up the sums over 128 of k.
-// by_blocks: summed, but CUDA cores also multiply each of these sums by the scales of its blocks.
+// by_blocks: like summed, but CUDA cores also multiply each sum by the scales of its blocks.
 
 #include <cuda_bf16.h>
 
