@@ -222,7 +222,7 @@ def _on_other_values(
     rule: Rule,
     is_baseline: bool,
 ) -> list[Comparison] | None:
-    """Check a side with a borderline result on other values. Return None if it is wrong again.
+    """Check a side with a borderline result on other draws. Return None if all draws fail.
 
     Now and then, the rounding errors of a correct side exceed any bound by chance. A wrong side
     exceeds the bound on every draw of the inputs.

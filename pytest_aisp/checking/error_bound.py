@@ -86,7 +86,7 @@ class ErrorBound:
         return [self._sigma(one, total, errors, precision, count) for one, total in both]
 
     def refine(self, run: Pass, count: int, precision: Precision | None) -> bool:
-        """Make more perturbed runs of the reference, or return False if they were made before."""
+        """Make more perturbed runs of the reference, or return False for a repeated call."""
         key = (run.turns[:count], precision)
         if key in self._refined:
             return False
@@ -177,7 +177,7 @@ class ErrorBound:
                 return
 
     def _try_to_perturb(self, run: Pass, structure: Structure, precision: Precision | None) -> str:
-        """Add one perturbed run. Return the name of the exception that it raises, or ""."""
+        """Add one perturbed run. Return the name of the exception that the run raises, or ""."""
         try:
             self._perturb_once(run, structure, precision)
         except Exception as error:

@@ -85,7 +85,7 @@ def shapes_of(values: Inputs) -> Shapes:
 
 
 def require_equal_shapes(first: Shapes, second: Shapes) -> None:
-    """Refuse inputs whose shapes depend on the seed. Later draws overwrite them in place."""
+    """Refuse inputs whose shapes depend on the seed. Other draws must fit into the same memory."""
     for path in first.keys() & second.keys():
         if first[path] != second[path]:
             raise SideError(

@@ -83,7 +83,7 @@ def show_progress() -> Iterator[Progress]:
 
 
 def parse_option(option: str, parse: Callable[[str], T], text: str) -> T:
-    """Return `parse(text)`. If it raises a ValueError, raise an error that names `option`."""
+    """Return `parse(text)`. Turn a ValueError into an error that names `option`."""
     try:
         return parse(text)
     except ValueError as error:

@@ -94,7 +94,7 @@ def parse_size(text: str) -> tuple[str, object]:
 
 
 def parse_precision(text: str) -> str:
-    """Return `text`. Raise ValueError if it is not a precision."""
+    """Return `text`, or raise ValueError if the text is not a precision."""
     from ..page.pair import PRECISIONS
 
     if text not in PRECISIONS:

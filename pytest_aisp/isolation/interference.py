@@ -193,7 +193,7 @@ class Counts:
     """The counters at one moment.
 
     Attributes:
-        modules: a copy of `sys.modules`. A reimport shows, because it creates a new object.
+        modules: a copy of `sys.modules`. The copy reveals reimports, which create new objects.
         events: number of events up to this moment, by name.
         swapped: KiB of this process that are swapped out, or None if the system does not report it.
     """

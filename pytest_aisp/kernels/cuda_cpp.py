@@ -1,4 +1,4 @@
-"""CUDA C++ kernels in a file next to the page. NVRTC compiles them on first use.
+"""CUDA C++ kernels in a file next to the page. NVRTC compiles the kernels on first use.
 
 Kernels run on torch's current stream. A kernel is declared as
 ``extern "C" __global__ void name(...)``. The signature is read from the source when the page is
@@ -222,7 +222,8 @@ class Kernel:
         Args:
             grid: the number of blocks in each dimension, even if there are clusters.
             cluster: the number of blocks that are scheduled together, an int or up to 3 ints, at
-                most 8 blocks in all. Leave it out if the kernel's source has ``__cluster_dims__``.
+                most 8 blocks in all. Leave out `cluster` if the kernel's source has
+                ``__cluster_dims__``.
             cooperative: whether all blocks run at once, so that they can wait for each other.
             dependent: whether the kernel may start before the previous kernel on the stream has
                 ended (programmatic dependent launch). The kernel must wait with

@@ -29,7 +29,7 @@ LONGEST_NAME = 200
 
 
 def import_folders(root: str) -> tuple[str, ...]:
-    """Return `root` and the folders of `sys.path` under it, as paths relative to `root`."""
+    """Return `root` and the folders of `sys.path` under `root`, as relative paths."""
     under = Path(root).resolve()
     entries = [Path(entry).resolve() for entry in sys.path if entry]
     below = [str(entry.relative_to(under)) for entry in entries if entry.is_relative_to(under)]

@@ -24,8 +24,8 @@ def function(
 ) -> str | None:
     """Return the normalized source of the function whose code object is `code`.
 
-    If several lambdas begin on the same line, all of them are included. Return None if `text` does
-    not contain the function, because the file was edited after the import or is not Python.
+    If several lambdas begin on the same line, all are included. Return None if `text` does not
+    contain the function, because the file was edited after the import or is not Python.
 
     Args:
         text: the content of the function's file.

@@ -140,7 +140,7 @@ def report_data(
         try:
             entry.processes = thinned(read_timings(run, case), most)
         except SamplesError as error:
-            # write a command on the same line as the sentence before it
+            # write a command on the line of the previous sentence
             text = str(error).replace(":\n    ", ": ")
             entry.samples_error = shortened(f"{'. '.join(text.splitlines())}.")
         code.add_to(entry)

@@ -31,8 +31,8 @@ SCRIPTS = ["dom", "marks", "list", "axis", "curves", "roofline", "samples", "int
 SCRIPTS += ["errors", "hierarchy", "timeline", "case", "main"]
 """The scripts in the order in which they must run. Scripts use definitions of earlier scripts."""
 POLICY = "default-src 'none'; img-src data:; style-src {style}; script-src {script}"
-"""The content security policy. With it, browsers load no other file and run only the report's own
-script, even if the name of a case contains HTML.
+"""The content security policy. Under this policy, browsers load no other file and run only the
+report's own script, even if the name of a case contains HTML.
 """
 COARSE, FINE = (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 7)
 """The ticks within one decade of the axis."""

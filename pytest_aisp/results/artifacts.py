@@ -176,7 +176,7 @@ class Artifacts:
         self._try(path, lambda: _append(path, line))
 
     def _try(self, path: Path, write: Callable[[], T]) -> T | None:
-        """Return the result of `write`. If it fails, return None and keep the error for `path`."""
+        """Return the result of `write`, or None after an error, which is kept for `path`."""
         self._given[path] = self._given.get(path, 0) + 1
         try:
             return write()

@@ -40,7 +40,7 @@ MOVED = 12.0
 SHORTEST = 8
 """The minimum number of values in each part of a stretch that is searched separately."""
 SHORT = 1e9
-"""Subtracted from the strength of a change with too few points, so that it is removed first."""
+"""Subtracted from the strength of a change with too few points, which is then removed first."""
 
 
 @dataclass(frozen=True)
@@ -234,8 +234,8 @@ class _Series:
     def _strength(self, at: int, start: int, stop: int, noise: _Noise) -> float:
         """Return the distance between the levels before and after `at`, in standard errors.
 
-        The result is 0 if the change is too small to be reported, and negative if there are too
-        few values before or after it.
+        The result is 0 for a change that is too small to be reported, and negative for a change
+        with too few values before or after.
         """
         key = start, at, stop
         if key not in self._gaps:

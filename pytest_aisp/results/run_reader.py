@@ -251,7 +251,7 @@ def write(folder: Path, number: int, row: Row) -> SampleFile:
     """Write the samples of a case. Return the path of the file below `folder`, and its hash.
 
     Raises:
-        OSError: if they cannot be written. In that case, no partial file remains.
+        OSError: if the samples cannot be written. No partial file remains.
     """
     samples = {"checks": row.checks, "timings": row.timings, "against": row.against}
     data = json.dumps(msgspec.to_builtins(samples)).encode()
@@ -264,7 +264,7 @@ def read(folder: Path, at: SampleFile | None) -> Samples:
     """Return the samples in the file `at`.
 
     Raises:
-        SamplesError: if they are missing or malformed, or were changed after the run.
+        SamplesError: if the samples are missing or malformed, or were changed after the run.
     """
     if at is None:
         raise SamplesError(UNWRITTEN)

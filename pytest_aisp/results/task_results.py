@@ -1,4 +1,4 @@
-"""The results of the tasks. The worker process builds them, and the client reads them."""
+"""The results of the tasks, which the worker process builds and the client reads."""
 
 from __future__ import annotations
 

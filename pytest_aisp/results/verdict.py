@@ -77,8 +77,8 @@ def effective_spread(spread: float, reading: Reading) -> float:
     """Return the spread to use for `reading`: the recorded spread, or the reading's larger error.
 
     Some sessions vary more than the recorded sessions (spread.md). The error replaces the spread
-    only if it is above `BELIEVED` times the spread. With four laps, two of each order, 6 % of
-    processes exceed that limit by chance. A higher limit would miss too many noisy processes.
+    only if the error is above `BELIEVED` times the spread. With four laps, two of each order, 6 %
+    of processes exceed that limit by chance. A higher limit would miss too many noisy processes.
     """
     return reading.error if reading.error > BELIEVED * spread else spread
 

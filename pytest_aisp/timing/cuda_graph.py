@@ -192,8 +192,8 @@ def _abandon(graph: torch.cuda.CUDAGraph, pool: _POOL_HANDLE) -> None:
     abandoned.append(pool)
     with suppress(RuntimeError):  # an invalidated capture raises when it ends
         graph.capture_end()
-    # Up to torch 2.11 a CUDA error skips this cleanup (pytorch/pytorch#180395). Without it the
-    # allocator returns no memory until the process ends.
+    # Up to torch 2.11 a CUDA error skips this cleanup (pytorch/pytorch#180395). Without this
+    # cleanup, the allocator returns no memory until the process ends.
     with suppress(RuntimeError):  # the allocator has already ended this capture
         torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
         torch._C._cuda_releasePool(torch.cuda.current_device(), pool)

@@ -3,7 +3,7 @@
 Processes on one GPU run in turn, each for a time slice of about a millisecond. Containers and
 virtual machines may hide the other processes, but cannot hide the lost time. So a chain of short
 kernels reads the GPU's nanosecond counter continuously. If the counter jumps between two readings,
-another process used the GPU in between. NVML names that process if it can.
+another process used the GPU in between. If possible, NVML names that process.
 """
 
 from __future__ import annotations

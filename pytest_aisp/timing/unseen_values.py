@@ -147,7 +147,7 @@ class UnseenValues:
         return max(1, min(KEPT_CALLS, KEPT_BYTES // max(1, 2 * nbytes)))
 
     def calls(self, side: BoundSide) -> list[TimedCall]:
-        """Return the kept calls of a side in random order, and forget them."""
+        """Return and remove the kept calls of a side, in random order."""
         kept = self.kept.pop(side, [])
         self._calls.pop(side, None)
         return self._random.sample(kept, len(kept))

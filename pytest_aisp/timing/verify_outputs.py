@@ -78,7 +78,7 @@ class OutputVerifier:
 
     def verify_windows(self, timer: TimedSides) -> None:
         """Compare inputs, outputs and states of both sides after the last timed calls."""
-        # Wait, so that no output is read while it is still being written. Late work is reported by
+        # Wait, so that no output is read before it is complete. Late work is reported by
         # `check_times`.
         synchronizer(self.device)()
         size = size_words(self.pool.size)

@@ -14,7 +14,7 @@ from .commits import Commit, Version
 
 
 class Finding(Struct):
-    """Two versions of a case. A side became slower between them.
+    """Two versions of a case, between which a side became slower.
 
     Attributes:
         before, after: the indices of the two versions. No version between them can be measured.

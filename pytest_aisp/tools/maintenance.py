@@ -91,7 +91,7 @@ def leftovers(root: Path, baselines: Path) -> Iterator[Leftover]:
 
 
 def _artifact_folders(folder: Path) -> Sequence[Path]:
-    """Return `folder` if a run wrote it. If not, return the run folders in it."""
+    """Return `folder` if a run wrote it, or the run folders inside `folder`."""
     if any((folder / name).exists() for name in RUN_FILES):
         return [folder]
     inside = sorted(folder.iterdir()) if folder.is_dir() and not folder.is_symlink() else []

@@ -177,7 +177,7 @@ def rewrite(readme: Path, baselines: Path) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Rewrite a chapter's README, or check it with ``--check``. Return the exit code."""
+    """Rewrite a chapter's README, or only check the README (``--check``). Return the exit code."""
     check = "--check" in arguments
     folders = [Path(a) for a in arguments if a != "--check"]
     readme = folders[0] / "README.md"

@@ -291,7 +291,8 @@ def bottleneck_result(
 def _run(script: Path, arguments: Sequence[str]) -> int:
     """Run `script` as its own program, and return the exit code that Python would return."""
     argv, path = sys.argv, sys.path
-    # Like Python, put the script's folder first, so that it can import files next to it.
+    # Like Python, put the script's folder first, so that the script can import files from that
+    # folder.
     sys.argv, sys.path = [str(script), *arguments], [str(script.resolve().parent), *path]
     try:
         runpy.run_path(str(script), run_name="__main__")

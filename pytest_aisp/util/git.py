@@ -150,7 +150,7 @@ class GitSnapshot:
         return f"{link} was a link out of {self.root}" if link else ""
 
     def _name(self, path: Path) -> str | None:
-        """Return the old name of `path`, relative to the root, or None if it is outside."""
+        """Return the old name of `path`, relative to the root, or None outside the root."""
         root = os.path.realpath(self.root)
         for folder in (os.path.realpath(path.parent), str(path.parent.absolute())):
             full = Path(folder, path.name)

@@ -74,7 +74,7 @@ def lease_gpus(gpus: Iterable[str], waiting: Callable[[str], None]) -> Iterator[
 def is_worker(pid: int) -> bool:
     """Return whether `pid` is a worker process that uses the same folder of leases.
 
-    Such a process takes turns with this one, so it does not disturb a measurement here.
+    Worker processes with the same folder take turns, so they do not disturb measurements.
     """
     try:
         command, variables = (Path(f"/proc/{pid}/{f}").read_bytes() for f in ("cmdline", "environ"))

@@ -179,7 +179,7 @@ class Ranks(SingleProcess):
         if not device.startswith("cuda"):
             dist.barrier(group=self._group)
         else:
-            # A collective on the stream: it waits for earlier work, and all GPUs continue together.
+            # The collective on the stream waits for earlier work, and all GPUs continue together.
             if self._flag is None:
                 self._flag = torch.zeros(1, device="cuda")
             dist.all_reduce(self._flag)

@@ -64,7 +64,7 @@ def text(
 ) -> str:
     """Return the SVG element of `words` at a point.
 
-    `turn` rotates the text around the point. `by` shifts it within the rotated axes.
+    `turn` rotates the text around the point. `by` shifts the text within the rotated axes.
     """
     style = f'font-size="{size}" text-anchor="{anchor}" font-weight="{weight}" fill="{fill}"'
     style += f' transform="rotate({turn:.2f} {x:.1f} {y:.1f})"' if turn else ""

@@ -74,7 +74,7 @@ def pair_of(function: object) -> Pair | None:
 
 
 class MixedTreesError(ImportError):
-    """An old page imports modules of the current tree. The message names them."""
+    """An old page imports modules of the current tree. The message names the modules."""
 
 
 def load_old_page(path: str, root: str, module: str, today: str) -> types.ModuleType:

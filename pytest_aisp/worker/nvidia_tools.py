@@ -238,7 +238,7 @@ class SanitizedWorker(WorkerProcess):
         return replace(reply, error="page", message="\n".join(lines), trace="")
 
     def _new_errors(self) -> list[str]:
-        """Return the report's new lines without the lines that frame them."""
+        """Return the report's new lines without header and footer lines."""
         with open(self._log, errors="replace") as log:
             log.seek(self._position)
             lines = log.read().splitlines()
