@@ -53,7 +53,7 @@ def attend_kernel(
     q, k, v, out, entries, blocks, count, factor,
     LISTED: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, PRODUCT: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention for a block of queries. `entries` lists key blocks, or flags all blocks."""
+    """Compute attention for a block of queries. `entries` lists or flags key blocks."""
     block, head = tl.program_id(0), tl.program_id(1)
     lane, within = tl.arange(0, WIDTH), tl.arange(0, TILE)
     first = head.to(tl.int64) * blocks * TILE
