@@ -9,14 +9,13 @@ Optimized  linked: changes numbered. The ring is the one whose hops have the mos
            a ring occurs in practice if the rank numbers alternate between two islands (sockets, or
            pairs with a bridge).
            library: `dist.all_gather_into_tensor`, where NCCL finds rings by itself.
-Bound      NVLink. If a slow link connects two islands of two GPUs, the ring of linked uses this
-           link twice and the ring of crossing uses it four times, so crossing takes twice as long.
-           If a switch joins all GPUs, as on H200 boards, all rings should be equally fast, so the
-           page claims only that linked is not slower. With two GPUs there is only one ring, so the
-           page needs four. CPUs have no NVLinks, so on CPUs the page treats ranks of equal parity
-           as linked. NVLink multicast was off (README). With multicast, library could send each
-           rank's elements once instead of three times, but every rank would still receive three
-           ranks' elements.
+Bound      NVLink. If a slow link connects two islands of two GPUs, linked uses this link twice and
+           crossing four times, so crossing takes twice as long. If a switch joins all GPUs, as on
+           H200 boards, all rings should be equally fast, so the page claims only that linked is not
+           slower. With two GPUs there is only one ring, so the page needs four. CPUs have no
+           NVLinks, so on CPUs the page treats ranks of equal parity as linked. NVLink multicast was
+           off (README). With multicast, library could send each rank's elements once instead of
+           three times, but every rank would still receive three ranks' elements.
 Seen       On four H200s, a switch gives every ring the same number of links. So crossing uses the
            same ring as numbered, and takes the same time. linked uses the ring 0, 2, 1, 3, and is
            faster by a third, which the links cannot explain. In numbered, rank r sends to rank r +

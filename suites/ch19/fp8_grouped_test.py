@@ -333,7 +333,8 @@ ON_SOME_GPUS = Variant(
         ON_SOME_GPUS,
     ],
     sizes=shapes(4, *TIMED),
-    # First: an expert needs two tiles of rows, and n needs two tiles. Then: experts without rows.
+    # First, an expert needs two tiles of rows, and n needs two tiles. Then, some experts have no
+    # rows.
     check_sizes=shapes(4, (2, 220, 144, 128), (6, 8, 16, 256)),
     bound="launch",
     costs={
