@@ -225,7 +225,7 @@ def run_controls(
                 f" {CONTROLS[control.name][1]}, whose error is {control.moves:.3g} times the"
                 " derived bound\nLower rtol and atol, or leave them out"
             )
-    # Freshness comes before structure: its advice also fits an output that never changes.
+    # Freshness comes before structure, because the advice also fits an output that never changes.
     for kind in ("noise", "freshness", "structure"):
         of_kind = [control for control in controls if CONTROLS[control.name][0] == kind]
         if not any(control.clearly for control in of_kind):

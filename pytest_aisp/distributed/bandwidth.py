@@ -87,7 +87,7 @@ class CudaCopier:
             buffers = torch.empty(2, nbytes, dtype=torch.uint8, device=name)
             self._send.append(buffers[0].fill_(number + 1))
             self._receive.append(buffers[1])
-        # Use two streams per GPU. A copy waits for the current streams of both GPUs. With only one
+        # Use two streams per GPU. A copy waits for the current streams of both GPUs. With one
         # stream per GPU, copies in opposite directions would take turns.
         self._streams = [[torch.cuda.Stream(name) for name in devices] for _ in range(2)]
 

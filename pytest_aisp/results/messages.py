@@ -64,7 +64,7 @@ class CaseTask(Task, frozen=True, kw_only=True):
         seed: secret seed for the input values at check sizes, and for values that are drawn after
             the sides were prepared.
         reproducible: True to use only deterministic algorithms.
-        without: protections to switch off, which only this project's tests of exploits do.
+        without: protections to switch off, for this project's tests of exploits.
     """
 
     page: str = ""

@@ -34,7 +34,7 @@ class Metric:
         assertion: the method of `pair` that limits the metric.
         unit: function that formats one amount.
         relative: True if the limit is a share of the baseline's amount.
-        margin, slack: the share of a stored amount, and an amount to add. Their sum is the loss
+        margin, slack: a share of the stored amount, and a fixed amount, which together are the loss
             that is allowed even without noise.
         rises: True if a larger amount is better.
         one_session: the smallest allowed loss, as a share, if the stored amount comes from one

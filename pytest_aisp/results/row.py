@@ -102,8 +102,8 @@ class CaseRecord(Struct):
         sources: hashes of both sides' sources.
         unchanged: roles of changed sides that launch the same machine code as the old version, and
             so were not timed against the old version.
-        machine_code: a digest, by role, of the machine code that the side launches, if the run
-            recorded the code or compared it with the stored code.
+        machine_code: digests of the machine code that each side launches, by role, if the run
+            recorded or compared the code.
         spread, session: spread of one process's ln(speedup), and spread from session to session.
         detectable: the smallest loss of ln(speedup) that is detected in 99 % of trials.
         votes: ln(speedup) of every fresh process that voted.

@@ -90,7 +90,7 @@ class HostWindow:
 
 
 def cpu_shares(windows: Sequence[HostWindow]) -> list[float]:
-    """Return the CPU time of each window over its wall time: 2.0 means two busy threads."""
+    """Return each window's CPU time divided by its wall time: 2.0 means two busy threads."""
     return [round(window.cpu / max(window.wall, 1e-9), 3) for window in windows]
 
 

@@ -47,7 +47,7 @@ would hide that delay. With NCCL, an honest GPU became idle after 50 to 120 us, 
 the NCCL calls had run for 0.2 s.
 """
 ATTEMPTS = 5
-"""A side is refused only if this many readings disagree, because a busy host can spoil one."""
+"""A side is refused only if this many readings disagree. A busy host may disturb one reading."""
 
 
 @dataclass(frozen=True)

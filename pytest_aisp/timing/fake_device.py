@@ -133,7 +133,7 @@ class Process:
         return Slices(lost, SLICE_SECONDS if lost else 0.0, 4e-3 + lost)
 
     def lost(self, seconds: float) -> float:
-        """Return the other process's time while this process computes for `seconds`."""
+        """Return the time lost to the other process during `seconds` of computing."""
         share = self.noise.neighbor
         slices = seconds * share / (1 - share) / SLICE_SECONDS
         return SLICE_SECONDS * (math.floor(slices) + (self.rng.random() < slices % 1))

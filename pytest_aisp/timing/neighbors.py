@@ -40,7 +40,7 @@ GPU."""
 UNEVEN = 1.25
 """Windows are uneven if the longest window takes this many times the median."""
 NAMED, NO_VERDICT = 0.05, 0.20
-"""The shares of the GPU at which other processes are named, and at which no verdict is given."""
+"""The shares of the GPU from which processes are named, and from which there is no verdict."""
 EXCUSED = 0.01
 """If other processes use at least this share, contradictory times are not the side's fault."""
 

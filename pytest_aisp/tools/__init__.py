@@ -1,1 +1,1 @@
-"""Compute the results of the `aisp` commands. `CliError` means that a command cannot work."""
+"""Compute the results of the `aisp` commands. A command that cannot work raises `CliError`."""

@@ -273,7 +273,7 @@ def run(words: Sequence[str], say: Callable[[str], None]) -> int:
     process = Popen([sys.executable, *PYTHON[1:], *words])
     try:
         code = process.wait()
-    except KeyboardInterrupt:  # the terminal sends Ctrl-C to pytest, too: wait until it ends
+    except KeyboardInterrupt:  # the terminal also sends Ctrl-C to pytest: wait until pytest ends
         code = process.wait()
     return code if code >= 0 else 128 - code  # a shell reports signals in this way
 

@@ -198,7 +198,7 @@ class _Gpu:
         return self._finding("processes", "harms", text, "wait for them, or use another GPU")
 
     def places(self, root: Path, cores: Collection[int]) -> Iterator[Finding]:
-        """Yield findings: do this process and the GPU's interrupts run on the GPU's NUMA node?"""
+        """Yield findings about the NUMA nodes of the GPU, its interrupts, and this process."""
         pci = self._query("nvmlDeviceGetPciInfo")
         bus = "" if pci is None else pci.busId
         text = (bus.decode() if isinstance(bus, bytes) else str(bus)).strip("\0")

@@ -228,7 +228,7 @@ def interpreter() -> list[str]:
 
 
 def worker_environment(changes: Mapping[str, str | None]) -> dict[str, str]:
-    """Return this process's environment with its import path and `changes`.
+    """Return this process's environment, with the import path and `changes` applied.
 
     A variable whose value in `changes` is None is removed.
     """
