@@ -119,7 +119,7 @@ def bisect(
 
     from ..tools.bisect import bisect_result
 
-    # Slurm sends SIGTERM, which must remove the worktree like Ctrl-C.
+    # Slurm sends SIGTERM. Then the worktree must be removed too.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with show_progress() as progress:
         result = bisect_result(case, good, bad, tell=progress, say=print_line)

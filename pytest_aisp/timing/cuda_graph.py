@@ -208,10 +208,10 @@ def _abandon(graph: torch.cuda.CUDAGraph, pool: _POOL_HANDLE) -> None:
 def capture(step: Callable[[], T], *, pool: _POOL_HANDLE | None = None) -> Callable[[], T]:
     """Capture `step` in a CUDA graph and return a callable that replays it.
 
-    `step` first runs three times on a side stream, so that everything it creates lazily exists. The
-    callable returns `step`'s outputs, which every replay overwrites. The callable keeps `step` and
-    the graph's tensors alive. Without a GPU, the callable is `step` itself, so that a page's
-    results can be checked on any machine.
+    `step` first runs three times on a side stream, to create lazily created objects before the
+    capture. The callable returns `step`'s outputs, which every replay overwrites. The callable
+    keeps `step` and the graph's tensors alive. Without a GPU, the callable is `step` itself, so
+    that a page's results can be checked on any machine.
 
     Args:
         pool: memory that several graphs share (`torch.cuda.graph_pool_handle()`). Replay such

@@ -200,7 +200,7 @@ def hold(name: str, options: Mapping[str, Json], seed: str, *, other: bool, lap:
 
     Args:
         options: as for `simulate`. ``name@other`` is the side in the other environment.
-        seed: makes this process different from all others.
+        seed: the seed of this process, unlike the seeds of all others.
     """
     seconds = options["seconds"]
     time = float(seconds.get(f"{name}@other", seconds[name]) if other else seconds[name])
@@ -223,7 +223,7 @@ def simulate(
         options: ``seconds`` are the true times by side name (``name@old`` is the side at an older
             commit). ``noise`` has the keywords of `Noise`, ``session`` is the session's bias,
             ``planted`` is the second side's slowdown, and ``details`` are added to the result.
-        seed: makes this process different from all others.
+        seed: the seed of this process, unlike the seeds of all others.
     """
     seconds = options["seconds"]
     rng = random.Random(f"{options.get('seed', 0)}{seed}")

@@ -122,8 +122,7 @@ def _inductor_graphs() -> list[ModuleType]:
 def inductor_code(before: Sequence[ModuleType]) -> str:
     """Return the code of the graphs that Inductor has loaded since `before`, or an empty text.
 
-    Graphs from Inductor's cache are included. If a side empties the caches, a graph without a file
-    is left out.
+    Graphs from Inductor's cache are included. A graph whose file the side has deleted is left out.
     """
     known = {id(module) for module in before}
     new = [module for module in _inductor_graphs() if id(module) not in known]
