@@ -269,7 +269,7 @@ class Rounding(TorchDispatchMode):
     ) -> tuple[tuple[object, ...], float]:
         """Return the perturbed operands of a sum, and the relative error of its result.
 
-        `rounding` and `partial` are the relative errors of rounding the result and partial sums.
+        `rounding` is the relative rounding error of the result, and `partial` of the partial sums.
         """
 
         def copied(value: object, error: float) -> object:

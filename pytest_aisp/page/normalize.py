@@ -130,7 +130,7 @@ def _python(tree: ast.AST, docstrings: bool) -> str:
 
 
 def _children(item: object, docstrings: bool) -> Iterator[object]:
-    """Yield the parts of a node or a list: strings, and nodes and lists that have parts too."""
+    """Yield the parts of a node or a list: strings, and further nodes and lists."""
     if isinstance(item, list):
         yield "["
         for each in item:

@@ -142,16 +142,14 @@ class Neighbors:
             self.named[name] = max(share, self.named.get(name, 0.0))
 
     def before(self) -> None:
-        """Search for other processes before the first window. Raise `Disturbed` if the GPU is
-        busy."""
+        """Search for neighbors before the first window. Raise `Disturbed` if the GPU is busy."""
         self.look()
         if self.share() >= NO_VERDICT:
             self.look(MANY)
         self.refuse(NO_VERDICT)
 
     def after_lap(self, *windows: Sequence[float], chains: int = FEW) -> None:
-        """Search for other processes after a lap, and longer if the `windows` of a side are
-        uneven."""
+        """Search for neighbors after a lap, and longer if the `windows` of a side are uneven."""
         uneven = any(max(times) > UNEVEN * median(times) for times in windows)
         self.look(MANY if current_group().max(uneven) else chains)
 
