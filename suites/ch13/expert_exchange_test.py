@@ -19,7 +19,8 @@ Seen       All sides are slower than predicted. overlapped should hide one excha
            NCCL's kernels occupy SMs. We did not time each kernel.
 Use when   Experts are on several GPUs. Reuse the buffers between calls, which costs nothing. If
            some computation does not depend on the exchange, overlap it with the exchange, but
-           expect little gain.
+           expect little gain. `expert_puts` in chapter 15 writes uneven splits into the memory of
+           the other ranks, without NCCL.
 """
 
 from dataclasses import replace
