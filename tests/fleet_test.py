@@ -315,7 +315,7 @@ def test_a_late_node_takes_work_and_ctrl_c_leaves_no_process(
     assert processes_of(cluster.folder)
     run.send_signal(signal.SIGINT)
     output, _ = run.communicate(timeout=60)
-    assert run.returncode == pytest.ExitCode.INTERRUPTED
+    assert run.returncode == pytest.ExitCode.INTERRUPTED, output
     assert "KeyboardInterrupt" in output
     wait_for(lambda: not processes_of(cluster.folder))
 
