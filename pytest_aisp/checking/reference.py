@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from .controls import Control
     from .rounding import Rounding, Structure
 
-
 _added = itertools.count(1000)
 """Indices for value sets that exist only temporarily."""
 Turns: TypeAlias = tuple[int, ...]

@@ -180,8 +180,7 @@ def measure(timer: PairTimer, budget: Budget, rng: random.Random, first: int = 0
 
     Raises:
         Disturbed: if the machine disturbed `MOST_DROPPED` blocks.
-        SideError: if a side itself disturbed these blocks, for example with an import in every
-            call.
+        SideError: if a side itself disturbed these blocks, as with an import in every call.
     """
     trial = _block(timer, "ABBA")
     timer.disturbance()
@@ -267,8 +266,7 @@ def settle(
 
     Args:
         calls: functions that make one call of a side and return its time.
-        grew: a function that returns True if allocations or modules were added since the last
-            round.
+        grew: a function that returns True if the last round added allocations or modules.
     """
     start, history = _agreed_time(), [list[float]() for _ in calls]
     rounds = 0
