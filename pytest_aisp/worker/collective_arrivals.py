@@ -4,7 +4,7 @@ The profiler records every collective, including the collectives of DDP and FSDP
 collective lasts from the call to the end of the transfer. With NCCL, a collective lasts as long as
 its kernel, which starts when the rank's stream reaches the collective, and ends when the data have
 arrived. The profiler puts the times of kernels on the host's clock, with an error that differs
-between ranks. An all-reduce before each call ends on all GPUs at almost the same time, and shows it.
+between ranks. An all-reduce before each call ends on all GPUs almost at once, and shows the error.
 """
 
 from __future__ import annotations
