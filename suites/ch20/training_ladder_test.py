@@ -2,21 +2,25 @@
 
 Problem    Take one AdamW step of a decoder of `layers` blocks (`suites/ch13/transformer.py`) on
            `rows` sequences of `length` tokens, and return the loss. Weights, gradients and moments
-           are bf16. Each rung has its own test, and the last test compares the first rung with the
-           last.
+           are bf16. Each rung has its own test, and the last test compares eager with captured.
 Baseline   eager: one operation after another, and torch's default AdamW, which works on lists of
            tensors and counts its steps on the CPU. For the previous rung, from TF32 to bf16, see
            `amp_training` in chapter 13.
            compiled: the baseline of fused.
            fused: the baseline of captured.
+           captured: the baseline of fp8.
 Optimized  compiled: changes eager. `torch.compile` compiles the model and its loss.
            fused: changes compiled. One kernel makes the whole update, reads and writes each number
            once, and counts its steps on the GPU.
            captured: changes fused. The whole step is one CUDA graph.
+           fp8: changes captured. The linear layers of the blocks multiply in e4m3, in the forward
+           and the backward pass. Each tensor has one scale, from its maximum. Weights, gradients
+           and moments stay bf16, as do attention and the head.
 Bound      DRAM limits eager: it makes passes over activations, and the optimizer makes passes over
            weights. compiled saves about half of the passes over activations. fused saves more than
            half of the passes over weights. Tensor cores and DRAM limit captured, which never waits
-           for the host.
+           for the host. fp8 doubles the rate of most products, but quantizing makes more passes
+           over inputs, weights and gradients. So its test has wider layers.
 Seen       On H100 and H200 machines, eager takes about four times as long as predicted, and
            compiled two to three times. The host limits both: the costs count launches, but not the
            time that Python takes in modules, autograd and the optimizer. The host also limits
@@ -29,27 +33,34 @@ Seen       On H100 and H200 machines, eager takes about four times as long as pr
 Use when   You tune a training loop: take the rungs in this order, because each rung shows the next
            limit. captured gains only if the GPU waits for the host, so its test has a second,
            smaller size. The update takes a smaller share of the step if a batch has more tokens.
-           FP8 is the next rung on Hopper: `fp8_linear` and `transformer_engine` in chapter 13.
+           fp8 needs wide layers. See also `fp8_linear` and `transformer_engine` in chapter 13.
 """
 
 import copy
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from pytest_aisp import Cost, Variant, Work, capture, compare
 from suites.ch13 import decoder_costs
+from suites.ch13.fp8_linear_test import product, tensorwise
 from suites.ch13.transformer import (
     BETAS,
     DECAY,
     EPS,
+    HEAD,
     LR,
     VOCABULARY,
     Transformer,
     batch,
     flops_of,
+    hidden_of,
+    normalized,
     reference_step,
+    rotated,
     training,
     weights_of,
 )
@@ -110,6 +121,53 @@ def fused(state, tokens, labels):
 
 def captured(state, tokens, labels):
     yield capture(lambda: step(state, state.optimizer, tokens, labels, compiled_loss()))
+
+
+class Fp8Linear(torch.autograd.Function):
+    """A linear layer whose three products are e4m3, with one scale per tensor from its maximum.
+
+    The summed dimension must be contiguous in both operands, so the backward pass transposes.
+    """
+
+    @staticmethod
+    def forward(ctx, x, w):
+        (rows, x_scale), (weights, w_scale) = tensorwise(x), tensorwise(w)
+        ctx.save_for_backward(rows, x_scale, weights, w_scale)
+        return product(rows, x_scale, weights, w_scale)
+
+    @staticmethod
+    def backward(ctx, dy):
+        rows, x_scale, weights, w_scale = ctx.saved_tensors
+        gradients, scale = tensorwise(dy)
+        dx = product(gradients, scale, weights.t().contiguous(), w_scale)
+        dw = product(gradients.t().contiguous(), scale, rows.t().contiguous(), x_scale)
+        return dx, dw
+
+
+def fp8_linear(layer, x):
+    return Fp8Linear.apply(x.flatten(0, -2), layer.weight).unflatten(0, x.shape[:-1])
+
+
+def fp8_block(block, x, cos, sin):
+    """Return what `Block.forward` returns, with all linear layers in FP8."""
+    qkv = fp8_linear(block.qkv, normalized(x, block.attention_norm)).chunk(3, -1)
+    q, k, v = (t.unflatten(-1, (-1, HEAD)).transpose(1, 2) for t in qkv)
+    q, k = rotated(q, cos, sin), rotated(k, cos, sin)
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    x = x + fp8_linear(block.out, y.transpose(1, 2).flatten(2))
+    y = normalized(x, block.mlp_norm)
+    gated = F.silu(fp8_linear(block.gate, y)) * fp8_linear(block.up, y)
+    return x + fp8_linear(block.down, gated)
+
+
+@functools.cache
+def compiled_fp8_loss():
+    return torch.compile(functools.partial(Transformer.forward, block=fp8_block), dynamic=False)
+
+
+def fp8(state, tokens, labels):
+    loss_of = compiled_fp8_loss()
+    yield capture(lambda: step(state, state.optimizer, tokens, labels, loss_of))
 
 
 def products(width, tokens, length):
@@ -198,6 +256,39 @@ def captured_cost(layers, width, rows, length):
     return model + without_launches(update_at_once(layers, width))
 
 
+def fp8_products(width, tokens, length):
+    """Return `products` with linear layers in FP8.
+
+    Quantizing reads each bf16 element twice, once for the maximum, and writes one byte. A copy
+    transposes this byte.
+    """
+    weights, hidden = decoder_costs.matrices(width), hidden_of(width)
+    inputs, outputs = tokens * (4 * width + hidden), tokens * (5 * width + 2 * hidden)
+    quantized = weights + inputs + outputs
+    there = {"fp8": 2 * tokens * weights}
+    back = {"fp8": 4 * tokens * weights}
+    return (
+        Cost(read=5 * quantized, write=2 * quantized)
+        + Cost(read=weights + inputs, write=2 * outputs, ops=there)
+        + Cost(read=weights + inputs + 2 * outputs, write=2 * (weights + inputs), ops=back)
+        + decoder_costs.attention_forward(width, tokens, length, 2, "bf16")
+        + decoder_costs.attention_backward(width, tokens, length, 2, "bf16")
+    )
+
+
+QUANTIZING = 15 * 4  # kernels of a block: each layer's x, W and dy take four
+
+
+def fp8_cost(layers, width, rows, length):
+    tokens = rows * length
+    moved = FUSED * tokens * width  # half of the bytes
+    block = fp8_products(width, tokens, length) + Cost(read=moved, write=moved)
+    model = without_launches(layers * block + decoder_costs.ends(width, tokens))
+    nodes = kernels_of(layers) + layers * QUANTIZING + update_launches(layers, width)
+    starts = Cost(launches=1, graph_nodes=nodes)
+    return model + starts + without_launches(update_at_once(layers, width))
+
+
 def work(layers, width, rows, length):
     return Work(
         read=8 * weights_of(layers, width),
@@ -208,6 +299,14 @@ def work(layers, width, rows, length):
     )
 
 
+def fp8_work(layers, width, rows, length):
+    """Return `work` with the products of the blocks' linear layers in FP8."""
+    whole, tokens = work(layers, width, rows, length), rows * length
+    linear = 6 * tokens * layers * decoder_costs.matrices(width)
+    return replace(whole, flops={"fp8": linear, "bf16": whole.flops["bf16"] - linear})
+
+
+WIDE = {"layers": 1, "width": 4096, "rows": 4, "length": 1024}
 LARGE = {"layers": 4, "width": 1024, "rows": 4, "length": 1024}
 SMALL = {"layers": 4, "width": 768, "rows": 4, "length": 512}
 # The small checks use a model without blocks, because compiling a block takes seconds on a CPU.
@@ -254,6 +353,19 @@ def test_training_ladder_fused(pair):
     costs={fused: fused_cost, captured: captured_cost},
 )
 def test_training_ladder_captured(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
+
+
+@rung(
+    sizes=[WIDE],
+    check_sizes=[{**ONE_BLOCK, "length": 16}],  # the products need multiples of 16 tokens
+    baseline=captured,
+    optimized=[Variant(fp8, precision="fp8", needs="fp8")],
+    work=fp8_work,
+    costs={captured: captured_cost, fp8: fp8_cost},
+)
+def test_training_ladder_fp8(pair):
     pair.assert_equivalent()
     pair.assert_speedup()
 
