@@ -88,7 +88,7 @@ class _Causes:
     is_baseline: bool
 
     def that_fit(self) -> Iterator[str]:
-        """Yield a text for each cause that fits, the most certain first."""
+        """Yield a message for each cause that fits, the most certain first."""
         causes: list[Callable[[], str]] = [self._not_written]
         if current_group().world == 1:  # other ranks do not run the side again
             causes += [self._random, self._remembered, self._constant]

@@ -61,9 +61,9 @@ def print_error(text: str) -> None:
 
 @contextmanager
 def show_progress() -> Iterator[Progress]:
-    """Yield a function that shows a text in a progress bar if there is a terminal.
+    """Yield a function that shows a message in a progress bar if there is a terminal.
 
-    Texts from `with_progress` fill the bar. For other texts, the bar only shows activity.
+    Messages from `with_progress` fill the bar. For other messages, the bar only shows activity.
     """
     if not sys.stderr.isatty():
         yield lambda text: None

@@ -168,7 +168,7 @@ class RankSet:
         return None
 
     def _waits_for_machines(self) -> str:
-        """Return a text about the machines that torchrun waits for before it starts any rank."""
+        """Return a message about the machines that torchrun waits for before it starts any rank."""
         if self.nodes is None or self._ranks:
             return ""
         nodes = self.nodes

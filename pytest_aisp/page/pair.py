@@ -240,7 +240,7 @@ class Pair:
         return 1.0 if first_count and self.versus is None else "yardstick"
 
     def origin(self, variant: Variant, arch: str, gpus: int | None = None) -> str:
-        """Return a text that says where the page declares the claim of `variant` on `arch`."""
+        """Return a phrase that says where the page declares the claim of `variant` on `arch`."""
         claims, first = self._claims(variant), self._is_first_count(gpus)
         place = "on the page" if variant.at_least is None else f"of {variant.name} on the page"
         if first and not isinstance(claims, Mapping):
@@ -292,7 +292,7 @@ class Case:
         return self.pair.claim(self.variant, arch, self.gpus) if self.judged else "yardstick"
 
     def claim_origin(self, arch: str) -> str:
-        """Return a text that says where the page declares the claim."""
+        """Return a phrase that says where the page declares the claim."""
         return self.pair.origin(self.variant, arch, self.gpus) if self.judged else UNJUDGED
 
     @property

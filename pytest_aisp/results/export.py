@@ -201,7 +201,7 @@ def label(case: Case) -> str:
 
 
 def speed(speedup: Speedup | None) -> str:
-    """Return a text such as ``3.530x [3.510, 3.550]``, or an empty string without a speedup."""
+    """Return a string such as ``3.530x [3.510, 3.550]``, or an empty string without a speedup."""
     if speedup is None:
         return ""
     return f"{times_text(speedup.value)} [{digits(speedup.low)}, {digits(speedup.high)}]"

@@ -99,7 +99,7 @@ class HistoryLine(Struct, frozen=True, kw_only=True):
     code_gate: CodeGate | None = None
 
     def differences(self, before: HistoryLine) -> list[str]:
-        """Return a text for each fact of the environment that differs from an earlier line.
+        """Return a message for each fact of the environment that differs from an earlier line.
 
         Changed sources are listed by `changed_sides` instead.
         """

@@ -14,7 +14,7 @@ from msgspec import Struct, convert
 from msgspec.structs import replace
 
 Json: TypeAlias = Any
-"""Any JSON value: a number, a text, a list or a table."""
+"""Any JSON value, such as a number, a string, a list or an object."""
 
 READY = "ready"
 """The first progress message of a process. The time limit of a task starts with this message."""

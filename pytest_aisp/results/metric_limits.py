@@ -51,7 +51,7 @@ class Metric:
     one_session: float = 0.0
 
     def describe(self, amounts: Amounts, limit: float) -> str:
-        """Return a text with the amounts of both sides and the limit."""
+        """Return a message with the amounts of both sides and the limit."""
         both = f"{self.both(amounts)} {self.what}"
         noise = f", noise {amounts['noise']:.1%}" if "noise" in amounts else ""
         if not self.relative:
@@ -102,7 +102,7 @@ def pooled(amounts: Sequence[Amounts]) -> Amounts:
 
 
 def with_session(stored: Amounts, sessions: int, new: Amounts) -> Amounts:
-    """Return the mean over `stored`, which has `sessions` sessions, and the new session `new`.
+    """Return the mean over the `sessions` sessions in `stored` and the new session `new`.
 
     The noise is half of the range."""
     means = {role: (sessions * stored[role] + new[role]) / (sessions + 1) for role in ROLES}

@@ -82,7 +82,7 @@ def launch_bound_note(times: Mapping[str, float]) -> str:
 def predicted_note(
     predicted: Mapping[str, float], seconds: Mapping[str, float], unexplained: Sequence[str]
 ) -> str:
-    """Return a text with the predicted times and speedup, and with the sides that take longer."""
+    """Return a message with the predicted times and speedup, and the sides that take longer."""
     baseline, optimized = predicted.values()
     text = f"predicted {duration(baseline)} / {duration(optimized)}: {baseline / optimized:.2g}x"
     longer = (f"{name} takes {seconds[name] / predicted[name]:.2f}x" for name in unexplained)
@@ -108,7 +108,7 @@ def cpu_note(names: Sequence[str], shares: Sequence[float]) -> tuple[str, bool]:
 
 
 def unused_limit(seconds: Mapping[str, float], share: float, limit: str) -> str | None:
-    """Return a text if the baseline hardly uses the machine, else None.
+    """Return a message if the baseline hardly uses the machine, else None.
 
     Args:
         seconds: seconds per call by side, with the baseline first.

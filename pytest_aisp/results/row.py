@@ -109,8 +109,8 @@ class CaseRecord(Struct):
         votes: ln(speedup) of every fresh process that voted.
         trials: ln(speedup) and verdict of each repeated A/A trial.
         suspect: 1 for a case that was suspected to be slower than before, -1 for faster, else 0.
-        reasons: a text for each missed limit, with the size of the miss and the place where the
-            limit is written.
+        reasons: a message for each missed limit, with the size of the miss and the place where
+            the limit is written.
         notes, remarks: further facts. Notes are shown only with ``-vv``, remarks always.
         launch_bound: each launch-bound side's time without a graph, as a multiple of the time with
             a graph.

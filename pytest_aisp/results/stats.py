@@ -60,8 +60,8 @@ def process_error(blocks: Sequence[float], laps: int, firsts: Sequence[int] = ()
     Args:
         blocks: the blocks of all laps in order. Each lap has the same number of blocks.
         laps: number of laps.
-        firsts: the index of the side that was built first, for each block. The effect of the order
-            cancels in the value, so only laps of the same order are compared.
+        firsts: the index of the side that was built first, for each block. The value averages out
+            the effect of the order, so only laps of the same order are compared.
     """
     if laps < 3:
         return 0.0
@@ -120,8 +120,8 @@ def session_spread(cases: Sequence[Sequence[Sequence[float]]], assumed: float) -
     """Return the standard deviation between sessions, from the cases with several sessions.
 
     The variance between sessions includes some variance between processes, which is subtracted for
-    each case. The result is pooled over all cases. Sessions with one process count only for the
-    variance between sessions. `assumed` counts as much as `ASSUMED` additional sessions, so the
+    each case. The result is pooled over all cases. A session with a single process adds only to
+    the variance between sessions. `assumed` counts as much as `ASSUMED` additional sessions, so the
     margin stays wide if a few cases agree by chance.
 
     Args:

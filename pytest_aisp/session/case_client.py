@@ -54,7 +54,7 @@ class CaseClient:
             it is needed.
         missing_votes: the reasons why votes are missing.
         neighbors: for each timing during which another process used the GPU, that process's share
-            of the GPU, and a text about it.
+            of the GPU, and a message about that process.
         notes, remarks: further facts. Notes are shown only with ``-vv``, remarks always.
     """
 

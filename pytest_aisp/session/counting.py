@@ -31,7 +31,7 @@ class MetricJudgement:
     Attributes:
         limit: the page's limit.
         stored: the optimized side's stored amount.
-        remark: a text with both amounts; empty in an A/A trial.
+        remark: a message with both amounts; empty in an A/A trial.
     """
 
     amounts: Amounts

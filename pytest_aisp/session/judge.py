@@ -192,7 +192,7 @@ def judge_against(
     Args:
         first: the first measured ln(other time / time here).
         measure: a function that measures this value again in a fresh process.
-        than: a text that describes the other version or environment.
+        than: a phrase that describes the other version or environment.
         cause: the cause to report if the side is slower today.
 
     Returns:

@@ -43,8 +43,8 @@ class Recorder:
     """Collects rows in the controller. Nothing else writes rows and stored results.
 
     Attributes:
-        changes: a text for each change that was written to stored results.
-        not_stored: a text for each result that was not stored, with the reason.
+        changes: a message for each change that was written to stored results.
+        not_stored: a message for each result that was not stored, with the reason.
         crashes: the reports of xdist workers that crashed.
         without_canary: the xdist workers that ended before their canary, with their cases' keys.
         unused: the stored results that no collected case uses, each with its file.

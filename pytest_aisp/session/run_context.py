@@ -66,7 +66,7 @@ class Unrecorded(Failed):
 
 
 class MachineDisturbed(Failed):
-    """The machine disturbed the case, so the case has no verdict. It is not red."""
+    """The machine disturbed the case, so the case has no verdict and is not red."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, DISTURBED)
@@ -92,7 +92,7 @@ class RunContext:
         replay: the worker that replays a recorded run, or None.
         past: the pages at the commit of ``--aisp-against``.
         other: the environment of ``--aisp-against-python``.
-        progress: a function that shows a text about the current work.
+        progress: a function that shows a message about the current work.
         announce: a function that shows why the run waits, even if `progress` shows nothing.
         times_cpu: True if a machine with a GPU also times sizes for CPUs.
         versions: the library versions that a worker process reported, or None before the report.

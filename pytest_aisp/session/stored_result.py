@@ -26,9 +26,9 @@ class Differences:
     The optimized side's code is compared elsewhere.
 
     Attributes:
-        environment: a text for each fact of the environment that differs.
+        environment: a message for each fact of the environment that differs.
         other_baseline: whether the baseline's code differs.
-        tuned: a text for each kernel whose tuner now makes other choices.
+        tuned: a message for each kernel whose tuner now makes other choices.
     """
 
     environment: Sequence[str] = ()

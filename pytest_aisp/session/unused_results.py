@@ -55,7 +55,7 @@ def report_unused(config: pytest.Config) -> None:
 def _unused_results(config: pytest.Config) -> list[str]:
     """Return the stored results of this machine's product that no collected case uses.
 
-    An example of such a text is
+    For example:
     ``baselines/nvidia-h200/ch07.json: gemm_test.py::test_gemm[tiled-n64]``.
     """
     run, collected = config.stash.get(RUN, None), config.stash.get(COLLECTED, None)

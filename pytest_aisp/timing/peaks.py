@@ -47,11 +47,11 @@ class Peaks:
             and ``d2h`` with pinned memory (``pcie_both``: in both directions at once), ``l2`` and
             ``shared`` for reads of data that stays there. In FLOP/s: matrix products by type. In
             operations/s: ``atomics`` (additions in the L2), ``sfu`` (exponentials) and ``blocks``
-            (blocks of a kernel that does nothing). In seconds:
-            a tiny kernel's cost on the host (``launch``) and in a graph (``graph_node``), a call of
-            torch that launches nothing (``host_step``), and `Tensor.item` (``sync``). With several
-            GPUs, also copies to a ``peer`` or in both directions (``peer_both``) and the largest
-            all-reduce (``busbw``) in bytes/s, and the smallest ``all_reduce`` in seconds.
+            (blocks of a kernel that does nothing). In seconds: a tiny kernel's cost on the host
+            (``launch``) and in a graph (``graph_node``), a call of torch that launches nothing
+            (``host_step``), and `Tensor.item` (``sync``). A machine with several GPUs has more
+            rates. In bytes/s: copies to a ``peer`` or in both directions (``peer_both``), and the
+            largest all-reduce (``busbw``). In seconds: the smallest ``all_reduce``.
         facts: the fastest kernel of each rate, and the GPU, versions, clocks and date.
     """
 

@@ -210,7 +210,7 @@ def _slower(found: Measurement) -> list[str]:
 
 
 def _summary(found: Measurement) -> str:
-    """Return a text with the speedup of each changed side, such as ``doubled 0.952x``."""
+    """Return a string with the speedup of each changed side, such as ``doubled 0.952x``."""
     if found.broken:
         return f"skipped, it cannot be measured: {found.broken}"
     texts = []

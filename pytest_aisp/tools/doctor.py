@@ -232,13 +232,13 @@ class _Gpu:
 
 
 def cpus_of(text: str) -> set[int]:
-    """Return the set of CPU numbers in a text such as ``0-3,8``."""
+    """Return the set of CPU numbers in a string such as ``0-3,8``."""
     spans = [part.partition("-") for part in text.split(",") if part]
     return {n for a, _, b in spans for n in range(int(a), int(b or a) + 1)}
 
 
 def counters(root: Path) -> Finding:
-    """Return a finding: may this process read the GPU's hardware counters with `ncu`?"""
+    """Return a finding about access to the GPU's hardware counters with `ncu`."""
     file = root / "proc/driver/nvidia/params"
     text = read_text(file)
     if text is None:

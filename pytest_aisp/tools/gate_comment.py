@@ -43,7 +43,7 @@ class Line(NamedTuple):
 
     @property
     def label(self) -> str:
-        """Return a text such as ``gemm: tiled, n=4096``."""
+        """Return a string such as ``gemm: tiled, n=4096``."""
         size = size_text(self.case.gpus, self.case.size)
         return f"{self.page}: {self.case.variant}" + (f", {size}" if size else "")
 
@@ -156,7 +156,7 @@ def _test(case: JournalLine) -> tuple[str, str]:
 
 
 def _counts(gate: Gate) -> str:
-    """Return a text such as ``1 red, 2 stale, 5 green (4 pass, 1 new) of 8 cases in 2 runs``."""
+    """Return a string such as ``1 red, 2 stale, 5 green (4 pass, 1 new) of 8 cases in 2 runs``."""
     words = Counter(line.case.verdict or "without a verdict" for line in _lines(gate))
     red = sum(words[word] for word in RED)
     parts = [f"{red} red"] if red else []

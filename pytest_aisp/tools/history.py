@@ -77,10 +77,10 @@ def history_result(folder: Path, *, case: str = "", as_json: bool = False) -> Cl
     the code gate confirmed.
 
     Args:
-        case: a text. Only cases whose id, product or chapter contains the text are listed.
+        case: a string. Only cases whose id, product or chapter contains it are listed.
 
     Raises:
-        CliError: if the folder has no readable history, or no case contains the text.
+        CliError: if the folder has no readable history, or no case contains the string.
     """
     cases, problems = read(folder)
     if not cases and not problems:

@@ -117,7 +117,7 @@ def readme_table(chapter: str, baselines: Path) -> str:
 
 
 def _recorded(stored: Stored) -> str:
-    """Return a text with the software versions and the dates of the stored results."""
+    """Return a line with the software versions and the dates of the stored results."""
     names = ("driver", "cuda", "torch", "triton")
     environments = [stored.environments[name] for name in sorted(stored.environments)]
     versions = {n: sorted({str(e[n]) for e in environments if e.get(n)}) for n in names}

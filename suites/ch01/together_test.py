@@ -5,8 +5,8 @@ Problem    Take one SGD step with momentum on the mean loss of 256 rows, for an 
 Baseline   first_draft: the whole batch at once, the default optimizer (foreach on a GPU), and
            `.item()` after the step for the log. A step takes 31 launches and one wait for the GPU.
 Optimized  fused_optimizer: changes first_draft. The update takes one launch instead of three.
-           no_item: changes fused_optimizer. The host does not wait: the loss stays on the GPU, so
-           the launch that copies it back to the GPU is also saved.
+           no_item: changes fused_optimizer. The loss stays on the GPU. So the host does not wait
+           for the loss, and does not launch a kernel to write it back to the GPU.
            captured: changes no_item. The step is one CUDA graph.
 Bound      The host on every side except captured: Python, autograd and launches take longer than
            the kernels. captured has a single launch, so the limit is the GPU, which runs the 28

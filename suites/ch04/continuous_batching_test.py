@@ -14,8 +14,8 @@ Bound      The host. A step takes about twenty launches and one read of flags, n
            the cube of a uniform random number. The mean length is a quarter of `longest`, but the
            longest of 16 requests nearly reaches `longest`. With several GPUs, each GPU can serve
            its own requests in this way.
-Seen       On both sides, a step takes about the same factor longer than predicted from its launches
-           and its read of flags. We cannot explain this. The measured speedup is close to the
+Seen       A step takes longer than predicted from its launches and its read of flags, by about the
+           same factor on both sides. We cannot explain this. The measured speedup is close to the
            prediction.
 Use when   The lengths of requests differ a lot, as in serving a language model. vLLM, SGLang and
            TensorRT-LLM use continuous batching. If all requests have the same length, static is as

@@ -25,9 +25,9 @@ Seen       With 1024 tokens on an H100, cudnn takes about the time of its produc
            256 tokens, cudnn comes close to the time of its DRAM traffic, but efficient and flash do
            not. With so few tokens, a block has few tiles of keys, so it probably cannot hide the
            start and the end of its loop. We did not profile these kernels.
-Use when   Always call `scaled_dot_product_attention`, and let it choose the kernel. The math
-           backend of that function computes 16-bit inputs in fp32, so it is slower than the
-           baseline of this page. A causal mask, FlexAttention and longer contexts are in
+Use when   Always call `scaled_dot_product_attention`, and let it choose the kernel. For 16-bit
+           inputs, PyTorch's math backend computes in fp32, so it is slower than the baseline of
+           this page. A causal mask, FlexAttention and longer contexts are in
            `../ch13/long_attention_test.py`.
 """
 

@@ -59,7 +59,7 @@ TORCH = 132 * 2  # blocks of torch's kernel, of 1024 threads each, that run on a
 L2 = 60 * 2**20
 BLOCK, MOST_BLOCKS = 256, 8  # clustered: threads per block, maximum blocks per cluster
 HELD = 8 * 16 * BLOCK  # bytes of a row that a block keeps in registers
-SLICE = 64 * 2**10  # bytes of a row that a block keeps; more if 8 blocks are not enough
+SLICE = 64 * 2**10  # bytes of a row per block; if that takes over 8 blocks, each keeps more
 
 
 @triton.jit

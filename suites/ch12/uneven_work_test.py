@@ -15,8 +15,8 @@ Optimized  interleaved: changes static_share. With W warps in the grid, a warp r
            queue_by_4: changes queue. A warp takes four items at once, so there are a quarter as
            many atomics.
            warp_per_item: changes static_share. There are no shares: the grid has a warp for each
-           item, and when a block of 8 warps has ended, the GPU starts the next block in its place.
-           A block keeps its place until its slowest warp has ended.
+           item, and when a block of 8 warps has ended, the GPU starts the next block. A
+           block holds its slot on the SM until its slowest warp has ended.
 Bound      Integer arithmetic, if all SMs are busy until the end. The time of a heavy item is its
            number of steps times the latency of a multiply-add, no matter how many SMs are idle. So
            the heavy item that starts last decides when the kernel ends. The costs count the steps

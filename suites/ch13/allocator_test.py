@@ -14,7 +14,7 @@ Optimized  Each variant changes one setting of the baseline.
            powers of two, so freed segments fit more often. The bytes that rounding adds count as
            used.
            stream_ordered: `backend:cudaMallocAsync`: the driver's own pool, which remaps pages.
-           capped: `max_split_size_mb:20`, a common recommendation against fragmentation. Segments
+           capped: `max_split_size_mb:20`, often recommended to reduce fragmentation. Segments
            above 20 MB are not split, so they can only be reused for requests of about the same
            size.
 Bound      The allocator's rules. At most 576 MiB are in use: 16 full caches, and an fp32 copy of

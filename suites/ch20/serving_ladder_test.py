@@ -21,7 +21,8 @@ Optimized  continuous: changes static. As soon as a row of the batch is free, th
            starts in it, with a separate call for its prompt.
            paged: changes continuous. Keys and values are in pages of 64 tokens. A Triton kernel
            looks up pages in a table and stops at a request's last token. `paged_cache_test.py` in
-           chapter 15 measures these three changes one by one. The next rung needs the pages.
+           chapter 15 measures the kernel, the stop and the pages one by one. The next rung needs
+           the pages.
            prefix_cached: changes paged. The first request computes the pages of the prefix, and the
            server keeps them. Later requests refer to these pages in their tables and compute only
            their suffixes. Nothing is kept from an earlier call.
