@@ -11,24 +11,32 @@ Baseline   all_to_all: `all_to_all_single` exchanges the counts, the host reads 
            gathered: the baseline of the second test, and a variant in the first (see below).
 Optimized  gathered: NCCL without counts on the host. Every rank gathers all rows and all counts,
            sets the results of other ranks' rows to zero, and a reduce-scatter returns the sums. The
-           host never waits, but a rank receives rows that it does not need.
+           host never waits, but a rank receives rows that it does not need. With many tokens,
+           judge the writes by the first test, because nobody would gather that many rows.
            puts: one-sided writes in symmetric memory. A kernel writes rows and counts into the
            buffers of their targets. After a barrier, a second kernel multiplies the rows and writes
            the results into the buffers of their senders. A second barrier ends the call. The host
-           never waits, and only needed rows are sent.
-           signalled: changes puts. Each kernel adds to a signal on the target after its writes, and
-           the next kernel waits for the signals of its source. There is no barrier.
-           The buffers of puts and signalled are allocated once, for the largest batch.
+           never waits, and only needed rows are sent. Part of the gain comes from fusion: the
+           product needs no kernel of its own. With a real expert, whose matrix products are
+           kernels of their own, that part is lost.
+           signalled: changes puts. There is no barrier. Each kernel adds to a signal on the target
+           after its writes, and the second kernel waits for the signals of its source. A third
+           kernel waits until all results have arrived.
+           The buffers of puts and signalled are allocated once, for the largest batch. Each call
+           overwrites the results of the call before.
 Bound      With few tokens, the host limits the first test, where all sides are timed as ordinary
            calls because all_to_all cannot be captured. In the second test, everything runs in a
            CUDA graph, and latency limits few tokens: launches, and the collectives, barriers or
            signals. With many tokens, NVLink is the limit. The link into rank 0 is the busiest on
            the way there, and the link out of rank 0 on the way back. The rows stay in the L2 if
-           they fit, as right after a layer has computed them.
+           they fit, as right after a layer has computed them. We record with NVLink multicast off
+           (see the README of chapter 4). The writes do not use multicast, but gathered may be
+           faster with it.
 Use when   Experts are on GPUs that reach each other's memory, and the steps are short, as in
-           decoding. Libraries for expert parallelism have such kernels. A rank must reserve memory
-           for all rows that all ranks may send. See also `expert_exchange` in chapter 13, which
-           overlaps NCCL's exchange with the shared expert, and `symmetric_all_reduce` in chapter 4.
+           decoding. DeepEP and other libraries for expert parallelism have such kernels. A rank
+           must reserve memory for all rows that all ranks may send. See also `expert_exchange` in
+           chapter 13, which overlaps NCCL's exchange with the shared expert, and
+           `symmetric_all_reduce` in chapter 4.
 """
 
 import functools
@@ -226,7 +234,8 @@ def one_sided(x, counts, own, signals):
     """Return the call of puts or signalled.
 
     A rank may overwrite its rows in other ranks' buffers in its next call: the call before has
-    waited for the results, which are written after the rows have been read.
+    waited for the results, which are written after the rows have been read. Other ranks overwrite
+    this rank's results only after they have received its rows of the next call.
     """
     rank, world, (tokens, width) = dist.get_rank(), dist.get_world_size(), x.shape
     require_room(x, counts, world, CAPACITY)
@@ -269,10 +278,19 @@ def signalled(x, counts, own):
     yield one_sided(x, counts, own, signals=True)
 
 
+def popular(world):
+    """Return the chance that a row goes to rank 0."""
+    return 2 * POPULAR / (world * (POPULAR + 1))
+
+
 def busiest(tokens, width, world):
     """Return the expected bytes that cross the busiest link on one way: those of rank 0."""
-    share = 2 * POPULAR / (world * (POPULAR + 1))
-    return 2 * width * tokens * (world - 1) * share
+    return 2 * width * tokens * (world - 1) * popular(world)
+
+
+def needed(tokens, width, world):
+    """Return the expected bytes that rank 0 sends: rows for the others, and their results."""
+    return 2 * width * tokens * (1 - popular(world)) + busiest(tokens, width, world)
 
 
 def all_to_all_cost(tokens, width, world):
@@ -284,18 +302,24 @@ def all_to_all_cost(tokens, width, world):
 
 
 def gathered_cost(tokens, width, world):
-    """Return the cost of gathered. Six launches find this rank's rows in the others' counts."""
+    """Return the cost of gathered.
+
+    Six launches find this rank's rows in the others' counts, and a seventh makes the zero of
+    `where`.
+    """
     numbers = Cost(nccl=8 * world * (world - 1), launches=1, collectives=1)
     way = Cost(nccl=2 * (world - 1) * tokens * width, launches=1, collectives=1)
     every = 2 * world * tokens * width
-    return numbers + way + Cost(launches=6) + 2 * Cost(read=every, write=every, launches=1) + way
+    return numbers + way + Cost(launches=7) + 2 * Cost(read=every, write=every, launches=1) + way
 
 
 def puts_cost(tokens, width, world):
+    """Return the cost of puts. A barrier counts as the smallest all-reduce of NCCL."""
     return 2 * (Cost(sent=busiest(tokens, width, world), launches=1) + BARRIER)
 
 
 def signalled_cost(tokens, width, world):
+    """Return the cost of signalled without the signals, because there is no rate for them."""
     return 2 * Cost(sent=busiest(tokens, width, world), launches=1) + Cost(launches=1)
 
 
@@ -307,7 +331,7 @@ judged = functools.partial(
     sizes=[{"tokens": tokens, "width": 7168} for tokens in (16, 128, 1024, CAPACITY)],
     sweep=Sweep("tokens"),
     check_sizes=[{"tokens": 37, "width": 33}, {"tokens": 1, "width": 8}],
-    work=lambda tokens, width, world: Work(wire=2 * busiest(tokens, width, world)),
+    work=lambda tokens, width, world: Work(wire=needed(tokens, width, world)),
     bound="nvlink",
     conditions=Conditions(gpus=(2, 4), l2="warm"),
 )
