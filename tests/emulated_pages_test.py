@@ -19,7 +19,6 @@ from pytest_aisp.worker.loader import load_page, pair_of
 ROOT = Path(__file__).parents[1]
 GPU_ONLY = {
     "ch04/symmetric_all_reduce-pushed": "Default process group has not been initialized",
-    "ch06/cooperative_groups-grid_sync": "cooperative groups",
     "ch07/histogram-library": "not implemented for 'Int'",
     "ch07/l2_persistence": "inline assembly",
     "ch07/online_softmax-kept": "clusters, cooperative groups",

@@ -20,6 +20,7 @@ COMPILER = shutil.which("g++") if shutil.which("objcopy") else None
 RUNTIME = ("-O2", "-w", "-std=c++17", "-fPIC", "-U_FORTIFY_SOURCE")
 KERNELS = ("-O1", "-g1", "-fPIC", "-w", "-fsanitize=thread", "--param=tsan-distinguish-volatile=1")
 HEADERS = (
+    "cooperative_groups.h",
     *("cuda_bf16.h", "cuda_fp16.h", "cuda_pipeline.h", "cuda_pipeline_primitives.h"),
     *("cuda_runtime.h", "device_launch_parameters.h", "math_constants.h", "vector_types.h"),
     *("cuda/std/cstddef", "cuda/std/cstdint", "cuda/std/limits", "cuda/std/type_traits"),
@@ -31,7 +32,7 @@ UNSUPPORTED = {
     "tensor maps": r"\bCUtensorMap\b",
     "clusters": r"__cluster_dims__|\bcluster_group\b|\bthis_cluster\b",
     "tensor cores": r"\bwmma\s*::|\bmma\.h\b",
-    "cooperative groups": r"\bcooperative_groups\b",
+    "cooperative groups": r"\bcooperative_groups\b(?!\.h\b|::(?:grid_group|this_grid)\b)",
     "libcu++": r"\bcuda\s*::\s*(?!std\b)\w+",
 }
 """For each feature that needs a GPU, the pattern that finds its use in a source file."""

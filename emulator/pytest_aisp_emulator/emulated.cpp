@@ -1,7 +1,8 @@
 // The GPU of emulator.py: threads are fibers, one runs at a time, and every access is checked.
 //
-// Blocks run one after the other in a random order. Within a block, between two barriers, warps
-// run one after the other in a random order. So do the lanes of a warp between two of its shuffles.
+// Blocks run one after the other in a random order, each until it ends or waits in grid.sync().
+// Within a block, between two barriers, warps run one after the other in a random order. So do the
+// lanes of a warp between two of its shuffles.
 // A kernel that relies on an order thus fails in some of the orders. Code that g++ compiled with
 // -fsanitize=thread calls this file before each load and store; the sanitizer's library is not
 // linked.
@@ -94,7 +95,15 @@ struct Image {
   char *first, *last;
 };
 
-Fiber fibers[THREADS];
+struct Slot {  // a block that has begun: its threads, and while it waits, its shared memory
+  Fiber fibers[THREADS];
+  char* stacks;
+  uint3 block;
+  std::vector<char> fixed, dynamic;
+};
+
+std::vector<Slot*> slots;  // made once and used again by later launches
+Fiber* fibers;             // of the running block
 char* stacks;
 Image image;
 jmp_buf scheduler, launcher;
@@ -104,8 +113,8 @@ uint64_t random_state, accesses;
 void (*kernel)(void**);
 void** arguments;
 std::vector<Region> regions;
-bool races, anywhere, fenced;
-uint32_t epoch, block_start;
+bool races, anywhere, fenced, cooperative;
+uint32_t epoch, block_start, grid_start;  // since the block began or resumed, and the grid
 uint16_t turns[THREADS / 32];  // __syncwarp calls of each warp since the last barrier
 Overwritten overwritten;
 Votes votes;
@@ -137,7 +146,8 @@ const char* words(const Fiber& fiber) {
 
 bool ordered(const Stamp& then, const Region& region) {
   const unsigned me = thread_of(current);
-  if (!then.epoch || (then.thread == me && then.epoch >= block_start)) return true;
+  if (!then.epoch || then.epoch < grid_start) return true;  // `grid_start`: all blocks met
+  if (then.thread == me && then.epoch >= block_start) return true;
   // A fence and an atomic are assumed to order blocks.
   if (then.epoch < block_start) return fenced || region.of_block;
   if (then.epoch < epoch) return true;
@@ -221,6 +231,7 @@ void touch(const void* address, size_t bytes, Kind kind, void* where, bool align
   settle_overwritten();
   if (++accesses > PATIENCE) site = where, fail("spins: threads run one at a time here");
   if (within(at, stacks, THREADS * STACK)) return;
+  if (within(at, reinterpret_cast<char*>(fibers), THREADS * sizeof(Fiber))) return;
   const char* does = kind == load ? "reads" : "writes";
   for (Region& region : regions) {
     if (!within(at, region.base, region.bytes)) continue;
@@ -312,8 +323,8 @@ bool same(const Fiber& a, const Fiber& b) {
   return a.state == b.state && a.what == b.what && a.line == b.line && a.mask == b.mask;
 }
 
-// Release all threads that wait at the barrier; return whether any thread is left.
-bool pass_barrier() {
+// Release all threads that wait at the barrier; return one of them, or null if none is left.
+const Fiber* pass_barrier() {
   const Fiber* first = nullptr;
   votes = {0, 1, 0};
   for (unsigned thread = 0; thread < count; ++thread) {
@@ -338,11 +349,11 @@ void new_epoch() {
   memset(turns, 0, sizeof(turns));
 }
 
-void run_block(size_t shared) {
+constexpr char GRID_SYNC[] = "grid.sync";
+
+void begin_block(size_t shared) {
   memset(__start_emulated_shared, 0xff, __stop_emulated_shared - __start_emulated_shared);
   memset(dynamic_shared, 0xff, shared);
-  new_epoch();
-  block_start = epoch;
   for (unsigned thread = 0; thread < count; ++thread) {
     Fiber& fiber = fibers[thread];
     fiber.state = ready;
@@ -351,15 +362,22 @@ void run_block(size_t shared) {
     fiber.what = nullptr, fiber.line = 0, fiber.mask = ~0u, fiber.groups = 0;
     fiber.copies.clear();
   }
+}
+
+// Return whether all threads of the block wait in grid.sync(). If not, all have ended.
+bool run_block() {
+  new_epoch();
+  block_start = epoch;
   unsigned order[THREADS / 32];
   const unsigned warps = (count + 31) / 32;
   for (unsigned warp = 0; warp < warps; ++warp) order[warp] = warp;
   do {
     shuffle(order, warps);
     for (unsigned i = 0; i < warps; ++i) run_warp(order[i]);
-    const bool more = pass_barrier();
-    if (!more) return;
+    const Fiber* released = pass_barrier();
+    if (!released) return false;
     new_epoch();
+    if (released->what == GRID_SYNC) return true;
   } while (true);
 }
 
@@ -373,22 +391,61 @@ int find_image(dl_phdr_info* info, size_t, void*) {
   return 0;
 }
 
-void prepare() {
-  if (stacks) return;
-  void* made = mmap(nullptr, THREADS * STACK, PROT_READ | PROT_WRITE,
-                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (made == MAP_FAILED) abort();
-  stacks = static_cast<char*>(made);
-  dl_iterate_phdr(find_image, nullptr);
+void use(size_t number) {
+  if (number == slots.size()) {
+    slots.push_back(new Slot());
+    void* made = mmap(nullptr, THREADS * STACK, PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (made == MAP_FAILED) abort();
+    slots.back()->stacks = static_cast<char*>(made);
+  }
+  fibers = slots[number]->fibers, stacks = slots[number]->stacks;
 }
 
+void prepare() {
+  use(0);
+  if (!image.first) dl_iterate_phdr(find_image, nullptr);
+}
+
+void suspend(Slot& slot, size_t shared) {
+  slot.block = blockIdx;
+  slot.fixed.assign(__start_emulated_shared, __stop_emulated_shared);
+  slot.dynamic.assign(dynamic_shared, dynamic_shared + shared);
+}
+
+bool resume_block(Slot& slot) {
+  blockIdx = slot.block;
+  std::copy(slot.fixed.begin(), slot.fixed.end(), __start_emulated_shared);
+  std::copy(slot.dynamic.begin(), slot.dynamic.end(), dynamic_shared);
+  return run_block();
+}
+
+// Blocks run one after the other, each until it ends or waits for the grid.
 void run_grid(size_t shared, size_t blocks) {
   std::vector<unsigned> order(blocks);
   for (unsigned block = 0; block < blocks; ++block) order[block] = block;
   shuffle(order.data(), unsigned(blocks));
+  unsigned waiting = 0;
   for (unsigned block : order) {
+    use(waiting);
     blockIdx = {block % gridDim.x, block / gridDim.x % gridDim.y, block / gridDim.x / gridDim.y};
-    run_block(shared);
+    begin_block(shared);
+    if (run_block()) suspend(*slots[waiting++], shared);
+  }
+  while (waiting) {
+    if (waiting < blocks) {
+      fail("a deadlock: %u of %u blocks wait in grid.sync, and the others have ended", waiting,
+           unsigned(blocks));
+    }
+    grid_start = epoch + 1;
+    waiting = 0;
+    shuffle(order.data(), unsigned(blocks));
+    for (unsigned number : order) {
+      use(number);
+      if (!resume_block(*slots[number])) continue;
+      suspend(*slots[number], shared);
+      ++waiting;
+    }
   }
 }
 
@@ -428,6 +485,11 @@ Votes barrier(const char* what, int vote, int line) {
   current->state = waiting;
   leave();
   return votes;
+}
+
+void grid_barrier(int line) {
+  if (!cooperative) fail("calls grid.sync of line %d, but the launch is not cooperative", line);
+  barrier(GRID_SYNC, 0, line);
 }
 
 const Lanes& meet(const char* what, unsigned mask, uint64_t value, int line) {
@@ -479,7 +541,7 @@ struct Given {
 
 extern "C" const char* emulate(void (*call)(void**), void** args, const unsigned* geometry,
                                size_t shared, uint64_t seed, const Given* given, int tensors,
-                               int look_for_races, int indirect) {
+                               int look_for_races, int indirect, int at_once) {
   prepare();
   kernel = call, arguments = args;
   gridDim = dim3(geometry[0], geometry[1], geometry[2]);
@@ -487,7 +549,8 @@ extern "C" const char* emulate(void (*call)(void**), void** args, const unsigned
   count = blockDim.x * blockDim.y * blockDim.z;
   random_state = seed * 0x9e3779b97f4a7c15 + 0x1234567;
   races = look_for_races, anywhere = indirect, fenced = false, site = nullptr;
-  epoch = 0;
+  cooperative = at_once;
+  epoch = grid_start = 0;
   regions.clear();
   for (int i = 0; i < tensors; ++i) {
     const auto& [base, bytes, item, name] = given[i];
@@ -504,7 +567,9 @@ extern "C" const char* emulate(void (*call)(void**), void** args, const unsigned
   }
   message[0] = 0;
   if (_setjmp(launcher)) {
-    for (Fiber& fiber : fibers) fiber.made = false;  // they stopped midway
+    for (Slot* slot : slots) {
+      for (Fiber& fiber : slot->fibers) fiber.made = false;  // they stopped midway
+    }
     overwritten.at = nullptr;
   } else {
     run_grid(shared, size_t(gridDim.x) * gridDim.y * gridDim.z);

@@ -99,6 +99,7 @@ struct Lanes {
 };
 
 Votes barrier(const char* what, int vote, int line);
+void grid_barrier(int line);
 const Lanes& meet(const char* what, unsigned mask, uint64_t value, int line);
 unsigned lane();
 unsigned alive();
@@ -470,6 +471,13 @@ using half = __half;
 using half2 = __half2;
 using nv_bfloat16 = __nv_bfloat16;
 using nv_bfloat162 = __nv_bfloat162;
+
+namespace cooperative_groups {
+struct grid_group {
+  void sync(EMULATED_LINE) const { emulated::grid_barrier(line); }
+};
+inline grid_group this_grid() { return {}; }
+}  // namespace cooperative_groups
 
 namespace cuda {
 namespace std = ::std;

@@ -4,7 +4,7 @@
 every access to tensors and shared memory. It raises a `Fault` for an access that is out of bounds,
 is misaligned, or races with another thread. It also raises one for a barrier or shuffle that some
 thread never reaches. Shared memory starts as NaN. The GPU's memory model, time, and warps or blocks
-that wait for one another are not emulated.
+that wait for one another in a loop are not emulated.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
+import math
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -77,6 +78,10 @@ def run(launch: Launch, args: Sequence[object], seed: int, *, races: bool) -> No
     if config.shared > MOST_SHARED:
         fault = f"{kernel.name}: {config.shared} bytes of dynamic shared memory"
         raise LaunchError(f"{fault}; a GPU has {MOST_SHARED} a block")
+    threads, most = math.prod(config.grid) * math.prod(config.block), math.prod(SMALL_GPU.values())
+    if config.cooperative and threads > most:
+        fault = f"{kernel.name}: a cooperative launch of {threads} threads"
+        raise LaunchError(f"{fault}; all must run at once, and the emulated GPU runs {most}")
     library = library_of(kernel.module, kernel.name)
     held = [v if isinstance(v, ctypes._SimpleCData) else ctypes.c_uint64(v) for v in values]
     pointers = (ctypes.c_void_p * max(1, len(held)))(*map(ctypes.addressof, held))
@@ -96,6 +101,7 @@ def run(launch: Launch, args: Sequence[object], seed: int, *, races: bool) -> No
         len(tensors),
         races,
         any(p.text.count("*") > 1 for p in kernel.params),
+        config.cooperative,
     )
     if message is not None:
         raise Fault(f"{kernel.name}: {message.decode()}{_line(library)}")

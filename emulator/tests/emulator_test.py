@@ -331,9 +331,66 @@ def test_a_kernel_may_copy_any_type_in_vectors(kernel):
             copy[1, 9](x, out)
 
 
+GRID_SYNC = """
+  __shared__ int mine;
+  if (threadIdx.x == 0) mine = x[blockIdx.x];
+  for (int k = 0; k < 3; ++k) {{
+    if (threadIdx.x == 0) x[blockIdx.x] = mine + k;
+    {barrier}
+    const int next = x[(blockIdx.x + 1) % gridDim.x];
+    {barrier}
+    if (threadIdx.x == 0) mine = next;
+    __syncthreads();
+  }}
+  if (threadIdx.x == 0) x[blockIdx.x] = mine;
+"""
+SYNC = "cooperative_groups::this_grid().sync();"
+ABOVE = "#include <cooperative_groups.h>"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_grid_barrier_makes_writes_of_all_blocks_visible(kernel, seed):
+    ring = kernel("int* x", GRID_SYNC.format(barrier=SYNC), above=ABOVE)
+    x = torch.arange(5, dtype=torch.int32)
+    with emulated(seed):
+        ring.launch(5, 64, cooperative=True)(x)
+    assert x.tolist() == [(block + 3) % 5 + 3 for block in range(5)]
+
+
+def test_a_missing_grid_barrier_is_a_race(kernel):
+    ring = kernel("int* x", GRID_SYNC.format(barrier="__syncthreads();"))
+    with emulated(), pytest.raises(Fault, match=r"a race: .* another block"):
+        ring.launch(5, 64, cooperative=True)(torch.zeros(5, dtype=torch.int32))
+
+
+GRID_FAULTS = {
+    f"if (blockIdx.x > 0) {SYNC}": r"a deadlock: 2 of 3 blocks wait in grid\.sync, and the others",
+    f"if (threadIdx.x > 3) {SYNC} else __syncthreads();": "a deadlock: thread .* waits in",
+}
+
+
+@pytest.mark.parametrize("body", GRID_FAULTS)
+def test_a_grid_barrier_that_some_threads_skip_is_a_deadlock(kernel, body):
+    with emulated(), pytest.raises(Fault, match=GRID_FAULTS[body]):
+        kernel("int* x", body, above=ABOVE).launch(3, 32, cooperative=True)(torch.zeros(1).int())
+
+
+def test_a_grid_barrier_needs_a_cooperative_launch_whose_blocks_fit(kernel):
+    k = kernel("int* x", SYNC, above=ABOVE)
+    with (
+        emulated(),
+        pytest.raises(Fault, match=r"calls grid\.sync of line 3, but the launch is not"),
+    ):
+        k[3, 32](torch.zeros(1).int())
+    words = "k: a cooperative launch of 3072 threads; .* the emulated GPU runs 2048"
+    with emulated(), pytest.raises(LaunchError, match=words):
+        k.launch(3, 1024, cooperative=True)(torch.zeros(1).int())
+
+
 BEYOND = {
     "inline assembly": 'asm volatile("membar.gl;");',
     "clusters": "cooperative_groups::this_cluster().sync();",
+    "cooperative groups": "cooperative_groups::thread_block b;",
     "libcu++": "cuda::barrier<cuda::thread_scope_block>* b;",
     "tensor cores": "nvcuda::wmma::fill_fragment(a, 0.0f);",
 }
