@@ -3,17 +3,24 @@
 Problem    Generate `steps` greedy tokens for one sequence after a prompt of 8 tokens, with a bf16
            decoder (`suites/decoder.py`). Each token is the input of the next step. The check
            compares the tokens and their scores. All sides compute the prompt in the same way, one
-           operation after another. Each rung has its own test, and the last test compares the first
-           rung with the last.
+           operation after another. Each rung has its own test. The last test compares eager with
+           captured.
 Baseline   eager: one operation after another. Positions and tokens stay on the GPU.
            compiled: the baseline of captured.
+           captured: the baseline of persistent.
 Optimized  compiled: changes eager. `torch.compile` compiles a step. Norms, rotation and SwiGLU
            become one kernel each. Products and attention are the same library kernels as before.
            captured: changes compiled. A step is a CUDA graph.
            eager_captured: changes eager. A step is a CUDA graph, and nothing is compiled.
+           persistent: changes captured. One cooperative kernel computes all steps. A layer has five
+           phases. All blocks run at the same time, and wait for each other after each phase. Before
+           it waits, each warp loads its first weights of the next product.
 Bound      The host limits eager and compiled: a step computes one token, but launches more than a
            hundred small kernels. Two things limit captured: DRAM, because each step reads all
-           weights, and the starts of the kernels in the graph.
+           weights, and the starts of the kernels in the graph. DRAM limits persistent. Its cost has
+           the bytes and the instructions of the products. The cost leaves out the barriers, whose
+           wait was not measured. It also leaves out norms and attention, during which an SM reads
+           only the weights that it loads ahead.
 Seen       eager_captured and captured take much longer than predicted. The rate `graph_node` was
            measured with a kernel that adds to one number, and the kernels of a step do more.
            Products with one row probably do not read their weights at the full rate of DRAM,
@@ -25,21 +32,30 @@ Seen       eager_captured and captured take much longer than predicted. The rate
 Use when   A model generates for few users at a time. Capture first, because a graph removes all
            launches and needs no compiler. Compile as well if the starts of small kernels still take
            a noticeable part of a captured step. With large batches or large models, kernels take
-           longer, and compiling and capturing gain less.
+           longer, and compiling and capturing gain less. A persistent kernel is written for one
+           model and one batch size, so first measure how much time a captured step loses between
+           its kernels.
 """
 
+import dataclasses
 import functools
 
+import pytest
 import torch
 
-from pytest_aisp import Variant, Work, capture, compare
-from suites.decoder import Cache, matrix_weights
-from suites.serving import config_of, continued, forward_cost, kernels_of, planted
+from pytest_aisp import Cost, Variant, Work, capture, compare, cuda_module
+from suites.decoder import Cache, Decoder, cached_numbers, matrix_weights
+from suites.serving import HEAD, config_of, continued, forward_cost, kernels_of, planted
 
+kernels = cuda_module("decode_ladder.cu")
+WARPS, SEGMENT = 16, 1024  # as in decode_ladder.cu
 PROMPT = 8
 COMPILED_KERNELS = 13
 """The number of kernels of a layer when pointwise chains are fused: 4 products, attention, the
 fused chains between them, and two writes to the cache."""
+INSTRUCTIONS = 194 / 32
+"""The number of instructions per weight in the products of `persistent`, counted in the loop of the
+sm90 machine code. Each takes the slot of an fp32 multiply-add, so it counts as 2 operations."""
 
 
 def room_of(steps):
@@ -124,6 +140,82 @@ def eager_captured(model, prompts, steps):
     yield lambda: loop.run(prompts, replay)
 
 
+def addresses(model):
+    """Return the address of each weight of the layers, in the order that the kernel expects.
+
+    Raises:
+        ValueError: if the kernel does not support the model.
+    """
+    config, weights = model.config, [*model.blocks.parameters()]
+    if config.head != HEAD:
+        raise ValueError(f"persistent needs heads of {HEAD} elements, not {config.head}")
+    if config.heads % config.kv_heads:
+        raise ValueError(
+            f"persistent needs as many query heads for each key head, but there are {config.heads}"
+            f" query heads and {config.kv_heads} key heads"
+        )
+    if config.hidden % 8:
+        raise ValueError(f"persistent needs a hidden size of 8 x n, not {config.hidden}")
+    for each in model.parameters():
+        if each.dtype != torch.bfloat16:
+            raise ValueError(f"persistent needs weights in torch.bfloat16, not {each.dtype}")
+    pointers = [each.data_ptr() for each in weights]
+    return torch.tensor(pointers, device=model.embedding.device)
+
+
+def whole_loop(loop):
+    """Return a function that decodes all tokens after the first, in one kernel.
+
+    Raises:
+        ValueError: if the kernel does not support the model.
+    """
+    model, config, cache = loop.model, loop.model.config, loop.cache
+    device, kv = model.embedding.device, config.kv_heads * config.head
+    weights = addresses(model)
+    x, qkv, logits = (
+        torch.empty(n, device=device)
+        for n in (config.width, config.width + 2 * kv, config.vocabulary)
+    )
+    mixed, activated = (
+        torch.empty(n, device=device, dtype=torch.bfloat16) for n in (config.width, config.hidden)
+    )
+    grid = torch.cuda.get_device_properties(device).multi_processor_count
+    products = [  # rows and columns
+        (config.width + 2 * kv, config.width),
+        (config.width, config.width),
+        (2 * config.hidden, config.width),
+        (config.width, config.hidden),
+        (config.vocabulary, config.width),
+    ]
+    sums = max((-(-rows // grid) + 1) * -(-columns // SEGMENT) for rows, columns in products)
+    shared = 2 * max(config.width, config.hidden) + 4 * sums
+    launch = kernels.decode.launch(grid, 32 * WARPS, shared, cooperative=True)
+    sizes = (config.layers, config.width, kv, config.hidden, config.vocabulary, config.length)
+
+    def decode():
+        launch(
+            *(weights, model.embedding, model.norm, model.lm_head, model.cos, model.sin),
+            *(cache.keys, cache.values, x, qkv, mixed, activated, logits),
+            *(loop.token, loop.tokens[1:], loop.scores[1:]),
+            *(*sizes, PROMPT, len(loop.tokens) - 1),
+        )
+
+    return decode
+
+
+def persistent(model, prompts, steps):
+    loop = Loop(model, steps, eager_step)
+    decode = whole_loop(loop)
+
+    def run():
+        loop.place.zero_()
+        loop.keep(model.prefill(prompts, loop.cache))
+        decode()
+        return loop.tokens.clone(), loop.scores.clone()
+
+    yield run
+
+
 def looped(kernels_per_layer, *, graph):
     """Return a function from the page's sizes to the cost of the prompt and all steps."""
 
@@ -141,6 +233,19 @@ def looped(kernels_per_layer, *, graph):
 
 eager_cost, eager_captured_cost = (looped(28, graph=graph) for graph in (False, True))
 compiled_cost, captured_cost = (looped(COMPILED_KERNELS, graph=graph) for graph in (False, True))
+
+
+def persistent_cost(layers, width, steps):
+    """Return the cost of the prompt and all steps in one kernel, without its barriers."""
+    config = config_of(layers, width, room_of(steps))
+    entry = 2 * cached_numbers(config)
+    products = Cost(
+        read=2 * matrix_weights(config),
+        ops={"fp32": 2 * INSTRUCTIONS * matrix_weights(config)},
+    )
+    attention = Cost(read=entry * (PROMPT + steps // 2), write=entry)
+    prompt = forward_cost(config, PROMPT, PROMPT, PROMPT**2, launches=kernels_of(config) + 10)
+    return prompt + Cost(launches=1) + (steps - 1) * (products + attention)
 
 
 def work(layers, width, steps):
@@ -189,6 +294,18 @@ def test_decode_ladder_captured(pair):
 
 
 @rung(
+    baseline=captured,
+    optimized=[persistent],
+    # Several layers, rows of several segments, and several keys per warp.
+    check_sizes=[{"layers": 2, "width": 384, "steps": 12}],
+    costs={captured: captured_cost, persistent: persistent_cost},
+)
+def test_decode_ladder_persistent(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
+
+
+@rung(
     baseline=eager,
     optimized=[captured],
     costs={eager: eager_cost, captured: captured_cost},
@@ -196,3 +313,21 @@ def test_decode_ladder_captured(pair):
 def test_decode_ladder(pair):
     pair.assert_equivalent()
     pair.assert_speedup()
+
+
+class TestPersistent:
+    """The kernel refuses a model that it does not support, and names the reason."""
+
+    @pytest.mark.parametrize(
+        ("words", "dtype", "changes"),
+        [
+            ("heads of 64 elements, not 32", torch.bfloat16, {"heads": 4}),
+            ("3 query heads and 2 key", torch.bfloat16, {"width": 192, "heads": 3, "kv_heads": 2}),
+            ("hidden size of 8 x n, not 100", torch.bfloat16, {"hidden": 100}),
+            ("weights in torch.bfloat16, not torch.float32", torch.float32, {}),
+        ],
+    )
+    def test_an_unsupported_model_is_refused(self, words, dtype, changes):
+        config = dataclasses.replace(config_of(1, 128, 8), **changes)
+        with pytest.raises(ValueError, match=words):
+            addresses(Decoder(config, dtype=dtype))
