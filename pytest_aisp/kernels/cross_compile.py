@@ -105,6 +105,7 @@ class Assembly:
         refused: the archs of each assembler error, keyed by the error message and then the kernel.
         faults: the archs of all other errors, keyed by the text, which may contain `ARCHS`.
         notes: messages about promises that could not be checked.
+        launched: the kernels that the sides of the case launch.
     """
 
     pairs: Sequence[Pair]
@@ -117,6 +118,7 @@ class Assembly:
     refused: dict[str, dict[str, list[str]]] = field(default_factory=dict)
     faults: dict[str, list[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    launched: set[Kernel] = field(default_factory=set)
 
     def run(self, archs: Sequence[str]) -> None:
         """Assemble for each of `archs`. Raise an `AssemblyError` that lists all errors, if any."""
@@ -158,6 +160,7 @@ class Assembly:
         name = side_name(side)
         self.progress(f"assemble {name} for {arch}")
         launches = capture_launches(self.pair, side, self.size, arch, assemble=True)
+        self.launched |= launches.kernels
         if launches.error is not None:
             self._add(f"{name} on {ARCHS} at {size_words(self.size)}: {_ended(launches)}", arch)
         for launch in launches.unique.values():
@@ -214,6 +217,8 @@ class Assembly:
         note.
         """
         kernels = list(self._page_kernels())
+        if kernels and self.launched.issuperset(kernel for _, kernel in kernels):
+            return self.launched
         reached, failed = _launches_of_page(self.pairs, {kernel for _, kernel in kernels})
         errors = dict.fromkeys(message for _, message in failed)
         own = any(side in (self.pair.baseline, self.variant.side) for side, _ in failed)
