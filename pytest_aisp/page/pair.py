@@ -227,9 +227,8 @@ class Pair:
         """Return the claim of `variant` on `arch`. The default is 1.0.
 
         A claim without a number of GPUs applies only to the page's first GPU count. Other counts
-        need their own claims, as in ``{"sm90": 1.5, "sm90-x4": 1.2}``, because a measurement on two
-        GPUs says nothing about four GPUs. A count without its own claim gets ``"yardstick"``. If
-        the baseline is a library, an arch without a claim gets ``"yardstick"`` too.
+        need their own claims, as in ``{"sm90": 1.5, "sm90-x4": 1.2}``, and otherwise get
+        ``"yardstick"``. If the baseline is a library, so does an arch without a claim.
         """
         claims, first = self._claims(variant), self._is_first_count(gpus)
         if not isinstance(claims, Mapping):

@@ -15,7 +15,6 @@ from msgspec.structs import replace
 
 Json: TypeAlias = Any
 """Any JSON value, such as a number, a string, a list or an object."""
-
 READY = "ready"
 """The first progress message of a process. The time limit of a task starts with this message."""
 
@@ -96,9 +95,8 @@ class TimeTask(CaseTask, frozen=True, kw_only=True, tag="time"):
     """Time two sides against each other.
 
     Attributes:
-        versus: the kind of comparison. ``baseline`` means optimized against baseline. ``self``
-            means a side against itself (A/A trial). ``old`` means a side against its version at a
-            commit.
+        versus: ``baseline`` (optimized against baseline), ``self`` (a side against itself), or
+            ``old`` (a side against its version at a commit).
         side: for ``old``, the role of that side.
         past: for ``old``, the page at the commit.
         budget: keyword arguments for `schedule.Budget`.
@@ -309,8 +307,7 @@ ErrorKind = Literal[
 """The kinds of errors. ``wrong``: a result is wrong. ``page``: the page breaks a rule. ``side``: a
 side raised an exception. ``fault``: a side raised an exception, and its process can no longer use
 its GPU. ``disturbed``: the machine disturbed the measurement. ``traced``: a debugger or a profiler
-runs in the process. ``unrecorded``: a replayed run has no more samples.
-"""
+runs in the process. ``unrecorded``: a replayed run has no more samples."""
 
 
 class Reply(Struct, frozen=True, kw_only=True, tag="reply"):
