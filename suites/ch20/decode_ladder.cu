@@ -10,7 +10,7 @@
 // The last phase of a token is a norm and the LM head. Then each block finds the best token itself.
 // In a product, a block computes a range of rows. Its warps share the rows in segments of 1024
 // columns. A warp loads a segment of weights while it multiplies another one. Weights do not depend
-// on other blocks, so each warp loads its first two segments of the next product before the barrier.
+// on other blocks, so each warp loads two segments of the next product before the barrier.
 //
 // Weights and the inputs of products are bf16, and all sums are fp32.
 
