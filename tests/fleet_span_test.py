@@ -252,6 +252,7 @@ def test_without_the_option_one_node_checks_the_case(add, run, pytester, tmp_pat
     assert {name[:2] for name in told(tmp_path) if "-" in name} in ({"w1"}, {"w2"})
 
 
+@pytest.mark.slow
 @NEEDS_RAY
 def test_results_on_several_nodes_are_of_a_product_of_their_own(add, run, pytester):
     add("p1", "p2")

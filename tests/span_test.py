@@ -126,7 +126,10 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name == "hangs_here")) for name in FAULTS],
+)
 def test_a_fault_on_one_machine_names_the_rank_and_ends_all(two, spanning, name):
     does, expected = FAULTS[name]
     page = write(two.here, name, does)
