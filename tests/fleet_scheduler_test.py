@@ -10,8 +10,8 @@ from time import perf_counter
 
 import pytest
 
-from pytest_aisp.fleet.actions import Node, Start, Work
 from pytest_aisp.fleet.scheduler import Scheduler
+from pytest_aisp.fleet.scheduler_types import Node, Start, Work
 
 START, CANARY, WAY = 5.0, 3.0, 0.005
 """Seconds that pytest takes to start, that a canary takes, and that a message takes."""

@@ -13,7 +13,7 @@ from fleet_scheduler_test import Cluster, works
 from ranks_test import LAST, write
 from worker_processes import wait_for
 
-from pytest_aisp.fleet.actions import Node, Work
+from pytest_aisp.fleet.scheduler_types import Node, Work
 from pytest_aisp.results.models import base_of, joined
 
 

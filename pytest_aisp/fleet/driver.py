@@ -20,11 +20,11 @@ from ..session.options import PRODUCTS, RECORDER, RUN, Settings
 from ..session.run_context import Interrupted
 from ..timing import peaks as peaks_module
 from . import setup, shipping
-from .actions import Finish, Give, Kill, Note, NoVerdict, Start, Unproved, Work
 from .connection import HeadGone, RayProcess
 from .kept import FILE, FOLDER, Kept, KeptFile
 from .reports import Gateway, Process, Reporter
 from .scheduler import Scheduler
+from .scheduler_types import Finish, Give, Kill, Note, NoVerdict, Start, Unproved, Work
 
 TICK = 0.2
 """The longest time in seconds that the loop waits for events."""

@@ -32,7 +32,7 @@ from multiprocessing.connection import Connection, Listener
 from typing import Any
 
 from ..distributed.launcher import RankSet
-from ..distributed.span import REACH_SECONDS, RankServer
+from ..distributed.multi_node import REACH_SECONDS, RankServer
 from ..results import encoding
 from ..util.gpu_lease import REMEDY, lease
 from .seat import die_with

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from ..distributed.span import Machines, Unreachable
+from ..distributed.multi_node import Machines, Unreachable
 from ..session.options import MACHINES
 from .seat import die_with
 

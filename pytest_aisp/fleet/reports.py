@@ -13,8 +13,8 @@ import pytest
 from ..results.row import Row
 from ..results.verdict import RED
 from ..session.options import RECORDER, SETTINGS
-from .actions import Work
 from .kept import Reports
+from .scheduler_types import Work
 
 
 @dataclass(frozen=True)

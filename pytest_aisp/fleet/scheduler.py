@@ -12,7 +12,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from itertools import groupby
 
-from .actions import (
+from .scheduler_types import (
     Action,
     Finish,
     Give,

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
-from ..distributed.span import RankServer
+from ..distributed.multi_node import RankServer
 from . import shipping
 from .nodes import RayNode
 

@@ -16,10 +16,10 @@ import pytest
 from ..session.options import MACHINE, PRODUCTS, SETTINGS
 from ..session.recorder import environment
 from ..util.device import Machine
-from .actions import Node
 from .connection import HeadGone, NoCluster, RayProcess
 from .nodes import VERSIONS, RayNode, arch_of_product, differences, refusal
 from .probe import Facts, probe
+from .scheduler_types import Node
 
 OPTION = "--aisp-fleet"
 CONFLICTS = {

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from ..distributed.span import Machines
+    from ..distributed.multi_node import Machines
     from ..util.device import Machine
     from .recorder import Recorder
     from .run_context import RunContext

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from ..distributed.launcher import RankSet
-from ..distributed.span import Machines, SpanningRanks
+from ..distributed.multi_node import Machines, SpanningRanks
 from ..page.pair import Case
 from ..results import store
 from ..results.messages import Json, PeaksTask

@@ -1,4 +1,4 @@
-"""The data of the scheduler: cases, nodes and seats, and the actions that it returns."""
+"""The types of the scheduler: cases, nodes and seats, and the actions that it returns."""
 
 from __future__ import annotations
 

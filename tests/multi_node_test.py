@@ -19,7 +19,7 @@ import pytest
 from ranks_test import ENVIRONMENT, LAST, SHORT, quiet, task, write
 from worker_processes import alive_workers, wait_for
 
-from pytest_aisp.distributed.span import Machines, RankServer, SpanningRanks, Unreachable
+from pytest_aisp.distributed.multi_node import Machines, RankServer, SpanningRanks, Unreachable
 from pytest_aisp.results.messages import PageSource, TimeTask
 from pytest_aisp.session.placement import Kernels, placement_of
 from pytest_aisp.session.run_context import RunContext
