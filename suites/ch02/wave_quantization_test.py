@@ -51,7 +51,7 @@ SMS, SCHEDULERS, LANES = 132, 4, 32  # on an H200, for costs
 THREADS, EACH, PARTS = 256, 4, 4
 # Instructions per vector and codeword: 4 subtractions, 4 multiplications or multiply-adds, a
 # minimum, and a fourth of a load. The loop adds 5 instructions per 16 pairs of vector and codeword.
-# Each instruction takes an issue slot, in which a multiply-add would do 2 FLOPs.
+# The peak counts 2 FLOPs per issue slot, because it assumes multiply-adds.
 SLOTS = 9.25 + 5 / 16
 
 

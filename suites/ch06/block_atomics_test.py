@@ -33,8 +33,8 @@ kernels = cuda_module("block_atomics.cu")
 BLOCK, WARP = 256, 32
 EACH = 4  # elements that a thread loads at once
 THREADS = 2048 * 132  # on an H200 at once
-# The `atomics` rate was measured with many addresses. In the time of one addition to a single
-# address, the L2 can do this many additions to different addresses.
+# Additions to a single address are slower than the `atomics` rate, which was measured with many
+# addresses. They take this many times as long.
 ADDRESSES = 850
 
 
