@@ -68,7 +68,8 @@ class Work:
     Attributes:
         read, write: bytes that must be read from and written to memory (on a GPU, DRAM).
         flops: operations by arithmetic type, as in ``{"bf16": 2 * n**3}``.
-        wire: bytes that each rank must send, or bytes that must cross PCIe.
+        wire: bytes that each rank must send, or bytes that must cross PCIe. PCIe carries both
+            directions at once, so count only the direction with more bytes.
         terms: the terms in the longest sum, if a side adds up more terms than the reference.
         roundings: the number of times in a row that a side rounds a value to the storage type, if
             the side rounds more often than the reference.

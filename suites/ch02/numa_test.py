@@ -170,7 +170,7 @@ def moved(n):
     reference=reference,
     sizes=[{"n": 2**26}],
     check_sizes=[{"n": 1023}, {"n": st.integers(1, 3000)}],
-    work=lambda n: Work(wire=8 * n),
+    work=lambda n: Work(wire=4 * n),
     bound="pcie",
     costs=dict.fromkeys([far, near, unbound], moved),
 )

@@ -117,7 +117,7 @@ def with_three(chunks, n):
     sizes=[{"chunks": 16, "n": 2**21}],
     check_sizes=[{"chunks": 5, "n": 33}, {"chunks": st.integers(1, 7), "n": st.integers(1, 99)}],
     work=lambda chunks, n: Work(
-        wire=8 * chunks * n, read=4 * chunks * n, write=4 * chunks * n, roundings=4
+        wire=4 * chunks * n, read=4 * chunks * n, write=4 * chunks * n, roundings=4
     ),
     bound="pcie",
     costs={one_stream: in_turn, two_streams: with_two, three_streams: with_three},
