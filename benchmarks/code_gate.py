@@ -1,6 +1,7 @@
 """Error rates of the code gate (`--aisp-against`) on a GPU, compared with other tools.
 
     python benchmarks/code_gate.py record OUT.jsonl --minutes 9.5    on a GPU, one command
+    python benchmarks/code_gate.py record OUT.jsonl --minutes 9.5 --python /other/bin/python
     python benchmarks/code_gate.py judge FILE.jsonl ...              anywhere, no torch
     python benchmarks/code_gate.py judge FILE.jsonl ... --check TABLE.md
     python benchmarks/code_gate.py laps FILE.jsonl ...               effect of the order of building
@@ -8,12 +9,16 @@
 `record` times eight different kernels against themselves, unchanged and with a planted slowdown.
 Fresh worker processes time them as the plugin times a changed side against its old code, and also
 with `triton.testing.do_bench` and pytest-benchmark. `judge` prints the tables of
-docs/explanation/code-gate.md. With `--check` it exits 1 if they differ from a stored table.
+docs/explanation/code-gate.md. With `--check` it exits 1 if they differ from a stored table. With
+`--rebuilt`, each kernel is timed against the same kernel of a copied page, as a changed side is
+timed against its record. With `--python`, each kernel is timed against itself in another
+environment, as `--aisp-against-python` does it.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import difflib
 import sys
 from pathlib import Path
@@ -23,10 +28,13 @@ import code_gate_judge
 
 def record(options: argparse.Namespace) -> int:
     """Record; return 1 if there is no trial."""
+    from code_gate_environments import EnvironmentsRecorder
     from code_gate_record import Plan, Recorder
 
-    names = ("processes", "rounds", "minutes", "others", "simulated", "in_process", "seed")
-    recorder = Recorder(Plan(**{name: getattr(options, name) for name in names}), options.out)
+    names = [field.name for field in dataclasses.fields(Plan)]
+    plan = Plan(**{name: getattr(options, name) for name in names})
+    kind = EnvironmentsRecorder if plan.python else Recorder
+    recorder = kind(plan, options.out)
     recorder.run()
     return 0 if any(recorder.values.values()) else 1
 
@@ -69,6 +77,8 @@ def parser() -> argparse.ArgumentParser:
     )
     recorder.add_argument("--in-process", action="store_true", help="no worker process; for tests")
     recorder.add_argument("--seed", type=int, default=0)
+    recorder.add_argument("--rebuilt", action="store_true", help="compare with a copy of the page")
+    recorder.add_argument("--python", default="", help="interpreter of a second environment")
     recorder.set_defaults(run=record)
     judger = commands.add_parser("judge")
     judger.add_argument("files", type=Path, nargs="+")

@@ -216,6 +216,9 @@ class Judged:
 def judge(recording: Recording) -> Judged:
     """Judge every trial once. Trials with a detectable slowdown vote only on each other."""
     spread = spreads(recording.trials)
+    if any(row.get("plan", {}).get("python") for row in recording.environments):
+        floors = {t.kernel: verdict.DEFAULT_SPREAD[t.clock] for t in recording.trials}
+        spread = {kernel: max(own, floors[kernel]) for kernel, own in spread.items()}
     enough = [not t.planted or detectable(t, spread[t.kernel]) for t in recording.trials]
     counted = [t for t, yes in zip(recording.trials, enough, strict=True) if yes]
     all_, only = VotePool(recording.trials), VotePool(counted)

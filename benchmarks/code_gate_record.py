@@ -11,7 +11,9 @@ import math
 import os
 import platform
 import random
+import shutil
 import subprocess
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -24,7 +26,7 @@ from code_gate_others import CALLS
 
 from pytest_aisp.results import stats, verdict
 from pytest_aisp.results.encoding import plain
-from pytest_aisp.results.messages import CaseTask, FactsTask, Reply, TimeTask
+from pytest_aisp.results.messages import CaseTask, FactsTask, PageSource, Reply, TimeTask
 from pytest_aisp.timing.schedule import Budget
 from pytest_aisp.util.device import Machine
 from pytest_aisp.worker.client import Worker, WorkerProcess
@@ -81,6 +83,10 @@ class Plan:
         simulated: time on the simulated device instead of a GPU.
         in_process: use no worker process; for tests.
         seed: the seed of all random orders.
+        rebuilt: compare each kernel with the same kernel of a copy of the page, which is loaded and
+            compiled separately.
+        python: the interpreter of a second environment. If given, each trial compares a kernel in
+            the second environment with the same kernel in today's environment.
     """
 
     processes: int = 21
@@ -90,6 +96,8 @@ class Plan:
     simulated: bool = False
     in_process: bool = False
     seed: int = 0
+    rebuilt: bool = False
+    python: str = ""
 
 
 class Lost(Exception):
@@ -104,6 +112,7 @@ class Recorder:
         values: by kernel, ln(speedup) of each unchanged trial so far.
         seconds: by kernel, seconds of a call; errors: by kernel, trials in a row that failed.
         reserve: seconds that the other tools took last time.
+        copy: the copy of the page, if kernels are compared with it.
     """
 
     plan: Plan
@@ -115,12 +124,16 @@ class Recorder:
     reserve: float = 0.0
     planted: int = 0
     failed: int = 0
+    copy: PageSource | None = None
 
     def run(self) -> None:
         """Record every process; raise FileExistsError rather than overwrite."""
         self.machine = None if self.plan.simulated else Machine.here()
         self.started = time.monotonic()
-        with self.out.open("x") as self.file:
+        with self.out.open("x") as self.file, tempfile.TemporaryDirectory() as folder:
+            if self.plan.rebuilt:
+                copy = shutil.copy(PAGE, folder)
+                self.copy = PageSource(page=copy, root=folder, module=f"aisp_past.{PAGE.stem}")
             self.spare: Worker | None = self.start()
             try:
                 for process in range(self.plan.processes):
@@ -229,7 +242,11 @@ class Recorder:
     def task(self, kernel: str, **changes: Any) -> TimeTask:
         """Return a task to time `kernel` against itself."""
         spec = KERNELS[kernel]
+        versus: dict[str, Any] = {"versus": "self"}
+        if self.copy is not None:
+            versus = {"versus": "old", "side": "optimized", "past": self.copy}
         return TimeTask(
+            **versus,
             page=str(PAGE),
             root=str(HERE.parent),
             module=PAGE.stem,
@@ -238,7 +255,6 @@ class Recorder:
             size=dict(spec.size),
             device="cpu" if self.plan.simulated else "cuda",
             rule={"exact": True} if spec.exact else {},
-            versus="self",
             seed=self.plan.seed,
             replicate=1 + 1000 * self.process + self.number,
             **changes,
@@ -246,7 +262,8 @@ class Recorder:
 
     def _timer(self, kernel: str) -> dict[str, Any]:
         bias = random.Random(f"{self.plan.seed} {self.process} {kernel}").gauss(0, 0.0003)
-        options = {"seconds": {kernel: KERNELS[kernel].seconds}, "noise": NOISE, "session": bias}
+        seconds = dict.fromkeys([kernel, f"{kernel}@old"], KERNELS[kernel].seconds)
+        options = {"seconds": seconds, "noise": NOISE, "session": bias}
         options["seed"] = f"{self.plan.seed} {self.process} {self.number}"
         return {"target": "pytest_aisp.timing.fake_device:simulate", "options": options}
 
@@ -311,7 +328,7 @@ class Recorder:
             "date": time.strftime("%Y-%m-%d", time.gmtime()),
             "commit": _commit(),
             "budget": asdict(Budget()),
-            "plan": asdict(self.plan),
+            "plan": {**asdict(self.plan), "python": bool(self.plan.python)},
         }
 
     def _print_progress(self, process: int) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import code_gate
@@ -14,9 +16,11 @@ import code_gate_record
 import pytest
 import torch
 import triton.testing
+from code_gate_environments import EnvironmentsRecorder
 from code_gate_record import KERNELS, Plan, Recorder
 
 from pytest_aisp.checking import inputs
+from pytest_aisp.results import verdict
 from pytest_aisp.results.messages import Reply
 from pytest_aisp.timing import cuda_graph, schedule
 from pytest_aisp.worker.loader import pair_of
@@ -256,6 +260,44 @@ def test_record_and_judge_through_worker_processes(tmp_path, capsys):
     assert code_gate.main(["judge", str(out), "--suites", "20"]) == 0
     with pytest.raises(SystemExit):
         code_gate.main(record[:3])
+
+
+def test_kernels_are_compared_with_a_copy_of_their_page(tmp_path):
+    out = tmp_path / "rebuilt.jsonl"
+    recorder = Recorder(replace(PLAN, rebuilt=True, others=0), out)
+    recorder.run()
+    task = recorder.task("scaled")
+    assert (task.versus, task.past.module) == ("old", "aisp_past.code_gate_kernels")
+    counts = judged(out).count()
+    assert counts["unchanged"] > counts["planted"] > 0 == counts["unchanged red"]
+    assert counts["planted red"] == counts["planted"]
+
+
+@pytest.mark.slow
+def test_kernels_are_compared_with_another_environment(tmp_path):
+    out = tmp_path / "environments.jsonl"
+    plan = replace(PLAN, in_process=False, python=sys.executable)
+    EnvironmentsRecorder(plan, out).run()
+    result = judged(out)
+    counts = result.count()
+    assert counts["unchanged"] > counts["planted"] > 0 == counts["unchanged red"]
+    assert counts["planted red"] == counts["planted"]
+    assert set(result.spread.values()) == {verdict.DEFAULT_SPREAD["graph"]}
+    assert all(t.planted in (0, 0.02) for t in result.recording.trials)
+
+
+@pytest.mark.slow
+def test_an_environment_that_cannot_answer_is_an_error(tmp_path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexit 3\n")
+    python.chmod(0o755)
+    out = tmp_path / "environments.jsonl"
+    plan = replace(PLAN, processes=1, rounds=1, in_process=False, python=str(python))
+    recorder = EnvironmentsRecorder(plan, out)
+    recorder.run()
+    errors = [json.loads(line) for line in out.read_text().splitlines()][1:]
+    assert [row["error"] for row in errors] == ["died"]
+    assert recorder.failed == 2
 
 
 def test_the_planted_share_follows_the_spread():

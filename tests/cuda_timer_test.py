@@ -174,7 +174,7 @@ def test_device_allocations_in_a_window_are_counted(gpu, monkeypatch):
 
 
 def test_a_slowdown_is_planted_in_the_second_side_only(gpu):
-    timer = timer_of(pool_of(), known=("graph", [100, 100]), planted=0.02)
+    timer = timer_of(pool_of(), known=("graph", [100, 100]), planted=(0.0, 0.02))
     assert [w.calls for w in timer.windows] == [100, 102]
     assert timer.details()["counted"] == [100, 100]
 

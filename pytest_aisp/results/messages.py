@@ -125,12 +125,14 @@ class HoldTask(CaseTask, frozen=True, kw_only=True, tag="hold"):
         other: True for the second of two environments. Only a simulated timer uses this field.
         lap: number of the lap, from 0. Lap 0 first builds the copies once to choose the clock.
         known: the clock and each copy's number of calls in a window, if they were chosen before.
+        planted: artificial slowdown of both copies, as the share of extra, uncounted calls.
     """
 
     side: str
     other: bool = False
     lap: int = 0
     known: tuple[str, list[int]] | None = None
+    planted: float = 0.0
     budget: Mapping[str, Json] = {}
     replicate: int = 0
     timer: Mapping[str, Json] | None = None

@@ -16,11 +16,13 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from ..isolation.interference import Cause, Disturbed
 from ..page.pair import ROLES, SideError
 from ..results import verdict
 from ..results.messages import (
+    CaseTask,
     ChangedTask,
     CompareTask,
     DrawTask,
@@ -29,6 +31,7 @@ from ..results.messages import (
     Json,
     PrepareTask,
     ReleaseTask,
+    Result,
     ShowTask,
     WindowTask,
 )
@@ -45,6 +48,8 @@ from .other_environment import OtherEnvironment
 from .run_context import Failed, MachineDisturbed
 from .stored_result import StoredResult
 
+T = TypeVar("T", bound=CaseTask)
+
 IDLE_SECONDS = 0.03
 """Seconds to wait before a window on a host clock.
 
@@ -52,6 +57,14 @@ The OpenMP threads of the other process spin for some milliseconds after its win
 """
 Processes = tuple[Worker, Worker]
 """A process of the other environment, and a process of today's environment."""
+
+
+class Client(Protocol):
+    """What builds the tasks of one case and asks a process for their results."""
+
+    def task(self, kind: type[T], **fields: Json) -> T: ...
+
+    def ask(self, task: CaseTask, kind: type[Result], worker: Worker | None = None) -> Result: ...
 
 
 def judge_environments(client: CaseClient, stored: StoredResult) -> list[Finding]:
@@ -164,49 +177,63 @@ class _CaseInBoth:
 
         The logarithm is negative if the side is slower in today's environment.
         """
+        client = self.client
+        rng = random.Random(f"{client.location.nodeid}{role}{number}")
+        options: dict[str, Json] = {"replicate": number, "timer": client.run.timer}
+        options["budget"] = client.budget()
         with self._processes(today) as processes:
             try:
-                samples = self._samples(role, number, processes)
+                samples = time_in_turn(client, processes, rng, role, **options)
             except Disturbed as error:
                 raise MachineDisturbed(str(error)) from None
             except SideError as error:
                 raise Failed(str(error)) from None
         samples.details.update(python=self.other.python, versions=self.other.differences)
         result = TimeResult(**asdict(samples), value=samples.value, error=samples.error)
-        self.client.against.append((role + IN_BOTH, result))
+        client.against.append((role + IN_BOTH, result))
         return reading(result)
 
-    def _samples(self, role: str, number: int, processes: Processes) -> Samples:
-        """Time all laps. The two processes take turns building the side first."""
-        client = self.client
-        rng = random.Random(f"{client.location.nodeid}{role}{number}")
-        options: dict[str, Json] = {"side": role, "replicate": number, "timer": client.run.timer}
-        options["budget"] = client.budget()
-        share = budget = Budget(**options["budget"])
-        parts, laps = list[Samples](), 1
-        known: tuple[str, list[int]] | None = None
-        while len(parts) < laps:
-            lap, windows = len(parts), dict[int, _RemoteWindow]()
-            for index in (lap % 2, 1 - lap % 2):
-                task = client.task(HoldTask, other=index == 0, lap=lap, known=known, **options)
-                held = client.ask(task, HoldResult, processes[index])
-                windows[index] = _RemoteWindow(client, processes[index], held)
-                known = known or (held.clock, held.counted)
-            if lap == 0:
-                laps, share = held.laps, budget.lap(held.laps)
-            timer = _BothTimer(held.clock, (windows[0], windows[1]))
-            parts.append(schedule.measure(timer, share, rng, lap % 2))
-            for worker in processes:
-                release = client.task(ReleaseTask, last=len(parts) == laps)
-                client.ask(release, dict[str, Json], worker)
-            share = share.exactly(len(parts[0].blocks))
-        return join(parts)
+
+def time_in_turn(
+    client: Client,
+    processes: Processes,
+    rng: random.Random,
+    role: str,
+    planted: float = 0.0,
+    **options: Json,
+) -> Samples:
+    """Time all laps of the side `role`. The two processes take turns building the side first.
+
+    Args:
+        planted: the slowdown to plant in the second process.
+        options: further fields of each `HoldTask`.
+    """
+    share = budget = Budget(**options.get("budget", {}))
+    parts, laps = list[Samples](), 1
+    known: tuple[str, list[int]] | None = None
+    while len(parts) < laps:
+        lap, windows = len(parts), dict[int, _RemoteWindow]()
+        for index in (lap % 2, 1 - lap % 2):
+            fields = {**options, "side": role, "planted": planted if index else 0.0}
+            task = client.task(HoldTask, other=index == 0, lap=lap, known=known, **fields)
+            held = client.ask(task, HoldResult, processes[index])
+            windows[index] = _RemoteWindow(client, processes[index], held)
+            known = known or (held.clock, held.counted)
+        if lap == 0:
+            laps, share = held.laps, budget.lap(held.laps)
+        timer = _BothTimer(held.clock, (windows[0], windows[1]))
+        parts.append(schedule.measure(timer, share, rng, lap % 2))
+        for worker in processes:
+            release = client.task(ReleaseTask, last=len(parts) == laps)
+            client.ask(release, dict[str, Json], worker)
+        share = share.exactly(len(parts[0].blocks))
+    return join(parts)
 
 
 class _RemoteWindow:
     """Times a side in one process, alternating between that process's two copies of the side."""
 
-    def __init__(self, client: CaseClient, worker: Worker, held: HoldResult) -> None:
+    def __init__(self, client: Client, worker: Worker, held: HoldResult) -> None:
         self._client, self._worker, self._turn = client, worker, 0
         self._clock = held.clock
         self.calls = self.counted = max(held.counted)

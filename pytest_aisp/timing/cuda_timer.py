@@ -115,7 +115,7 @@ class CudaPairTimer:
     Args:
         order: the order in which the two sides are built.
         known: the clock and the counted calls of an earlier timer of this pair, to be reused.
-        planted: the slowdown to plant in the second side.
+        planted: the slowdown to plant in each side.
     """
 
     def __init__(
@@ -125,13 +125,13 @@ class CudaPairTimer:
         budget: Budget,
         order: tuple[int, int] = (0, 1),
         known: tuple[str, Sequence[int]] | None = None,
-        planted: float = 0.0,
+        planted: tuple[float, float] = (0.0, 0.0),
     ) -> None:
         import torch
 
         self.pool, self.sides, self.budget, self._order = pool, sides, budget, order
         self.unseen = None
-        self._planted = 0.0, planted
+        self._planted = planted
         self.telemetry = Telemetry(torch.cuda.current_device())
         self._l2_bytes = torch.cuda.get_device_properties().L2_cache_size
         self.notes: dict[str, object] = {}

@@ -73,6 +73,7 @@ class Trial:
         kernels: the profile of each side, if profiles were requested.
         tuned: the configurations of each autotuned Triton kernel that were launched.
         known: the clock and the counted calls of the first lap, which later laps reuse.
+        planted: the slowdown to plant in each side.
     """
 
     task: TimeTask
@@ -91,6 +92,7 @@ class Trial:
         self.pool, self.pair = self.reference.pool, self.reference.pool.pair
         self.watch, self.rule = self.reference.watch, Rule(**self.task.rule)
         self.verifier = OutputVerifier(self.reference, self.sides, self.rule, self.task.device)
+        self.planted = 0.0, self.task.planted
         self.names = " or ".join(dict.fromkeys(side.__name__ for side, _ in self.sides))
         self.on_gpu = self.task.device.startswith("cuda")
         self.unseen: UnseenValues | None = None
@@ -212,7 +214,7 @@ class Trial:
     def _build(self, sides: ExitStack, budget: Budget, first: int) -> CheckedPairTimer:
         """Build both sides, starting with `first`, and return their timer. `sides` closes them."""
         built: dict[int, BoundSide] = {}
-        order, planted = (first, 1 - first), self.task.planted
+        order = first, 1 - first
         with record_choices(self.tuned):
             for number in order:
                 side, _ = self.sides[number]
@@ -221,10 +223,10 @@ class Trial:
             if not self.on_gpu:
                 from .cpu_timer import CpuPairTimer
 
-                return CpuPairTimer(self.pool, pair, budget, planted, self.unseen)
+                return CpuPairTimer(self.pool, pair, budget, self.planted[1], self.unseen)
             from .cuda_timer import CudaPairTimer
 
-            timer = CudaPairTimer(self.pool, pair, budget, order, self.known, planted)
+            timer = CudaPairTimer(self.pool, pair, budget, order, self.known, self.planted)
             self.known = timer.clock, [w.counted for w in timer.windows]
             return timer
 

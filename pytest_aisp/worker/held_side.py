@@ -127,6 +127,7 @@ def hold(task: HoldTask, cache: Cache, quiet: Quiet, progress: Progress) -> Held
         reference = cache.reference(task, context.pair, task.size)
         rng = random.Random(seed)
         trial = Trial(timed, reference, (declared, declared), budget, rng, progress, source)
+        trial.planted = task.planted, task.planted
         trial.neighbors = Neighbors(trial.neighbors.read)  # NVML would report the other process
         if trial.on_gpu and task.lap == 0:  # chooses the clock, and warms up
             with trial.ready():
