@@ -20,10 +20,19 @@ Bound      Memory, not time. own_buffers needs hidden activations for every batc
            of all batches. The driver rounds the memory of its nodes up to whole pages. So if all
            buffers together are smaller than a page, memory nodes save nothing. Matrix products take
            most of the predicted time, and all sides compute the same products. So all times should
-           be about equal. Nobody has measured how long a memory node takes, so the predicted times
-           leave memory nodes out. The page declares the bound `host`, so calls are timed as the
-           host makes them. The other clock would have to copy each graph into a larger graph, and
-           CUDA cannot copy a graph that has memory nodes.
+           be about equal. The predicted times leave memory nodes out, because no rate for them was
+           measured. The page declares the bound `host`, so calls are timed as the host makes them.
+           The other clock would have to copy each graph into a larger graph, and CUDA cannot copy a
+           graph that has memory nodes.
+Seen       On an H200, memory_nodes and one_buffer need less than two fifths of the memory of
+           own_buffers, as the sizes of the buffers predict. The times of these three sides do not
+           differ measurably. The noise of the host's time is about a seventh, so a small cost of
+           memory nodes would not be visible. no_graph needs only a quarter of the memory of
+           own_buffers. It runs the largest batch first, and frees the hidden activations of this
+           batch before it allocates most of the outputs. no_graph takes half as long again as
+           predicted, and is slower than the graphs. The profiler shows the same products on all
+           sides, and that the GPU is idle for a quarter of a call of no_graph. So the host is
+           probably the limit. Its predicted time leaves out the Python code of the layers.
 Use when   You capture code that allocates temporary memory by `cudaMallocAsync`, such as a library
            to which you cannot pass a workspace. A capture turns these calls into memory nodes.
            Launch the graphs on one stream, because graphs that may run at the same time cannot
