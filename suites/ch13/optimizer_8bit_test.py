@@ -13,6 +13,10 @@ Optimized  fp32_moments: changes library. A Triton kernel of this page moves the
            bytes, and a step moves 16.06 bytes.
 Bound      DRAM. Decoding and encoding take 68 instructions per parameter, counted with nvdisasm for
            sm90. The instructions take less time than the memory traffic, and overlap with it.
+Seen       On an H200, fp32_moments is about a sixth faster than library, although both move the
+           same bytes. fp32_moments and eight_bits take about as long as their memory traffic should
+           take. library takes a fifth longer. The cause was not measured. So less than a third of
+           the time that eight_bits saves comes from the kernel. The smaller moments save the rest.
 Use when   The moments do not fit next to the model, or the optimizer's step is a visible part of a
            training step. Do not use 8-bit moments if a run must match fp32 AdamW: the check on this
            page allows errors as large as the rounding errors of int8.

@@ -16,12 +16,16 @@ Bound      DRAM limits dense and banded, because every step reads and writes all
            cores limit fused, because fused also computes the masked scores. DRAM and tensor cores
            limit flex about equally: flex moves q, k, v and the output once, and computes 3 tiles of
            keys per tile of queries.
-Seen       In an earlier version of this page, dense, fused and banded built their masks in every
-           call, and took longer than predicted. Building the masks explains only part of the extra
-           time. We did not measure the steps one by one.
-Use when   A model attends within a window that is much shorter than the sequence. Without
-           FlexAttention, blocks of `window` queries give most of the gain. If the window is about
-           as long as the sequence, hardly any tiles can be skipped, so use the fused kernel.
+Seen       On an H200, dense and banded take almost twice as long as predicted, fused more than
+           twice, and flex about three times. The costs assume the full rates of DRAM and of the
+           tensor cores. We did not time the steps of dense and banded one by one, or the phases of
+           the fused kernels, so the causes are not known. The speedups of fused and banded are
+           close to the predicted speedups. The speedup of flex is about three fifths of its
+           prediction.
+Use when   A model attends within a window that is much shorter than the sequence. flex is about
+           eleven times as fast as banded. Without FlexAttention, blocks of `window` queries are
+           only somewhat faster than the fused kernel with a mask. If the window is about as long as
+           the sequence, hardly any tiles can be skipped, so use the fused kernel.
 """
 
 import functools
@@ -176,7 +180,6 @@ def scores(tokens, window):
         read=3 * 2 * heads * tokens * WIDTH,
         write=2 * heads * tokens * WIDTH,
         flops={"bf16": 4 * heads * scores(tokens, window) * WIDTH},
-        terms=window,
         # Counted as in long_attention_test.py: 3 roundings, and the rounding of the scores. The
         # largest scores are about 9. The error from rounding q and k is 2 * 2**0.5 (about 2.8)
         # roundings, so rounding a score counts as (9 / 2.8)**2, about 10 roundings.

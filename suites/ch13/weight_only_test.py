@@ -19,10 +19,20 @@ Bound      DRAM limits bf16 and streamed, at 2 bytes per weight. The weights do 
            of the bytes. The kernel always multiplies 16 rows, so 1 row and 16 rows take the same
            time.
 Seen       On an H200, int8 takes about a quarter longer than its memory traffic alone. Loads and
-           conversions take about the same time, and probably overlap only in part.
-Use when   A few rows are multiplied with large weights, as in a decode step. With many rows, the
-           matrix products take most of the time, and converting the weights is extra work. In that
-           case, use 8-bit matrix products (fp8_linear_test.py).
+           conversions take about the same time, and probably overlap only in part. With 1 row,
+           library takes about twice as long as predicted. Its cost leaves out the instructions that
+           convert weights, and int4, whose cost counts them, is about as fast. With 16 rows,
+           library takes about nine times as long as predicted, and is slower than bf16. PyTorch's
+           source shows a probable cause: each block of that kernel computes 8 columns of y, and
+           reads all of x in loads of 4 bytes. With 16 rows, the blocks together read more than
+           seven times as many bytes of x as of weights. We did not measure how much time these
+           reads take. The preparation of library keeps 1.3 GiB. Most of that is one int32 per
+           weight, which the timed part does not use. The packed weights and their scales are less
+           than a tenth.
+Use when   A few rows are multiplied with large weights, as in a decode step. PyTorch's own kernel
+           suits 1 row, but not 16. With many rows, the matrix products take most of the time, and
+           converting the weights is extra work. In that case, use 8-bit matrix products
+           (fp8_linear_test.py).
 """
 
 import functools
