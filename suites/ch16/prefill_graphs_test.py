@@ -19,10 +19,13 @@ Bound      The host limits eager_prefill, because it launches more than a hundre
            less than twice the tokens of a prompt, but at least `smallest`. Even the smallest graph
            must read all weights and start all kernels. piecewise launches a graph and four kernels
            per layer.
-Seen       On an H100, all sides take longer than predicted. The predicted time of a launch was
-           measured with an addition, not with products. For each small kernel of a graph, the costs
-           count only the start. The time of eager_prefill differs by a third between the recorded
-           results. piecewise is not recorded yet.
+Seen       On an H100 and an H200, all sides take longer than predicted: eager_prefill two to
+           almost four times as long, padded and bucketed about one and a half times, and piecewise
+           about twice. The predicted time of a launch was measured with an addition, not with
+           products. For each small kernel of a graph, the costs count only the start. The time of
+           eager_prefill differs by a third between the recorded results. padded and bucketed are
+           recorded on an H100 only, and piecewise on an H200 only. So the results do not show
+           whether piecewise is faster or slower than bucketed.
 Use when   The model is so small that its launches take longer than its work, and prompts are short
            or come in chunks of limited size. With long prompts, launches overlap with the work on
            the GPU, so padding only adds work. Each bucket needs its own capture and its own memory,
@@ -244,7 +247,6 @@ def work(layers, width, requests, mean, longest, smallest):
     return Work(
         read=2 * 2 * requests * matrix_weights(config),  # requests come one after another
         flops={"bf16": 2 * tokens * matrix_weights(config)},
-        terms=max(config.hidden, config.length),
         roundings=20 * layers,
     )
 
