@@ -13,15 +13,22 @@ Bound      Tensor cores, which multiply the padding too. A length is `longest` t
            uniform random number. So the mean is a quarter of `longest`, and the longest of 16
            prompts is on average five sixths of `longest`. token_budget saves launches and fills the
            GPU when prompts are short.
-Seen       On an H200, fifo and by_length take almost twice as long as predicted. by_length gains
-           about as much as predicted. The costs assume that all products reach the peak of the
-           tensor cores. We did not time the kernels or the host's launches alone. token_budget is
-           not recorded yet.
-Use when   Prompts wait and their lengths are known, as in offline inference or under load. The
-           shortest prompts finish first, so the mean wait falls too. Limit the wait of long
-           prompts, because under steady load they may starve. Attention over packed sequences needs
-           no padding (`varlen` in chapter 18). With such attention, the order changes only which
-           requests wait.
+Seen       On an H200, fifo and by_length take almost twice as long as predicted, and token_budget
+           more than twice. by_length gains a little less than predicted. In a separate run,
+           token_budget gains as much over fifo as by_length, so no gain over by_length shows. With
+           typical lengths, token_budget forms six batches instead of eight, but computes about a
+           tenth more tokens, because it pads more. Two things make fifo and token_budget slower
+           than predicted. First, the costs assume that all products reach the peak of the tensor
+           cores. By the profiler, the kernels take about one and a half times the predicted time.
+           Second, the GPU waits. The kernels of fifo take five sixths of its time, and those of
+           token_budget seven tenths. The GPU probably waits for the host between batches, because
+           the host copies a batch's indices to the GPU before it launches the batch's kernels. We
+           did not measure the gaps.
+Use when   Prompts wait and their lengths are known, as in offline inference or under load. A budget
+           of tokens limits the memory of a batch, but saves no time here. The shortest prompts
+           finish first, so the mean wait falls too. Limit the wait of long prompts, because under
+           steady load they may starve. Attention over packed sequences needs no padding (`varlen`
+           in chapter 18). With such attention, the order changes only which requests wait.
 """
 
 import torch
