@@ -31,7 +31,15 @@ Seen       eager_captured and captured take much longer than predicted. The rate
            predicted, or longer. The rate `launch` was measured with an addition, and most other
            operators probably take the host longer. On an H100, eager took longer when timed with
            eager_captured than when timed with compiled. The host was probably slower at that time.
-           Such differences explain the wide intervals of the speedups.
+           Such differences explain the wide intervals of the speedups. persistent is about a third
+           faster than captured on an H200, but takes more than three times as long as predicted. By
+           the profiler, the GPU computes for a little more than half of the time of persistent, and
+           for three fifths of the time of captured. In the rest, it probably waits for the host,
+           which launches the prompt's kernels one after another on both sides. So without the
+           prompt, the speedup would be larger. All kernels of persistent together still take about
+           twice the predicted time. The rest is probably the barriers, norms and attention, which
+           its cost leaves out. captured takes more than a third longer there than in its other
+           results on an H200, probably because of a slower host.
 Use when   A model generates for few users at a time. Capture first, because a graph removes all
            launches and needs no compiler. Compile as well if the starts of small kernels still take
            a noticeable part of a captured step. With large batches or large models, kernels take
@@ -256,7 +264,6 @@ def work(layers, width, steps):
     return Work(
         read=2 * steps * matrix_weights(config),  # each token depends on the previous token
         flops={"bf16": 2 * (PROMPT + steps - 1) * matrix_weights(config)},
-        terms=max(config.hidden, config.length),
         roundings=20 * layers,
     )
 
