@@ -196,7 +196,6 @@ def with_scaler(layers, width, rows, length):
         write=16 * weights_of(layers, width),
         # the fastest type of any variant: no variant can exceed its peak rate
         flops={"bf16": flops_of(layers, width, length, rows * length)},
-        terms=max(width, rows * length),
         roundings=8 * layers + 8,
     ),
     bound="tensor",

@@ -105,7 +105,6 @@ def work(layers, width, rows, length):
         read=2 * weights,
         write=2 * weights,
         flops={"bf16": flops_of(layers, width, length, rows * length)},
-        terms=max(width, rows * length),
         roundings=8 * layers + 8,
     )
 

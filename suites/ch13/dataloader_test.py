@@ -224,7 +224,6 @@ LASTING = {"sm90": 2.0, "cpu": "yardstick"}  # on a CPU, training and workers sh
     work=lambda items, side, workers: Work(
         wire=items * (3 * side**2 + 8),
         flops={"fp32": 6 * items * 3 * (side // 2) ** 2 * HIDDEN},
-        terms=3 * side**2,
         roundings=16 + SMOOTHINGS,
     ),
     bound="host",

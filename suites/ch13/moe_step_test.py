@@ -202,7 +202,6 @@ def work(batch, tokens, width, experts, hidden):
         read=2 * (held + 2 * rows * width),
         write=2 * (held + 2 * rows * width),
         flops={"bf16": 6 * rows * products},
-        terms=max(rows, width),
         roundings=24,  # a chain of 16 results forward, and 8 back to the router
     )
 

@@ -102,7 +102,6 @@ def work(layers, width, rows, length):
         read=8 * weights,
         write=8 * weights,
         flops={"bf16": flops_of(layers, width, length, rows * length)},
-        terms=max(width, rows * length),
         roundings=8 * layers + 8,
     )
 
