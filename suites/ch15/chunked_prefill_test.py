@@ -177,7 +177,6 @@ def work(layers, width, running, context, chunk, chunks):
     return Work(
         read=2 * matrix_weights(config),
         flops={"bf16": 2 * chunks * (chunk + running) * matrix_weights(config)},
-        terms=max(config.hidden, config.length),
         roundings=20 * layers,
     )
 

@@ -310,7 +310,6 @@ def work(layers, width, requests, shortest, longest, steps):
     tokens = sum(lengths_of(requests, shortest, longest))
     return Work(
         read=2 * matrix_weights(config) + 2 * cached_numbers(config) * steps * tokens,
-        terms=max(config.hidden, config.length),
         roundings=20 * layers,
     )
 

@@ -271,7 +271,6 @@ def work(layers, width, steps, drafted, percent):
     return Work(
         read=2 * passes * matrix_weights(config),
         flops={"bf16": 2 * (PROMPT + steps - 1) * matrix_weights(config)},
-        terms=max(config.hidden, config.length),
         roundings=20 * layers,
     )
 
