@@ -219,7 +219,6 @@ def work(layers, width, rows, period, limit):
     return Work(
         read=2 * (1 + steps) * matrix_weights(config),
         flops={"bf16": 2 * rows * (PROMPT + steps) * matrix_weights(config)},
-        terms=max(config.hidden, config.length),
         roundings=20 * layers,
     )
 
