@@ -92,7 +92,6 @@ def work(layers, width, length, rows):
     return Work(
         read=2 * matrix_weights(config),
         flops={"bf16": 2 * STEPS * rows * matrix_weights(config)},
-        terms=max(config.hidden, length),
         roundings=20 * layers,
     )
 

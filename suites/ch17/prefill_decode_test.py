@@ -94,7 +94,6 @@ def work(layers, width, tokens):
         read=2 * matrix_weights(config),
         write=2 * tokens * config.vocabulary,
         flops={"bf16": 2 * tokens * matrix_weights(config)},
-        terms=max(config.hidden, tokens),
         roundings=20 * layers,
     )
 
