@@ -153,7 +153,6 @@ def work(batches, side):
         read=batches * IMAGES * pixels + 4 * pixels * HIDDEN,
         wire=batches * IMAGES * pixels,
         flops={"fp32": 2 * batches * IMAGES * pixels * HIDDEN},
-        terms=pixels,
         roundings=8,
     )
 

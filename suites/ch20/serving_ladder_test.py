@@ -126,7 +126,6 @@ def work(layers, width, slots, prefix, suffix, requests, mean):
     return Work(
         read=2 * matrix_weights(config),
         flops={"bf16": 2 * tokens * matrix_weights(config)},
-        terms=max(config.hidden, config.length),
         roundings=20 * layers,
     )
 
