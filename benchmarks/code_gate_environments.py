@@ -7,9 +7,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
-from code_gate_record import CALLS, HEADROOM, PAGE, SILENCE, Lost, Recorder
+from code_gate_record import CALLS, PAGE, SILENCE, Lost, Recorder
 
-from pytest_aisp.results import verdict
 from pytest_aisp.results.messages import CaseTask, Reply, Result
 from pytest_aisp.session.other_environment import import_path
 from pytest_aisp.session.two_environments import time_in_turn
@@ -18,7 +17,7 @@ from pytest_aisp.worker.client import Worker, WorkerProcess
 
 T = TypeVar("T", bound=CaseTask)
 PLANTED = 0.02
-"""The smallest slowdown to plant. The gate of two environments promises to see 1.5 %."""
+"""The slowdown to plant. The gate of two environments promises to see 1.5 %."""
 
 
 class TrialError(Exception):
@@ -55,8 +54,7 @@ class EnvironmentsRecorder(Recorder):
         return max(1e-3, 2 * CALLS * self.seconds[kernel])
 
     def share(self, kernel: str) -> float:
-        least = verdict.planted_share(HEADROOM * verdict.DEFAULT_SPREAD["graph"])
-        return max(PLANTED, least, super().share(kernel))
+        return PLANTED
 
     def _timed(self, kernel: str, **changes: Any) -> dict[str, Any] | None:
         self.number += 1

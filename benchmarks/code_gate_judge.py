@@ -217,8 +217,8 @@ def judge(recording: Recording) -> Judged:
     """Judge every trial once. Trials with a detectable slowdown vote only on each other."""
     spread = spreads(recording.trials)
     if any(row.get("plan", {}).get("python") for row in recording.environments):
-        floors = {t.kernel: verdict.DEFAULT_SPREAD[t.clock] for t in recording.trials}
-        spread = {kernel: max(own, floors[kernel]) for kernel, own in spread.items()}
+        # The plugin has no spread of two environments. It assumes the clock's default.
+        spread = {t.kernel: verdict.DEFAULT_SPREAD[t.clock] for t in recording.trials}
     enough = [not t.planted or detectable(t, spread[t.kernel]) for t in recording.trials]
     counted = [t for t, yes in zip(recording.trials, enough, strict=True) if yes]
     all_, only = VotePool(recording.trials), VotePool(counted)
@@ -381,7 +381,8 @@ def report(judged: Judged, suites: int) -> str:
     """Return all tables of a recording as Markdown."""
     parts = [where(judged.recording), table(HEADS, kernel_rows(judged)), totals(judged)]
     parts.append(suite_words(Suites(judged), suites))
-    parts.append(table(OTHER_HEADS, comparison_rows(judged)))
+    if judged.recording.others:
+        parts.append(table(OTHER_HEADS, comparison_rows(judged)))
     return "\n\n".join(parts) + "\n"
 
 
