@@ -239,9 +239,9 @@ class _Change:
     def of(self, values: Inputs) -> Inputs | None:
         """Return slightly different values, or None if nothing in `values` can be altered.
 
-        Integers may be indices, and other indices would read other memory. So integers change only
-        if there are no floats: a few of the largest integers are lowered, which keeps all of them
-        in range.
+        An integer may be an index, and another index would read other memory. So integers change
+        only if there are no floats: a few of the largest integers are lowered, which keeps all of
+        them in range.
 
         Args:
             values: the arguments that the page's `inputs` returned.

@@ -131,7 +131,7 @@ class Rounding(TorchDispatchMode):
 
     Args:
         model: the model of the sides' rounding.
-        structure: the recorded operations, which a run without perturbation fills in.
+        structure: the recorded operations. A run without perturbation records them.
         seed: seed of the signs of the perturbations.
     """
 

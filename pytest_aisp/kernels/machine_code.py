@@ -1,8 +1,8 @@
 """Compare what two versions of a side launch, without a GPU.
 
 A side runs twice on a fake GPU, because the first call may do more than later calls. Each launch is
-recorded with its grid and block, its arguments, and the machine code of its kernel. Kernels that
-libraries launch are not visible. Instead, calls to torch's operators are recorded.
+recorded with its grid and block, its arguments, and the machine code of its kernel. The fake GPU
+does not see kernels that libraries launch, so calls to torch's operators are recorded instead.
 """
 
 from __future__ import annotations

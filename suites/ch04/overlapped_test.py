@@ -247,8 +247,7 @@ def reduced_by_bucket(layers, width, world):
 
 
 def summed_by_copies(layers, width, world):
-    """Return the cost of a copy, two barriers, and a pull, an add and a push for each other
-    rank."""
+    """Return the cost of a copy, two barriers, and one pull, add and push per other rank."""
     nbytes = 2 * width**2
     adds = 3 * (world - 1) * nbytes / world
     beside = Cost(

@@ -15,15 +15,15 @@ Bound      Tensor cores. The products hide the transfers over NVLink, except for
            and leaves more SMs idle in its last wave. NCCL's kernels also occupy some SMs. NVLink
            multicast was off (README). With four GPUs or more, multicast could shorten NCCL's
            all-reduces.
-Seen       On two GPUs, halves, quarters and eighths take longer than predicted, by over 25 % at an
-           inner dimension of 3584 and by less at 8192. The prediction uses the rate of an
-           all-reduce of 512 MiB, and NCCL is slower with the smaller parts (see the README's plot).
-           But even at the plot's rates, the products should hide the all-reduces of all parts
-           except the last. copied, which sends the same bytes without NCCL's kernels, is within an
-           eighth of its prediction. So most of the loss probably occurs because NCCL's kernels and
-           the products slow each other down. Neither a high priority nor fewer NCCL channels
-           helped. All sides were timed as CUDA graphs, so the times leave out the host, which makes
-           several calls per part for copied.
+Seen       On two GPUs, the three variants with NCCL take longer than predicted: over 25 % at an
+           inner dimension of 3584, and less at 8192. The prediction uses the rate of an all-reduce
+           of 512 MiB, and NCCL is slower with the smaller parts (see the README's plot). But even
+           at the plot's rates, the products should hide the all-reduces of all parts except the
+           last. copied, which sends the same bytes without NCCL's kernels, is within an eighth of
+           its prediction. So most of the loss probably occurs because NCCL's kernels and the
+           products slow each other down. Neither a high priority nor fewer NCCL channels helped.
+           All sides were timed as CUDA graphs, so the times leave out the host, which makes several
+           calls per part for copied.
            At an inner dimension of 3584, halves gains nothing on two or four GPUs. On four GPUs,
            quarters gains a little more than on two. At 8192, copied gains less on four GPUs than on
            two. At 3584, copied is slower than whole on four GPUs. At the link rates of two GPUs,
@@ -128,8 +128,7 @@ def in_parts(parts):
 
 
 def by_copies(rows, inner, columns, world, parts=8):
-    """Return the cost of two barriers per part, and a pull, an add and a push for each other
-    rank."""
+    """Return the cost. Each part has two barriers, and one pull, add and push per other rank."""
     nbytes = 2 * rows / parts * columns
     part = product(rows / parts, inner, columns)
     sent, launches = all_reduced(nbytes, world), 3 * world

@@ -75,8 +75,8 @@ def squashed(n, instructions, each, size=2):
     """Return the cost of one kernel.
 
     Args:
-        instructions: instructions per element, counted in the machine code for sm_90. Each takes
-            the issue slot of a multiply-add.
+        instructions: instructions per element, counted in the machine code for sm_90. An
+            instruction takes the issue slot of a multiply-add.
         each: elements per thread.
         size: the bytes of an element.
     """

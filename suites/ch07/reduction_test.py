@@ -62,7 +62,7 @@ def shuffle(x):
 
 
 def blocks_a_row(x, width):
-    """Return the number of blocks per row. The blocks of all rows fill the GPU once."""
+    """Return the number of blocks per row. If possible, all blocks run at once."""
     rows, n = x.shape
     gpu = torch.cuda.get_device_properties(x.device)
     resident = gpu.max_threads_per_multi_processor // BLOCK * gpu.multi_processor_count

@@ -13,9 +13,9 @@ Optimized  fused: changes dense. `scaled_dot_product_attention` gets the mask of
            flex: changes fused. Compiled FlexAttention gets a block mask and, as in banded, skips
            all tiles of 128 x 128 outside the band.
 Bound      DRAM limits dense and banded, because every step reads and writes all scores. Tensor
-           cores limit fused, because fused also computes the masked scores. DRAM and tensor cores
-           limit flex about equally: flex moves q, k, v and the output once, and computes 3 tiles of
-           keys per tile of queries.
+           cores limit the fused kernel, which also computes the masked scores. DRAM and tensor
+           cores limit flex about equally: flex moves q, k, v and the output once, and computes 3
+           tiles of keys per tile of queries.
 Seen       On an H200, dense and banded take almost twice as long as predicted, fused more than
            twice, and flex about three times. The costs assume the full rates of DRAM and of the
            tensor cores. We did not time the steps of dense and banded one by one, or the phases of
