@@ -11,6 +11,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
@@ -213,6 +214,21 @@ def test_closed_ports_between_two_machines_are_named(two):
     with pytest.raises(Unreachable, match=rejected):
         changed(machines, key=b"other").check()
     machines.check()  # the server goes on
+
+
+@pytest.mark.parametrize("says", [b"", b"GET / HTTP/1.1\r\n\r\n"], ids=["nothing", "http"])
+def test_a_stranger_does_not_keep_others_from_the_server(two, says):
+    """A port scanner, for example."""
+    machines, checked = two.start().machines, threading.Event()
+
+    def check():
+        machines.check()
+        checked.set()
+
+    with socket.create_connection((HOST, machines.servers[0].port)) as stranger:
+        stranger.sendall(says)
+        threading.Thread(target=check, daemon=True).start()
+        assert checked.wait(20)
 
 
 def test_a_machine_that_cannot_connect_back_is_named(two, monkeypatch):

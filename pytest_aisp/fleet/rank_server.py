@@ -28,7 +28,12 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, Listener
+from multiprocessing.connection import (
+    Connection,
+    Listener,
+    answer_challenge,
+    deliver_challenge,
+)
 from typing import Any
 
 from ..distributed.launcher import RankSet
@@ -45,16 +50,21 @@ def main(descriptor: int, parent: int) -> None:
     die_with(parent)
     pipe = Connection(descriptor)
     spec = pickle.loads(pipe.recv_bytes())
-    with Listener((spec["host"], 0), backlog=16, authkey=spec["key"]) as listener:
+    with Listener((spec["host"], 0), backlog=16) as listener:
         pipe.send_bytes(pickle.dumps(("port", listener.address[1])))
         while True:
-            with contextlib.suppress(EOFError, ConnectionError, AuthenticationError):
-                run = listener.accept(), spec["tree"]
+            with contextlib.suppress(ConnectionError):
+                run = listener.accept(), spec
                 threading.Thread(target=_serve, args=run, daemon=True).start()
 
 
-def _serve(connection: Connection, tree: str) -> None:
-    with connection, contextlib.suppress(EOFError, OSError):
+def _serve(connection: Connection, spec: Mapping[str, Any]) -> None:
+    tree, key = spec["tree"], spec["key"]
+    with connection, contextlib.suppress(EOFError, OSError, AuthenticationError):
+        # `Listener` would do this before it accepts the next connection, so that a stranger who
+        # sends nothing, such as a port scanner, would block all others.
+        deliver_challenge(connection, key)
+        answer_challenge(connection, key)
         match connection.recv():
             case ("reach", servers):
                 connection.send(_first_unreachable(servers))
