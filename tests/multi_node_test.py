@@ -20,7 +20,13 @@ import pytest
 from ranks_test import ENVIRONMENT, LAST, SHORT, quiet, task, write
 from worker_processes import alive_workers, wait_for
 
-from pytest_aisp.distributed.multi_node import Machines, RankServer, SpanningRanks, Unreachable
+from pytest_aisp.distributed.multi_node import (
+    Machines,
+    RankServer,
+    SpanningRanks,
+    Unreachable,
+    gloo_interface,
+)
 from pytest_aisp.results.messages import PageSource, TimeTask
 from pytest_aisp.session.placement import Kernels, placement_of
 from pytest_aisp.session.run_context import RunContext
@@ -142,8 +148,9 @@ def test_a_fault_on_one_machine_names_the_rank_and_ends_all(two, spanning, name)
     wait_for(lambda: not alive_workers(two.there))
 
 
-def test_two_ranks_on_each_machine_are_four(two, spanning):
-    page = write(two.here, "four", KEEPS_FILE, 4)
+def test_two_ranks_on_each_machine_are_four(two, spanning, monkeypatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    page = write(two.here, "four", f"{KEEPS_FILE}; assert os.environ['GLOO_SOCKET_IFNAME']", 4)
     page.write_text(page.read_text() + "\n\nassert dist.get_world_size() == 4\n")
     bad = write(two.here, "bad", "if dist.get_rank() == 3: return summed(x) + 1", 4)
     ranks = spanning(changed(two.start().machines, share=2))
@@ -192,6 +199,21 @@ def test_a_server_that_is_gone_before_the_ranks_start_is_lost(two, spanning):
     started.server.wait()
     with pytest.raises(Lost, match=r"its rank server has ended: .*refused"):
         spanning(started.machines)
+
+
+def test_gloo_uses_the_interface_that_has_the_address_of_the_node(monkeypatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    assert gloo_interface(HOST) == {"GLOO_SOCKET_IFNAME": "lo"}
+    assert gloo_interface("203.0.113.7") == {}
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    assert gloo_interface(HOST) == {}
+
+
+def test_no_other_process_gets_the_port_before_the_launcher_listens(two, spanning):
+    ranks = spanning(two.start().machines)
+    host, _, port = ranks.nodes.endpoint.partition(":")
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind((host, int(port)))
 
 
 def changed(machines, **fields):

@@ -8,6 +8,7 @@ ranks end too. All machines have an equal share of the ranks.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import io
 import os
 import socket
@@ -30,6 +31,9 @@ from .launcher import GRACE_SECONDS, LOST_HINT, Nodes, RankSet, merged
 REACH_SECONDS = 10.0
 """The longest time in seconds that a connection between two machines may take."""
 LOST = "its rank server has ended"
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+SIOCGIFADDR = 0x8915
+"""Linux's request for the IPv4 address of a network interface."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +168,8 @@ class SpanningRanks(RankSet):
 
     def __init__(self, machines: Machines, environment: Mapping[str, str | None]) -> None:
         self._machines = machines
-        endpoint = f"{machines.host}:{_free_port(machines.host)}"
+        self._reserved = _reserved_port(machines.host)
+        endpoint = f"{machines.host}:{self._reserved.getsockname()[1]}"
         self._connections: dict[int, Connection] = {}
         self._sent: set[str] = set()
         self._replies: dict[int, Reply] = {}
@@ -174,7 +179,8 @@ class SpanningRanks(RankSet):
             nodes = Nodes(endpoint, machines.count, number)
             hello = "ranks", machines.share, dict(environment), nodes, machines.tree, machines.paths
             self._connections[number] = machines.connect(number, *hello)
-        super().__init__(machines.share, environment, Nodes(endpoint, machines.count, 0))
+        own = {**environment, **gloo_interface(machines.host)}
+        super().__init__(machines.share, own, Nodes(endpoint, machines.count, 0))
 
     def ask(self, task: Task, seconds: float, progress: Progress) -> Reply:
         """Send `task` to all ranks, and return rank 0's reply, or the failure of a rank.
@@ -269,17 +275,38 @@ class SpanningRanks(RankSet):
         """Kill the ranks on this machine. If no task is running, end all other ranks too."""
         super().kill()
         if not self._asking:
+            self._reserved.close()
             for connection in self._connections.values():
                 connection.close()
+
+
+def gloo_interface(host: str) -> dict[str, str]:
+    """Return the variable with which Gloo uses the network interface that has the address `host`.
+
+    Otherwise Gloo uses the address of the machine's name, which is often a loopback address. A
+    variable of the user is left alone.
+    """
+    for _, name in socket.if_nameindex() if GLOO_INTERFACE not in os.environ else ():
+        with socket.socket(type=socket.SOCK_DGRAM) as any_socket, contextlib.suppress(OSError):
+            found = fcntl.ioctl(any_socket, SIOCGIFADDR, name.encode().ljust(256, b"\0"))
+            if socket.inet_ntoa(found[20:24]) == host:
+                return {GLOO_INTERFACE: name}
+    return {}
 
 
 def _is_lost(reply: Reply) -> bool:
     return reply.error == "died" and reply.message.endswith(LOST_HINT)
 
 
-def _free_port(host: str) -> int:
-    with socket.create_server((host, 0)) as listener:
-        return int(listener.getsockname()[1])
+def _reserved_port(host: str) -> socket.socket:
+    """Return a socket that keeps a free port from all but the launcher, which listens later.
+
+    Linux lets two sockets with SO_REUSEADDR share a port if at most one listens.
+    """
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind((host, 0))
+    return reserved
 
 
 def _packed(folder: str) -> bytes:

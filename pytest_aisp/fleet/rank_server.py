@@ -37,7 +37,7 @@ from multiprocessing.connection import (
 from typing import Any
 
 from ..distributed.launcher import RankSet
-from ..distributed.multi_node import REACH_SECONDS, RankServer
+from ..distributed.multi_node import REACH_SECONDS, RankServer, gloo_interface
 from ..results import encoding
 from ..util.gpu_lease import REMEDY, lease
 from .seat import die_with
@@ -73,6 +73,7 @@ def _serve(connection: Connection, spec: Mapping[str, Any]) -> None:
             case ("ranks", count, environment, nodes, theirs, paths):
                 own = {GPUS: os.environ.get(GPUS)} if environment.get(GPUS) else {}
                 imported = [*(tree + path.removeprefix(theirs) for path in paths), *sys.path]
+                own |= gloo_interface(spec["host"])
                 own["PYTHONPATH"] = os.pathsep.join(filter(None, imported))
                 ranks = RankSet(count, {**environment, **own}, nodes)
                 RankConnection(connection, {theirs: tree}).serve(ranks)
