@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 SECOND_LINES = {
     "fresh-memory": (
-        "`empty` may return memory that holds an earlier answer, but to other values: each side"
-        " gets its values in the same order, so the bound refuses such an answer too. Whether a"
-        " freed block comes back is up to the allocator, and no exploit may depend on that. This is"
-        " a second line against sides that read memory they never wrote. `inputs_test.py` shows"
-        " that free memory is filled with NaN."
+        "`empty` may return memory that holds an earlier answer. This answer belongs to other"
+        " values, because each side gets its values in the same order, so the bound refuses it too."
+        " Whether a freed block comes back is up to the allocator, and no exploit may depend on"
+        " that. This is a second line against sides that read memory they never wrote."
+        " `inputs_test.py` shows that free memory is filled with NaN."
     ),
     "malloc": (
-        "No side is refused: what it leaves is undone before the next window. `malloc_test.py`"
+        "No side is refused: changed parameters are reset before the next window. `malloc_test.py`"
         " shows that a side then takes no more page faults than before."
     ),
 }

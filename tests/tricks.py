@@ -45,14 +45,14 @@ TRICKS = (
         *(REFUSED, REFUSED, "computed_with_inputs knows_the_seed baselines_answer"),
     ),
     Trick(
-        "The same where windows repeat their values: on the host's and the queue's clock, and with"
-        " inputs above 4 MiB on the CPU's clock",
+        "Such an answer where windows repeat their values: on the host's and the queue's clock, and"
+        " with inputs above 4 MiB on the CPU's clock",
         *(BELIEVED, BELIEVED),
     ),
     Trick("A side that is right only while it is checked", REFUSED, REFUSED, "zeros_when_timed"),
     Trick("Less work in every second call", REFUSED, REFUSED, "every_second_call"),
     Trick(
-        "Less work in fewer timed calls than that (on the CPU's clock, in fewer than one of 20)",
+        "Less work in fewer than half of the timed calls (on the CPU's clock, in under one of 20)",
         *(BELIEVED, BELIEVED),
     ),
     Trick("A setting of torch or the process left changed", REFUSED, REFUSED, "matmul_precision"),
@@ -60,7 +60,7 @@ TRICKS = (
         "Threads, oneDNN or cores changed inside the baseline and restored",
         *(REFUSED, REFUSED, "one_thread_restored onednn_off_restored"),
     ),
-    Trick("The same in C code, restored inside the call", BELIEVED, BELIEVED),
+    Trick("Such a change in C code, restored inside the call", BELIEVED, BELIEVED),
     Trick(
         "Work or a lock held by a thread or process after the call",
         *(REFUSED, REFUSED, "thread_when_timed lock_held child_process"),

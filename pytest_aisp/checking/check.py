@@ -1,8 +1,8 @@
 """Check that sides compute what the reference computes, before and after they are timed.
 
 `check_sides` runs each side on newly allocated inputs, and then on new values at the same
-addresses. A side that changes its inputs or returns a view of an input is refused, and the outputs
-are compared with the reference. Then `check_sides` runs the exact probe (small integers) and the
+addresses. It refuses a side that changes its inputs or returns a view of an input, and compares the
+outputs with the reference. Then `check_sides` runs the exact probe (small integers) and the
 negative controls (wrong answers).
 """
 
@@ -117,7 +117,7 @@ def check_sides(
 def _check_baseline(
     reference: Reference, side: Side, precision: Precision | None, rule: Rule
 ) -> list[Comparison]:
-    """Check the baseline, unless the check of another variant has checked it on the same values."""
+    """Check the baseline, unless the check of another variant did so on the same values."""
     key = (side, precision, rule)
     known = reference.baselines.get(key)
     if current_group().min(known is not None):  # the ranks run a side together, or not at all

@@ -32,7 +32,7 @@ PROTECTIONS = {
     "unseen-values": "before the last block the inputs get values that no side has seen",
     "poisoned-outputs": "outputs are overwritten with NaN between windows",
     "clocks-agree": "CUDA events, the host's clock and the GPU's own counter agree on the time",
-    "kernels-agree": "the profiler sees kernels run for no longer than the clocks measured",
+    "kernels-agree": "in the profiler, kernels run no longer than the clocks measured",
     "no-late-work": "when the last call ends, no stream has unfinished work",
     "graph-nodes": "a side's graph computes something and does not call the CPU",
     "cold-l2": "one round of calls evicts everything that was in the L2 before",

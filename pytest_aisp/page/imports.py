@@ -44,7 +44,7 @@ def used_files(page: Path, root: str, folders: Iterable[str]) -> dict[str, Path]
     File names that are built at run time are not found.
 
     Args:
-        folders: the folders from which Python imports, relative to `root`.
+        folders: the folders that Python imports from, relative to `root`.
     """
     under = Path(root).resolve()
     bases = [under / folder for folder in folders]

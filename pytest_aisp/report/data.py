@@ -116,9 +116,9 @@ def report_data(
     Args:
         history: other runs. Their results for the same case and product are shown next to the
             result of `run`.
-        pages_root: the folder to which the pages' paths are relative. The default is the root of
-            the run, or the working directory.
-        target: the folder of the report, to which links to profiles are relative.
+        pages_root: the folder that the pages' paths are relative to. The default is the root of the
+            run, or the working directory.
+        target: the report's folder. Links to profiles are relative to it.
     """
     most = blocks_for(len(run.cases))
     histories = merged(run, history)

@@ -48,8 +48,8 @@ def write_report(
 
     Args:
         history: other runs, which are shown in the history of each case.
-        pages_root: the folder to which the pages' paths are relative. The default is the root of
-            the run.
+        pages_root: the folder that the pages' paths are relative to. The default is the root of the
+            run.
 
     Raises:
         OSError: if `out` cannot be written.

@@ -59,7 +59,7 @@ class Measured:
 
     @property
     def name(self) -> tuple[str, str, str]:
-        """The product, chapter and key, by which the same case is found in the other run."""
+        """The product, chapter and key, which identify the case in the other run."""
         return self.product, self.chapter, self.key
 
 
@@ -90,7 +90,7 @@ class Change:
 
     @property
     def size(self) -> float:
-        """The change as a multiple of the noise, by which changes are sorted."""
+        """The change as a multiple of the noise. Changes are sorted by it."""
         if self.noise is None or not (self.old and self.new):
             return math.inf
         return abs(math.log(self.new / self.old)) / math.log1p(self.noise)

@@ -92,7 +92,7 @@ class HoldResult(Struct):
 
     Attributes:
         laps: the number of laps in which the held side is timed.
-        counted: the number of calls by which the time of each copy's window is divided.
+        counted: the number of calls that the time of each copy's window is divided by.
         repeats: a window's duration divided by the duration of its calls.
     """
 

@@ -39,7 +39,7 @@ class Window(Protocol):
 
     Attributes:
         calls: number of calls that are timed.
-        counted: number by which the time is divided, which is less than `calls` if a slowdown is
+        counted: number that the time is divided by. It is less than `calls` if a slowdown is
             planted.
         repeats: a window's time divided by the time of its calls: 2 if an untimed replay comes
             first.

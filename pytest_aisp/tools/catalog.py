@@ -92,14 +92,14 @@ class Catalog(msgspec.Struct, frozen=True, kw_only=True):
     """The pages and cases that pytest collects in the working directory.
 
     Attributes:
-        root: pytest's root folder, to which the paths of pages are relative.
+        root: pytest's root folder. The paths of pages are relative to it.
         baselines: the folder of stored results.
         folders: the folders of pages that the ini file names. If there are none, pytest searches
             the working directory.
         pages: all pages, imported or not.
         cases: the cases of the imported pages.
         unread: the pages that could not be collected.
-        imports: the folders below the root from which Python imports, relative to the root.
+        imports: the folders below the root that Python imports from, relative to the root.
         modules: the files of all imported modules that belong to no library.
     """
 

@@ -150,7 +150,7 @@ class Worktree:
 
         Args:
             page: the path of the page below the root.
-            folders: the folders below the root from which Python imports.
+            folders: the folders below the root that Python imports from.
         """
         self.check_out(commit)
         path = self.root / page
@@ -222,7 +222,7 @@ def versions(
 
     Args:
         pages: the path of the page at each commit, as `page_names` returns them.
-        imports: the folders below the root from which Python imports.
+        imports: the folders below the root that Python imports from.
     """
 
     def version(commit: Commit) -> Version:

@@ -1,4 +1,4 @@
-"""The workers to which the pytest process sends tasks: a process, or a recorded run.
+"""The workers that the pytest process sends tasks to: a process, or a recorded run.
 
 A `WorkerProcess` receives tasks over a pipe and is killed if it exceeds a time limit. A
 `ReplayWorker` answers with the samples of a recorded run.

@@ -346,5 +346,5 @@ def _refuse_smaller_groups(name: str) -> None:
     if group.max(any(size < group.world for size in sizes)):
         raise PageError(
             f"{name} uses a process group of some ranks only, which is not supported:"
-            " a recording does not tell to which group a collective belongs"
+            " a recording does not tell which group a collective belongs to"
         )

@@ -24,20 +24,20 @@ Bound      Instruction issue. An SM has four schedulers, and each warp belongs t
            eight warps per block, but each warp has a quarter of the work, so its steps are a
            quarter as high as the steps of whole.
 Seen       On an H200 with 133 blocks or more, all sides take at most a tenth longer than predicted.
-           whole takes the same time with 133, 198 and 264 blocks, and half as long again with 265
-           blocks. So the step after 264 blocks is as high as predicted. The step after 132 blocks
-           is not recorded on one GPU: 66 and 132 blocks are recorded only on an H100, and the other
-           points only on an H200. Just after a step, with 133, 265 and 529 blocks, all three sides
-           gain, and split gains most. The gains shrink as the number of waves grows. With 264 and
-           528 blocks, where no SM is idle, halves and quarters are a few percent slower than whole,
-           and split is slightly faster. On an H100 with 66 blocks, halves and quarters take one
-           half to two thirds longer than predicted, probably because a scheduler then has a single
-           warp. The scheduler issues nothing while this warp waits for a result, a codeword or a
-           barrier. In whole, a second warp fills part of this time. On an H100 with 132 blocks,
-           halves and quarters gain nothing, and quarters takes a quarter longer than predicted.
-           quarters is slower than halves at every point, probably because its blocks load the same
-           codewords with half as many threads. split gains a little even where no SM is idle,
-           probably because a scheduler has more warps to choose from.
+           whole takes the same time with 133, 198 and 264 blocks, and one and a half times as long
+           with 265 blocks. So the step after 264 blocks is as high as predicted. The step after 132
+           blocks is not recorded on one GPU: 66 and 132 blocks are recorded only on an H100, and
+           the other points only on an H200. Just after a step, with 133, 265 and 529 blocks, all
+           three sides gain, and split gains most. The gains shrink as the number of waves grows.
+           With 264 and 528 blocks, where no SM is idle, halves and quarters are a few percent
+           slower than whole, and split is slightly faster. On an H100 with 66 blocks, halves and
+           quarters take one half to two thirds longer than predicted, probably because a scheduler
+           then has a single warp. The scheduler issues nothing while this warp waits for a result,
+           a codeword or a barrier. In whole, a second warp fills part of this time. On an H100 with
+           132 blocks, halves and quarters gain nothing, and quarters takes a quarter longer than
+           predicted. quarters is slower than halves at every point, probably because its blocks
+           load the same codewords with half as many threads. split gains a little even where no SM
+           is idle, probably because a scheduler has more warps to choose from.
 Use when   A grid has few blocks per SM, and the number of blocks is not a multiple of the number of
            SMs. An example is a matrix product with large tiles. Compute blocks / SMs. If the
            quotient is just above 1 or 2, split the inner loop, or choose a smaller tile with at

@@ -31,8 +31,8 @@ Seen       On two GPUs, every side takes longer than predicted. The prediction u
            little less. copied, the fastest side on two GPUs, gains nothing on four, even in a
            graph. At the link rates of two GPUs, the predicted time of copied is less than two
            thirds of the measured time. On four GPUs, each sum takes three copies in and three
-           copies out, one after another, and each share is half as large. We did not measure
-           whether the copies, the additions or the barriers take so long. ddp takes longer than
+           copies out, one after another, and each share is half as large. We did not measure which
+           part takes so long: the copies, the additions or the barriers. ddp takes longer than
            after_backward on four GPUs, but the interval of its speedup includes 1. Only ddp is
            timed as an ordinary call. As an ordinary call on four GPUs, per_layer takes almost twice
            as long as in a graph, and would also be slower than after_backward. So ddp probably does

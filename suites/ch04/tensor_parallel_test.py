@@ -29,8 +29,8 @@ Seen       On two GPUs, the three variants with NCCL take longer than predicted:
            two. At 3584, copied is slower than whole on four GPUs. At the link rates of two GPUs,
            its predicted time is little more than half of the measured time. On four GPUs, each sum
            takes three copies in and three copies out, one after another. Each copy is half as large
-           as on two. We did not measure whether the copies, the additions or the barriers take so
-           long. At 8192, the longer products hide more of this time.
+           as on two. We did not measure which part takes so long: the copies, the additions or the
+           barriers. At 8192, the longer products hide more of this time.
 Use when   The product takes longer than its all-reduce, and both are long enough to be cut into
            parts. With NCCL, use quarters. In CUDA graphs, copied gains the most on two GPUs. On
            four GPUs, copied gains only if the products are long.

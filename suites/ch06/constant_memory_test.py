@@ -118,8 +118,8 @@ def evaluated(n, instructions, loads=0):
     """Return the cost of n points.
 
     Args:
-        instructions: instructions per point, counted in the machine code for sm_90. Each takes the
-            issue slot of a multiply-add.
+        instructions: instructions per point, counted in the machine code for sm_90. An instruction
+            takes the issue slot of a multiply-add.
         loads: coefficients per point that are loaded from the L1. They count as `shared`, because
             the L1 and shared memory are one unit.
     """
@@ -138,7 +138,7 @@ def decoded(n, shared=0, integers=0):
 
     Args:
         shared: bytes per code that shared memory or the L1 could move in the time of the look-up.
-        integers: integer instructions per code. Each takes the slots of two multiply-adds.
+        integers: integer instructions per code, which take the slots of two multiply-adds each.
     """
     ops = {"fp32": 4 * integers * n}
     return Cost(read=n, write=2 * n, shared=shared * n, ops=ops, launches=1)

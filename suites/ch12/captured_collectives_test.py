@@ -13,8 +13,8 @@ Bound      The host limits eager and around_collectives, because it calls torch.
            message of 8 rows is so short that its size hardly matters.
 Seen       On two H200s, captured is within a tenth of its prediction. eager takes almost five times
            as long as predicted, and around_collectives more than three times. The costs assume that
-           each launch takes as long as a torch operator. A call of torch.distributed takes the host
-           longer. around_collectives still makes all calls of torch.distributed, so it gains far
+           each launch takes as long as a torch operator. A call of torch.distributed takes more
+           host time. around_collectives still makes all calls of torch.distributed, so it gains far
            less than captured.
 Use when   A tensor-parallel model decodes with small batches. All ranks must capture and replay the
            same collectives in the same order, or they wait forever. Give each graph its own

@@ -29,9 +29,9 @@ Seen       On an H200, memory_nodes and one_buffer need less than two fifths of 
            differ measurably. The noise of the host's time is about a seventh, so a small cost of
            memory nodes would not be visible. no_graph needs only a quarter of the memory of
            own_buffers. It runs the largest batch first, and frees the hidden activations of this
-           batch before it allocates most of the outputs. no_graph takes half as long again as
-           predicted, and is slower than the graphs. The profiler shows the same products on all
-           sides, and that the GPU is idle for a quarter of a call of no_graph. So the host is
+           batch before it allocates most of the outputs. no_graph takes one and a half times as
+           long as predicted, and is slower than the graphs. The profiler shows the same products on
+           all sides, and that the GPU is idle for a quarter of a call of no_graph. So the host is
            probably the limit. Its predicted time leaves out the Python code of the layers.
 Use when   You capture code that allocates temporary memory by `cudaMallocAsync`, such as a library
            to which you cannot pass a workspace. A capture turns these calls into memory nodes.
