@@ -16,7 +16,9 @@ from worker_processes import alive_workers, wait_for
 from pytest_aisp.distributed.launcher import Nodes, RankSet
 from pytest_aisp.results.messages import CheckTask, Task, TimeTask
 from pytest_aisp.session.run_context import Failed, RunContext
+from pytest_aisp.util.cpu_load import read_cpu
 from pytest_aisp.util.device import Machine
+from pytest_aisp.util.process_group import Ranks
 
 PAGE = '''
     """Summing: the same sum."""
@@ -254,7 +256,18 @@ def test_ranks_of_two_launchers_measure_together(ranks, tmp_path, unused_port):
     for key in ("blocks", "baseline", "optimized", "orders"):
         assert timed[key] == timed_there[key]
     assert timed["details"]["ranks"] == 2
-    assert len(timed["details"]["launch_skew"]) == 2
+    assert "launch_skew" not in timed["details"]  # the clocks of two machines differ
+
+
+def test_the_cpu_time_of_other_machines_is_not_subtracted_from_the_load_here(monkeypatch):
+    """Otherwise the ranks there would hide other processes that disturb the ranks here."""
+    group = object.__new__(Ranks)
+    group.rank, group.world = 3, 4
+    monkeypatch.setattr(group, "_gather", lambda value: [[1.0], [2.0], [4.0], [8.0]])
+    monkeypatch.setattr("pytest_aisp.util.cpu_load.current_group", lambda: group)
+    for share, own in (("2", 12.0), ("4", 15.0), ("1", 8.0)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", share)
+        assert read_cpu().own == own
 
 
 @pytest.mark.parametrize("number", [0, 1])

@@ -32,7 +32,7 @@ class CpuReading:
 
     Attributes:
         waited: time that this process's threads have waited for a core.
-        own: CPU time of this process, its children, and the other ranks.
+        own: CPU time of this process, its children, and the other ranks on this machine.
         busy: CPU time of all processes on the usable cores, or None if the system hides it.
         stolen: time that the host has taken from the usable cores of this virtual machine.
     """
@@ -47,7 +47,7 @@ class CpuReading:
 def read_cpu() -> CpuReading:
     """Return the counters now. All ranks must call this together."""
     busy, stolen = _all_processes()
-    own = current_group().sum(_own_seconds())
+    own = current_group().sum_here(_own_seconds())
     return CpuReading(time.perf_counter(), _waited(), own, busy, stolen)
 
 

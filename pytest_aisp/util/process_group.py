@@ -8,6 +8,7 @@ on all ranks. Random choices come from seeds that the ranks share.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from time import monotonic_ns, time_ns
 from typing import TYPE_CHECKING, TypeVar
@@ -35,6 +36,10 @@ class SingleProcess:
 
     def sum(self, value: float) -> float:
         """Return the sum of all ranks' `value`."""
+        return value
+
+    def sum_here(self, value: float) -> float:
+        """Return the sum of the `value` of all ranks on this machine."""
         return value
 
     def first_message(self, text: str | None) -> str | None:
@@ -109,6 +114,15 @@ class Ranks(SingleProcess):
 
     def sum(self, value: float) -> float:
         return sum(each for (each,) in self._gather(value))
+
+    @property
+    def _share(self) -> int:
+        """The number of ranks on each machine."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", self.world))
+
+    def sum_here(self, value: float) -> float:
+        first = self.rank - self.rank % self._share
+        return sum(each for (each,) in self._gather(value)[first : first + self._share])
 
     def min(self, value: int) -> int:
         return int(min(each for (each,) in self._gather(value)))
@@ -196,11 +210,13 @@ class Ranks(SingleProcess):
         seconds.
 
         The host's clock measures these start times. If the ranks run on several machines, the
-        result is meaningless, because the machines' clocks differ.
+        result has no such times, because the machines' clocks differ.
         """
         if not self._skews:
             return {}
         skews, self._skews = sorted(self._skews), []
+        if self._share < self.world:
+            return {"ranks": self.world}
         return {"ranks": self.world, "launch_skew": [skews[len(skews) // 2], skews[-1]]}
 
 
