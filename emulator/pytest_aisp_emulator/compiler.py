@@ -27,6 +27,8 @@ HEADERS = (
     *("cuda/std/utility",),
 )
 """CUDA headers that a .cu file may include. `emulated.h` defines their contents."""
+PREFETCH = r'\basm volatile\(\s*"prefetch\.global\.L[12] \[%0\];"\s*:\s*:\s*"l"\([^;]*\)\s*\);'
+"""An instruction in inline assembly that changes no value, so the emulator leaves it out."""
 UNSUPPORTED = {
     "inline assembly": r"\basm\b",
     "tensor maps": r"\bCUtensorMap\b",
@@ -44,8 +46,13 @@ class CannotEmulate(RuntimeError):
 
 def unsupported(module: CudaModule) -> str:
     """Return the features of `module` that need a GPU, separated by commas, or an empty string."""
-    plain = "".join(map(without_comments, module.sources.values()))
+    plain = "".join(map(_plain, module.sources.values()))
     return ", ".join(what for what, pattern in UNSUPPORTED.items() if re.search(pattern, plain))
+
+
+def _plain(source: str) -> str:
+    """Return `source` without comments and without prefetches."""
+    return re.sub(PREFETCH, "", without_comments(source))
 
 
 def library_of(module: CudaModule, kernel: str) -> ctypes.PyDLL:
@@ -87,7 +94,7 @@ def _unit(module: CudaModule, source: str) -> str:
 
     It is in a namespace, so that a kernel may have the name of a libc function.
     """
-    source = without_comments(source)
+    source = _plain(source)
     source = re.sub(r'extern\s*"C"\s*(?=__global__)', "", source)
     source = re.sub(r"__shared__\s+alignas\b", "__shared__ __align__", source)
     variable = r"__device__(?=(?:(?!\bconst)[^(){};=])*(?:=[^;]*)?;)"

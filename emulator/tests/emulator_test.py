@@ -404,6 +404,17 @@ def test_unsupported_features_are_named(kernel, what):
         k[1, 1](torch.zeros(1))
 
 
+def test_a_prefetch_is_left_out(kernel):
+    body = 'asm volatile("prefetch.global.L2 [%0];" ::"l"(x + 99)); x[threadIdx.x] = 1;'
+    k, x = kernel("float* x", body), torch.zeros(32)
+    assert not unsupported(k.module)
+    with emulated():
+        k[1, 32](x)
+    assert x.all()
+    twice = kernel("float* x", f'{body} asm volatile("membar.gl;");')
+    assert "inline assembly" in unsupported(twice.module)
+
+
 def test_a_compile_error_is_shown(kernel):
     with (
         emulated(),

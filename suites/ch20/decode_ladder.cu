@@ -10,7 +10,8 @@
 // The last phase of a token is a norm and the LM head. Then each block finds the best token itself.
 // In a product, a block computes a range of rows. Its warps share the rows in segments of 1024
 // columns. A warp loads a segment of weights while it multiplies another one. Weights do not depend
-// on other blocks, so each warp loads two segments of the next product before the barrier.
+// on other blocks, so each warp loads two segments of the next product before the barrier. It also
+// prefetches `prefetched` more segments into the L2, so that DRAM keeps working while blocks wait.
 //
 // Weights and the inputs of products are bf16, and all sums are fp32.
 
@@ -49,14 +50,25 @@ struct Product {
   }
 };
 
-// The weights that a lane has loaded ahead, of two units.
+// Brings the 128 bytes around `address` into the L2, without waiting for them.
+__device__ void prefetch(const uint4* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
+// The weights that a lane has loaded ahead, of two units. `prefetched` more are in the L2.
 struct Ahead {
   uint4 held[2][LOADS];
+  unsigned prefetched;
+
+  __device__ static const uint4* row(const Product& p, unsigned unit) {
+    const unsigned local = unit / p.segments;
+    const unsigned at = local < p.rows ? local : p.second + local - p.rows;
+    return p.weights + size_t(p.first + at) * p.octets;
+  }
 
   __device__ void fetch(unsigned which, const Product& p, unsigned unit) {
-    const unsigned local = unit / p.segments, octet = unit % p.segments * SEGMENT + lane();
-    const unsigned row = local < p.rows ? local : p.second + local - p.rows;
-    const uint4* from = p.weights + size_t(p.first + row) * p.octets;
+    const unsigned octet = unit % p.segments * SEGMENT + lane();
+    const uint4* from = row(p, unit);
 #pragma unroll
     for (unsigned i = 0; i < LOADS; ++i) {
       const unsigned at = octet + 32 * i;
@@ -67,6 +79,12 @@ struct Ahead {
   __device__ void begin(const Product& p) {
     fetch(0, p, warp());
     fetch(1, p, warp() + WARPS);
+    // A line has 8 octets, so a segment has 16 lines. A warp prefetches two segments at once.
+    for (unsigned i = lane() / 16; i < prefetched; i += 2) {
+      const unsigned unit = warp() + (2 + i) * WARPS;
+      const unsigned octet = unit % p.segments * SEGMENT + lane() % 16 * 8;
+      if (unit < p.units && octet < p.octets) prefetch(row(p, unit) + octet);
+    }
   }
 
   __device__ float times(unsigned which, const Product& p, unsigned unit, const uint4* vector) {
@@ -225,7 +243,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
            float* qkv, __nv_bfloat16* mixed, __nv_bfloat16* activated, float* logits,
            const long long* first_token, long long* tokens, __nv_bfloat16* scores, unsigned layers,
            unsigned width, unsigned kv, unsigned hidden, unsigned vocabulary, unsigned length,
-           unsigned position, unsigned count) {
+           unsigned position, unsigned count, unsigned prefetched) {
   extern __shared__ uint4 vector[];
   __nv_bfloat16* const elements = reinterpret_cast<__nv_bfloat16*>(vector);
   float* const sums = reinterpret_cast<float*>(vector + max(width, hidden) / 8);
@@ -233,6 +251,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const unsigned heads = width / HEAD, kv_heads = kv / HEAD, groups = heads / kv_heads;
   unsigned token = unsigned(*first_token);
   Ahead ahead;
+  ahead.prefetched = prefetched;
   ahead.begin(Product(weights[1], width + 2 * kv, width));
   for (unsigned step = 0; step < count; ++step, ++position) {
     const __nv_bfloat16* embedded = embedding + size_t(token) * width;

@@ -1,13 +1,14 @@
 """A decode loop from end to end: fuse the small kernels, then launch all of them at once.
 
-Problem    Generate `steps` greedy tokens for one sequence after a prompt of 8 tokens, with a bf16
-           decoder (`suites/decoder.py`). Each token is the input of the next step. The check
-           compares the tokens and their scores. All sides compute the prompt in the same way, one
-           operation after another. Each rung has its own test. The last test compares eager with
-           captured.
+Problem    Generate `steps` greedy tokens for one sequence with a bf16 decoder
+           (`suites/decoder.py`). The KV cache already holds 8 tokens, and each new token is the
+           input of the next step. The check compares the tokens, their scores, and the keys and
+           values that the steps add to the cache. Each rung has its own test. The last test
+           compares eager with captured and with prefetched.
 Baseline   eager: one operation after another. Positions and tokens stay on the GPU.
            compiled: the baseline of captured.
            captured: the baseline of persistent.
+           persistent: the baseline of prefetched.
 Optimized  compiled: changes eager. `torch.compile` compiles a step. Norms, rotation and SwiGLU
            become one kernel each. Products and attention are the same library kernels as before.
            captured: changes compiled. A step is a CUDA graph.
@@ -18,34 +19,33 @@ Optimized  compiled: changes eager. `torch.compile` compiles a step. Norms, rota
            left in a step: products, attention and the search for the best token are written by
            hand, and numbers that captured rounds to bf16 between kernels stay in fp32. So more than
            the starts of kernels changes, and the speedup does not say what the barriers alone gain.
+           prefetched: changes persistent. Before it waits, each warp also prefetches four more
+           segments of weights, 2 KB each, into the L2. So DRAM keeps working during the barriers,
+           norms and attention.
 Bound      The host limits eager and compiled: a step computes one token, but launches more than a
            hundred small kernels. Two things limit captured: DRAM, because each step reads all
-           weights, and the starts of the kernels in the graph. DRAM limits persistent. Its cost has
-           the bytes and the instructions of the products. The cost leaves out the barriers, whose
-           wait was not measured. It also leaves out norms and attention, during which an SM reads
-           only the weights that it loads ahead.
-Seen       eager_captured and captured take much longer than predicted. The rate `graph_node` was
-           measured with a kernel that adds to one number, and the kernels of a step do more.
-           Products with one row probably do not read their weights at the full rate of DRAM,
-           either. We did not time any kernel alone. eager and compiled take about twice as long as
-           predicted, or longer. The rate `launch` was measured with an addition, and most other
-           operators probably take the host longer. On an H100, eager took longer when timed with
-           eager_captured than when timed with compiled. The host was probably slower at that time.
-           Such differences explain the wide intervals of the speedups. persistent is about a third
-           faster than captured on an H200, but takes more than three times as long as predicted. By
-           the profiler, the GPU computes for a little more than half of the time of persistent, and
-           for three fifths of the time of captured. In the rest, it probably waits for the host,
-           which launches the prompt's kernels one after another on both sides. So without the
-           prompt, the speedup would be larger. All kernels of persistent together still take about
-           twice the predicted time. The rest is probably the barriers, norms and attention, which
-           its cost leaves out. captured takes more than a third longer there than in its other
-           results on an H200, probably because of a slower host.
+           weights, and the starts of the kernels in the graph. DRAM limits persistent and
+           prefetched. Their cost has the bytes and the instructions of the products. The cost
+           leaves out the barriers, whose wait was not measured. It also leaves out norms and
+           attention, during which persistent reads only the weights that it loads ahead.
+Seen       The stored results are of an older version of this page. It computed a prompt in each
+           call, and its check did not compare the cache. In that version, eager_captured and
+           captured took much longer than predicted. The rate `graph_node` was measured with a
+           kernel that adds to one number, and the kernels of a step do more. Products with one row
+           probably do not read their weights at the full rate of DRAM, either. We did not time any
+           kernel alone. eager and compiled took about twice as long as predicted, or longer. The
+           rate `launch` was measured with an addition, and most other operators probably take the
+           host longer. On an H100, eager took longer when timed with eager_captured than when timed
+           with compiled. The host was probably slower at that time. Such differences explain the
+           wide intervals of the speedups. persistent was about a third faster than captured on an
+           H200, although the eager prompt, which both sides computed, took much of the call.
 Use when   A model generates for few users at a time. Capture first, because a graph removes all
            launches and needs no compiler. Compile as well if the starts of small kernels still take
            a noticeable part of a captured step. With large batches or large models, kernels take
            longer, and compiling and capturing gain less. A persistent kernel is written for one
            model and one batch size, so first measure how much time a captured step loses between
-           its kernels. Ours suits a small vocabulary: each warp searches all logits itself.
+           its kernels. Ours suits a small vocabulary: each warp searches all logits itself. It also
+           suits a short context: one block computes the attention of a head.
 """
 
 import dataclasses
@@ -55,12 +55,15 @@ import pytest
 import torch
 
 from pytest_aisp import Cost, Variant, Work, capture, compare, cuda_module
-from suites.decoder import Cache, Decoder, cached_numbers, matrix_weights
-from suites.serving import HEAD, config_of, continued, forward_cost, kernels_of, planted
+from suites.decoder import Cache, Decoder, cached_numbers, exact_norm, matrix_weights, turned
+from suites.serving import HEAD, VOCABULARY, config_of, forward_cost, planted
 
 kernels = cuda_module("decode_ladder.cu")
 WARPS, SEGMENT = 16, 1024  # as in decode_ladder.cu
-PROMPT = 8
+CONTEXT = 8
+"""The number of tokens that the cache holds before the first step."""
+PREFETCHED = 4
+"""The number of segments that each warp of `prefetched` prefetches."""
 COMPILED_KERNELS = 13
 """The number of kernels of a layer when pointwise chains are fused: 4 products, attention, the
 fused chains between them, and two writes to the cache."""
@@ -70,7 +73,7 @@ sm90 machine code. Each takes the slot of an fp32 multiply-add, so it counts as 
 
 
 def room_of(steps):
-    return -(-(PROMPT + steps) // 8) * 8  # fused kernels need masks of 8 x n keys
+    return -(-(CONTEXT + steps) // 8) * 8  # fused kernels need masks of 8 x n keys
 
 
 def state(device, layers, width, steps):
@@ -78,12 +81,44 @@ def state(device, layers, width, steps):
 
 
 def inputs(device, layers, width, steps):
-    return torch.randint(256, (1, PROMPT), device=device), steps
+    """Return the last token, the cached keys and values of the tokens before it, and `steps`."""
+    config = config_of(layers, width, room_of(steps))
+    shape = layers, 1, config.kv_heads, CONTEXT, HEAD
+    keys, values = torch.randn(2, *shape, device=device).bfloat16()
+    return torch.randint(VOCABULARY, (1,), device=device), keys, values, steps
 
 
-def reference(model, prompts, steps):
-    tokens, scores = continued(model, prompts, steps)
-    return tokens[0], scores[0]
+def reference(model, token, keys, values, steps):
+    """Return the tokens, their scores, and the new keys and values, in float64."""
+    tokens = [token]
+    for _ in range(steps):
+        tokens.append(model.table[tokens[-1]])
+    chosen = torch.cat(tokens[1:])
+    groups = model.config.heads // model.config.kv_heads
+    x = model.embedding.double()[torch.cat(tokens[:-1])]
+    at = slice(CONTEXT, CONTEXT + steps)
+    turns = torch.complex(model.cos[at].double(), model.sin[at].double())
+    future = torch.ones(steps, CONTEXT + steps, dtype=torch.bool, device=x.device)
+    future = future.triu(CONTEXT + 1)
+    added = []
+    for block, old_keys, old_values in zip(model.blocks, keys, values, strict=True):
+        y = exact_norm(x, block.attention_norm.double()) @ block.qkv.double().t()
+        q, k, v = (t.unflatten(-1, (-1, HEAD)).transpose(0, 1) for t in y.split(block.sizes, -1))
+        k = turned(k, turns)
+        added.append((k, v))
+        k, v = torch.cat([old_keys[0].double(), k], 1), torch.cat([old_values[0].double(), v], 1)
+        k, v = (t.repeat_interleave(groups, 0) for t in (k, v))
+        scores = turned(q, turns) @ k.transpose(1, 2) / HEAD**0.5
+        y = scores.masked_fill(future, -torch.inf).softmax(-1) @ v
+        x = x + y.transpose(0, 1).flatten(1) @ block.out.double().t()
+        y = exact_norm(x, block.mlp_norm.double()) @ block.gate_up.double().t()
+        gate, up = y.chunk(2, -1)
+        x = x + (torch.nn.functional.silu(gate) * up) @ block.down.double().t()
+    logits = exact_norm(x, model.norm.double()) @ model.lm_head.double().t()
+    if not torch.equal(logits.argmax(-1), chosen):
+        raise ValueError("a planted successor is not the best token")
+    new_keys, new_values = (torch.stack(each)[:, None] for each in zip(*added, strict=True))
+    return chosen, logits.gather(1, chosen[:, None])[:, 0], new_keys, new_values
 
 
 class Loop:
@@ -108,14 +143,23 @@ class Loop:
         self.position.add_(1).clamp_(max=self.model.config.length - 1)
         self.place.add_(1).clamp_(max=len(self.tokens) - 1)
 
-    def run(self, prompts, advance):
+    def begin(self, token, keys, values):
+        self.cache.keys[..., :CONTEXT, :].copy_(keys)
+        self.cache.values[..., :CONTEXT, :].copy_(values)
+        self.token.copy_(token)
+        self.position.fill_(CONTEXT)
         self.place.zero_()
-        self.keep(self.model.prefill(prompts, self.cache))
-        self.position.fill_(PROMPT)
-        self.place.fill_(1)
-        for _ in range(len(self.tokens) - 1):
+
+    def results(self):
+        at = slice(CONTEXT, CONTEXT + len(self.tokens))
+        keys, values = (t[..., at, :].clone() for t in (self.cache.keys, self.cache.values))
+        return self.tokens.clone(), self.scores.clone(), keys, values
+
+    def run(self, context, advance):
+        self.begin(*context)
+        for _ in range(len(self.tokens)):
             advance()
-        return self.tokens.clone(), self.scores.clone()
+        return self.results()
 
 
 def eager_step(model, token, position, cache):
@@ -127,28 +171,28 @@ def compiled_step():
     return torch.compile(eager_step, dynamic=False)
 
 
-def eager(model, prompts, steps):
+def eager(model, token, keys, values, steps):
     loop = Loop(model, steps, eager_step)
-    yield lambda: loop.run(prompts, loop.advance)
+    yield lambda: loop.run((token, keys, values), loop.advance)
 
 
-def compiled(model, prompts, steps):
+def compiled(model, token, keys, values, steps):
     loop = Loop(model, steps, compiled_step())
     loop.advance()
-    yield lambda: loop.run(prompts, loop.advance)
+    yield lambda: loop.run((token, keys, values), loop.advance)
 
 
-def captured(model, prompts, steps):
+def captured(model, token, keys, values, steps):
     loop = Loop(model, steps, compiled_step())
     loop.advance()
     replay = capture(loop.advance)
-    yield lambda: loop.run(prompts, replay)
+    yield lambda: loop.run((token, keys, values), replay)
 
 
-def eager_captured(model, prompts, steps):
+def eager_captured(model, token, keys, values, steps):
     loop = Loop(model, steps, eager_step)
     replay = capture(loop.advance)
-    yield lambda: loop.run(prompts, replay)
+    yield lambda: loop.run((token, keys, values), replay)
 
 
 def addresses(model):
@@ -174,8 +218,11 @@ def addresses(model):
     return torch.tensor(pointers, device=model.embedding.device)
 
 
-def whole_loop(loop):
-    """Return a function that decodes all tokens after the first, in one kernel.
+def whole_loop(loop, prefetched):
+    """Return a function that decodes all tokens in one kernel.
+
+    Args:
+        prefetched: the number of segments that each warp prefetches into the L2.
 
     Raises:
         ValueError: if the kernel does not support the model.
@@ -207,28 +254,36 @@ def whole_loop(loop):
         launch(
             *(weights, model.embedding, model.norm, model.lm_head, model.cos, model.sin),
             *(cache.keys, cache.values, x, qkv, mixed, activated, logits),
-            *(loop.token, loop.tokens[1:], loop.scores[1:]),
-            *(*sizes, PROMPT, len(loop.tokens) - 1),
+            *(loop.token, loop.tokens, loop.scores),
+            *(*sizes, CONTEXT, len(loop.tokens), prefetched),
         )
 
     return decode
 
 
-def persistent(model, prompts, steps):
+def in_one_kernel(model, context, steps, ahead):
+    """Return a function that generates all tokens in one kernel."""
     loop = Loop(model, steps, eager_step)
-    decode = whole_loop(loop)
+    decode = whole_loop(loop, ahead)
 
     def run():
-        loop.place.zero_()
-        loop.keep(model.prefill(prompts, loop.cache))
+        loop.begin(*context)
         decode()
-        return loop.tokens.clone(), loop.scores.clone()
+        return loop.results()
 
-    yield run
+    return run
+
+
+def persistent(model, token, keys, values, steps):
+    yield in_one_kernel(model, (token, keys, values), steps, 0)
+
+
+def prefetched(model, token, keys, values, steps):
+    yield in_one_kernel(model, (token, keys, values), steps, PREFETCHED)
 
 
 def looped(kernels_per_layer, *, graph):
-    """Return a function from the page's sizes to the cost of the prompt and all steps."""
+    """Return a function from the page's sizes to the cost of all steps."""
 
     def cost(layers, width, steps):
         config = config_of(layers, width, room_of(steps))
@@ -236,8 +291,7 @@ def looped(kernels_per_layer, *, graph):
         kernels = kernels_per_layer * layers + ends
         starts = {"launches": 1, "graph_nodes": kernels} if graph else {"launches": kernels}
         step = forward_cost(config, 1, room_of(steps), room_of(steps), **starts)
-        prompt = forward_cost(config, PROMPT, PROMPT, PROMPT**2, launches=kernels_of(config) + 10)
-        return prompt + (steps - 1) * step
+        return Cost(launches=9) + steps * step  # copies to and from the cache, and counters
 
     return cost
 
@@ -247,23 +301,22 @@ compiled_cost, captured_cost = (looped(COMPILED_KERNELS, graph=graph) for graph 
 
 
 def persistent_cost(layers, width, steps):
-    """Return the cost of the prompt and all steps in one kernel, without its barriers."""
+    """Return the cost of all steps in one kernel, without its barriers."""
     config = config_of(layers, width, room_of(steps))
     entry = 2 * cached_numbers(config)
     products = Cost(
         read=2 * matrix_weights(config),
         ops={"fp32": 2 * INSTRUCTIONS * matrix_weights(config)},
     )
-    attention = Cost(read=entry * (PROMPT + steps // 2), write=entry)
-    prompt = forward_cost(config, PROMPT, PROMPT, PROMPT**2, launches=kernels_of(config) + 10)
-    return prompt + Cost(launches=1) + (steps - 1) * (products + attention)
+    attention = Cost(read=entry * (CONTEXT + steps // 2), write=entry)
+    return Cost(launches=10) + steps * (products + attention)
 
 
 def work(layers, width, steps):
     config = config_of(layers, width, room_of(steps))
     return Work(
         read=2 * steps * matrix_weights(config),  # each token depends on the previous token
-        flops={"bf16": 2 * (PROMPT + steps - 1) * matrix_weights(config)},
+        flops={"bf16": 2 * steps * matrix_weights(config)},
         roundings=20 * layers,
     )
 
@@ -307,7 +360,7 @@ def test_decode_ladder_captured(pair):
     baseline=captured,
     optimized=[persistent],
     # Several layers and key heads, rows of several segments, and several keys per warp.
-    check_sizes=[{"layers": 2, "width": 512, "steps": 12}],
+    check_sizes=[{"layers": 2, "width": 512, "steps": 9}],
     costs={captured: captured_cost, persistent: persistent_cost},
 )
 def test_decode_ladder_persistent(pair):
@@ -316,9 +369,20 @@ def test_decode_ladder_persistent(pair):
 
 
 @rung(
+    baseline=persistent,
+    optimized=[prefetched],
+    costs=dict.fromkeys([persistent, prefetched], persistent_cost),
+    bound="dram",
+)
+def test_decode_ladder_prefetched(pair):
+    pair.assert_equivalent()
+    pair.assert_speedup()
+
+
+@rung(
     baseline=eager,
-    optimized=[captured],
-    costs={eager: eager_cost, captured: captured_cost},
+    optimized=[captured, prefetched],
+    costs={eager: eager_cost, captured: captured_cost, prefetched: persistent_cost},
 )
 def test_decode_ladder(pair):
     pair.assert_equivalent()
