@@ -9,9 +9,9 @@ Baseline   far: the host memory is on a different NUMA node from the GPU, usuall
            that runs the pinning thread determines the node.
 Optimized  near: changes far. The host memory is on the GPU's node.
            unbound: changes far. torch allocates the pinned memory, and Linux chooses the node.
-Bound      For near, PCIe. In far, each byte also crosses the link between the sockets. If this link
-           is faster than PCIe and idle, near gains nothing. So the page claims no speedup, only
-           that the near node is not slower. The costs count only PCIe, so they predict no gain.
+Bound      For `near`, PCIe. In `far`, each byte also crosses the link between the sockets. If this
+           link is faster than PCIe and idle, `near` gains nothing. So the page claims no speedup,
+           only that `near` is not slower. The costs count only PCIe, so they predict no gain.
 Use when   A machine has several NUMA nodes and moves much data between host and GPUs. Start the
            process of each GPU with `numactl --cpunodebind=N --membind=N`. `nvidia-smi topo -m`
            shows the node number N of each GPU. On this page, only one GPU copies. Expect a larger

@@ -51,8 +51,8 @@ Bound      test_cross_entropy: DRAM, or the rate at which the SMs issue instruct
            shared memory instead of the L2. The costs do not include the time that blocks wait for
            each other. rms_norm_test.py explains these waits.
            test_linear_cross_entropy: the tensor cores. All sides compute the same three products.
-           In whole, the passes over the fp32 logits add three quarters of the products' time. The
-           goal of this test is memory: whole keeps fp32 copies of the logits and their gradients.
+           In `whole`, the passes over the fp32 logits add three quarters of the products' time. The
+           goal of this test is memory: `whole` keeps fp32 copies of the logits and their gradients.
            The page claims that chunks save memory, not time. The products of a chunk are smaller,
            so they fill the GPU less evenly. Each chunk also reads and writes the gradient of the
            weight.

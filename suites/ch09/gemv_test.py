@@ -19,19 +19,20 @@ Bound      DRAM, because w has to be read once. In test_gemv, scalar has too few
            threads, an SM has 4 KiB in flight, but needs about 13 KiB to use all of the DRAM
            bandwidth. vectorized loads eight times as many bytes at a time.
            In test_small_batch, one_by_one reads w again for each token, because w is larger than
-           the L2. For each weight, together needs m multiply-adds and the conversions to fp32. With
-           about 6 tokens or more, these instructions take longer than loading w. With 16 tokens, x
-           is 512 KiB. An L1 cannot hold that much, so each block reads x from the L2 again. If the
-           warps of a block share these reads, the reads take less time than the instructions.
-           gemm_library uses tensor cores, which are idle most of the time at all these sizes.
-Seen       From 4 tokens on, together takes longer than its cost, and gemm_library is faster. The
-           times of together are about what a kernel would take if each warp read all tokens from
+           the L2. For each weight, `together` needs m multiply-adds and the conversions to fp32.
+           With about 6 tokens or more, these instructions take longer than loading w. With 16
+           tokens, x is 512 KiB. An L1 cannot hold that much, so each block reads x from the L2
+           again. If the warps of a block share these reads, the reads take less time than the
+           instructions. gemm_library uses tensor cores, which are idle most of the time at all
+           these sizes.
+Seen       From 4 tokens on, `together` takes longer than its cost, and gemm_library is faster. The
+           times of `together` are about what a kernel would take if each warp read all tokens from
            the L2 again. So the warps of a block probably share few of their reads. We have not
            confirmed this with hardware counters. gemm_library takes the same time for 2 tokens and
            for 16 tokens.
 Use when   You write a kernel for weights that no library supports, such as quantized weights. Let
            each lane load 16 bytes of weights at a time, and keep one sum for each token. For bf16
-           weights, call the library, which is faster than together with 4 tokens or more. Process
+           weights, call the library, which is faster than `together` from 4 tokens on. Process
            tokens in batches: as long as loading w is the limit, an additional token takes almost no
            time. `../ch12/decode_loop_test.py` captures a decode loop in a CUDA graph.
 """

@@ -2,7 +2,7 @@
 
 Problem    Multiply (m, k) by (k, n) in fp16 with fp32 sums.
 Baseline   one: a program loads a tile of a and a tile of b, waits for them, and multiplies them.
-           Only then does it load the next tiles. This is `num_stages=1`. Triton's default is 3.
+           After that, it loads the next tiles. This is `num_stages=1`. Triton's default is 3.
 Optimized  two: changes one. `cp.async` loads the next tiles during a product. In this and the next
            two variants, only `num_stages` changes. With two or more stages, Triton also lets a
            product run until the next product has been issued.
@@ -10,13 +10,12 @@ Optimized  two: changes one. `cp.async` loads the next tiles during a product. I
            four: changes three. The loads of three steps are in flight. Shared memory then holds
            only one block per SM instead of two.
            library: `torch.matmul`.
-Bound      The L2, from which each tile of 128 x 128 results reads its operands. The cost of one
-           adds the time of the tensor cores to the time of the L2, because loads and products do
-           not overlap. Two blocks share an SM, but the measured time shows little overlap between
-           them.
-Seen       two takes longer than predicted. Before each product, two waits for all of its copies
-           (`cp.async.wait_group 0` in Triton 3.9's PTX). three takes the predicted time. The only
-           difference is that three leaves the copies of one step in flight when it waits. So the
+Bound      The L2: each tile of 128 x 128 results reads its operands from it. The cost of `one` adds
+           the time of the tensor cores to the time of the L2, because loads and products do not
+           overlap. Two blocks share an SM, but the measured time shows little overlap between them.
+Seen       `two` takes longer than predicted. Before each product, `two` waits for all of its copies
+           (`cp.async.wait_group 0` in Triton 3.9's PTX). `three` takes the predicted time. The only
+           difference is that `three` leaves the copies of one step in flight when it waits. So the
            loads of one step do not hide the latency of the L2, and the loads of two steps do.
 Use when   Use three stages, and also measure two and four. Each stage needs shared memory, so fewer
            blocks may fit on an SM.

@@ -9,7 +9,7 @@ Optimized  shared: all graphs are captured into one pool, the largest first. The
            graph reuse the memory of the temporaries of earlier graphs. The outputs are still
            referenced, so no graph overwrites them.
 Bound      Memory, not time: both sides replay the same kernels. At its peak, a layer holds its
-           input, its output, and 3 tensors of the hidden width. apart needs this memory for every
+           input, its output, and 3 tensors of the hidden width. `apart` needs this memory for every
            batch size. The sum of the batch sizes is 4.5 times the largest batch size. shared needs
            this memory only for the largest batch size. Both sides also need memory for the outputs
            of all batch sizes.

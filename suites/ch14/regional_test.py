@@ -6,11 +6,11 @@ Baseline   whole: `torch.compile` of the model. Dynamo unrolls the loop over the
            blocks are in one graph.
 Optimized  regional: changes whole. `torch.compile` compiles one block. All blocks have the same
            code and shapes, so all use the code that is compiled for the first block.
-           eager: like whole, but not compiled.
+           eager: like `whole`, but not compiled.
 Bound      The compiler, on the host. We did not measure how long compilation takes, so the costs
-           count only the kernels. Both compiled sides take far longer than predicted. whole traces
-           all blocks and generates code for them. regional does so for one block only. On both
-           sides, identical kernels are compiled only once. Both times include importing the
+           count only the kernels. Both compiled sides take far longer than predicted. `whole`
+           traces all blocks and generates code for them. regional does so for one block only. On
+           both sides, identical kernels are compiled only once. Both times include importing the
            compiler, and both sides start with empty Inductor and Triton caches.
 Use when   A model repeats a block and start-up time matters, as in a server that scales out, a
            debugging session or a test. `train_step_test.py` in chapter 13 shows the cost in later
