@@ -1,7 +1,7 @@
 """A decode loop from end to end: fuse the small kernels, then launch all of them at once.
 
 Problem    Generate `steps` greedy tokens for one sequence with a bf16 decoder
-           (`suites/decoder.py`). The KV cache already holds 8 tokens, and each new token is the
+           (`suites/decoder.py`). The KV cache already holds 16 tokens, and each new token is the
            input of the next step. The check compares the tokens, their scores, and the keys and
            values that the steps add to the cache. Each rung has its own test. The last test
            compares eager with captured and with prefetched.
@@ -60,7 +60,7 @@ from suites.serving import HEAD, VOCABULARY, config_of, forward_cost, planted
 
 kernels = cuda_module("decode_ladder.cu")
 WARPS, SEGMENT = 16, 1024  # as in decode_ladder.cu
-CONTEXT = 8
+CONTEXT = 16
 """The number of tokens that the cache holds before the first step."""
 PREFETCHED = 4
 """The number of segments that each warp of `prefetched` prefetches."""
@@ -360,7 +360,7 @@ def test_decode_ladder_captured(pair):
     baseline=captured,
     optimized=[persistent],
     # Several layers and key heads, rows of several segments, and several keys per warp.
-    check_sizes=[{"layers": 2, "width": 512, "steps": 9}],
+    check_sizes=[{"layers": 2, "width": 512, "steps": 3}],
     costs={captured: captured_cost, persistent: persistent_cost},
 )
 def test_decode_ladder_persistent(pair):
