@@ -173,7 +173,7 @@ def launch_config_of(name: str, index: object) -> LaunchConfig:
 
 
 def cluster_of(name: str, grid: tuple[int, ...], cluster: Dims | None) -> tuple[int, ...]:
-    """Return `cluster` with as many dimensions as `grid`, or an empty tuple for None."""
+    """Return `cluster` with as many dimensions as `grid`. None becomes an empty tuple."""
     if cluster is None:
         return ()
     dims = cluster if isinstance(cluster, tuple) else (cluster,)

@@ -252,7 +252,7 @@ class CaseRun:
         raise Failed("\n".join(lines), verdict=None)
 
     def reasons(self) -> list[str]:
-        """Return the reasons of all findings."""
+        """Return the reasons that the findings give."""
         return [reason for finding in self.findings for reason in finding.reasons]
 
     def _require_check(self, method: str, done: str) -> None:

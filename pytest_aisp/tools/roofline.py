@@ -145,7 +145,7 @@ TIMEOUT = 120.0
 
 
 def measure_peaks(machine: Machine, tell: Callable[[str], None]) -> Peaks:
-    """Return the peaks of the first GPU, or of the CPU without a GPU. Another process measures."""
+    """Return the peaks of the first GPU, or else of the CPU. Another process measures."""
     device = "cuda" if machine.gpus else "cpu"
     measured = _ask(machine, PeaksTask(device=device), "peaks", tell).read(PeaksResult)
     return Peaks(machine.product, measured.rates, measured.facts)

@@ -99,7 +99,8 @@ def fresh_process(
 
     Args:
         environment: variables to set. The value None removes a variable.
-        warmup: calls before the clock starts. With 0, the first call of the process is timed.
+        warmup: calls before the clock starts. If `warmup` is 0, the first call of the process is
+            timed.
     """
 
     def wrap(function: Side) -> ProcessSide:

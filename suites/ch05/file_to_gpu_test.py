@@ -16,10 +16,10 @@ Optimized  mapped: changes pageable. The file is mapped before the timed part. E
            two_buffers: changes per_block. Pinned memory has room for only two blocks. Before the
            host reads into a buffer again, it waits for the last copy from that buffer.
 Bound      The host's copy out of the page cache. In per_block and two_buffers, the transfer over
-           PCIe overlaps with this copy. In pageable and kept, the driver copies all bytes on the
-           CPU a second time. In mapped, the driver's copy is the only copy on the CPU. The costs
-           count only PCIe, because no rate of copies on the CPU was measured. So all sides take
-           longer than predicted.
+           PCIe overlaps with this copy. In `pageable` and `kept`, the driver copies all bytes on
+           the CPU a second time. In mapped, the driver's copy is the only copy on the CPU. The
+           costs count only PCIe, because no rate of copies on the CPU was measured. So all sides
+           take longer than predicted.
 Seen       On an H200 machine, kept takes less than half of pageable's time. So pageable spends more
            than half of its time on new pages. pinned takes about a third less time than kept.
            per_block gains nothing over pinned, because the predicted transfer that it hides is less

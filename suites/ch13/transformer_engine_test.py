@@ -21,8 +21,8 @@ Optimized  All variants are layers of Transformer Engine. If Transformer Engine 
 Bound      Tensor cores: three matrix products. Hopper multiplies FP8 only if the summed dimension
            is contiguous in both operands. So each tensor is quantized into two copies, one of them
            transposed. The copies add DRAM traffic. On Hopper, exact accumulation adds partial sums
-           on the CUDA cores every 128 terms. delayed and current accumulate in this way in the
-           backward pass, and blocks in all three products.
+           on the CUDA cores every 128 terms. `delayed` and `current` accumulate in this way in the
+           backward pass, and `blocks` does so in all three products.
 Use when   Layers are large enough for products to take most of the time. Start with current, which
            needs no history and takes little more time than delayed. Use blocks when one outlier
            would ruin the scale of a whole tensor. In small layers, quantization and Python overhead

@@ -37,7 +37,7 @@ Seen       On an H100, pingpong and overlapped gain at most a little over specia
            mask, all sides also lose time, most of it with short sequences. The reason is probably
            that blocks have different numbers of tiles, so SMs are idle while the last blocks run.
 Use when   Call `scaled_dot_product_attention`, which chooses cuDNN on Hopper. Write your own kernel
-           only for attention that no library has, and stop at specialized, the last change that
+           only for attention that no library has, and stop at `specialized`, the last change that
            gains.
 """
 
