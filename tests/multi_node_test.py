@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,8 @@ import pytest
 from ranks_test import ENVIRONMENT, LAST, SHORT, quiet, task, write
 from worker_processes import alive_workers, wait_for
 
+from pytest_aisp.distributed import multi_node
+from pytest_aisp.distributed.launcher import LOST_HINT, merged
 from pytest_aisp.distributed.multi_node import (
     Machines,
     RankServer,
@@ -27,7 +30,7 @@ from pytest_aisp.distributed.multi_node import (
     Unreachable,
     gloo_interface,
 )
-from pytest_aisp.results.messages import PageSource, TimeTask
+from pytest_aisp.results.messages import PageSource, Reply, TimeTask, timeout_reply
 from pytest_aisp.session.placement import Kernels, placement_of
 from pytest_aisp.session.run_context import RunContext
 from pytest_aisp.util.device import Machine
@@ -83,8 +86,8 @@ def spanning():
     """Start spanning ranks, and end them after the test."""
     started = []
 
-    def start(machines):
-        started.append(SpanningRanks(machines, ENVIRONMENT))
+    def start(machines, **variables):
+        started.append(SpanningRanks(machines, {**ENVIRONMENT, **variables}))
         return started[-1]
 
     yield start
@@ -150,12 +153,19 @@ def test_a_fault_on_one_machine_names_the_rank_and_ends_all(two, spanning, name)
 
 def test_two_ranks_on_each_machine_are_four(two, spanning, monkeypatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    page = write(two.here, "four", f"{KEEPS_FILE}; assert os.environ['GLOO_SOCKET_IFNAME']", 4)
+    gpus = (
+        "open(os.path.dirname(__file__) + '/gpus', 'w').write(os.environ['CUDA_VISIBLE_DEVICES'])"
+    )
+    gloo = "assert os.environ['GLOO_SOCKET_IFNAME']"
+    page = write(two.here, "four", f"{KEEPS_FILE}; {gloo}; {gpus}", 4)
     page.write_text(page.read_text() + "\n\nassert dist.get_world_size() == 4\n")
     bad = write(two.here, "bad", "if dist.get_rank() == 3: return summed(x) + 1", 4)
-    ranks = spanning(changed(two.start().machines, share=2))
+    machines = two.start(CUDA_VISIBLE_DEVICES="GPU-c,GPU-d").machines
+    ranks = spanning(changed(machines, share=2), CUDA_VISIBLE_DEVICES="GPU-a,GPU-b")
     assert ranks.ask(task(page, gpus=4), 120, quiet).message == ""
     assert sorted(file.name for file in two.there.glob("ch99/ran-*")) == ["ran-2", "ran-3"]
+    assert (two.here / "ch99/gpus").read_text() == "GPU-a,GPU-b"
+    assert (two.there / "ch99/gpus").read_text() == "GPU-c,GPU-d"
     reply = ranks.ask(task(bad, gpus=4), 120, quiet)
     assert reply.message.startswith("rank 3: other is wrong at n=33"), reply.message
     assert reply.error == "wrong"
@@ -214,6 +224,40 @@ def test_no_other_process_gets_the_port_before_the_launcher_listens(two, spannin
     host, _, port = ranks.nodes.endpoint.partition(":")
     with socket.socket() as other, pytest.raises(OSError, match="in use"):
         other.bind((host, int(port)))
+
+
+LOST = Reply(error="died", message=f"rank 0 lost its connection\n{LOST_HINT}")
+DONE = Reply(result={"errors": {"other": 0.1}})
+
+
+@pytest.mark.parametrize(
+    ("mine", "waits", "says"),
+    [
+        (DONE, True, "n3 sent no reply"),
+        (LOST, True, "rank 0 lost its connection"),
+        (timeout_reply(5, "check other", ""), True, "no answer within 5 s"),
+        (Reply(error="wrong", message="rank 0: other is wrong"), False, "rank 0: other is wrong"),
+    ],
+    ids=["done", "lost", "timeout", "wrong"],
+)
+def test_a_fleet_has_the_time_to_notice_that_a_silent_machine_died(monkeypatch, mine, waits, says):
+    """A short `aisp_timeout` must not make the death of a node a failure of the case."""
+    monkeypatch.setattr(multi_node, "SILENT_SECONDS", 1.0)
+    monkeypatch.setattr(multi_node, "GRACE_SECONDS", 0.1)
+    ranks = object.__new__(SpanningRanks)
+    servers = [RankServer(name, HOST, 1) for name in ("n2", "n3")]
+    ranks._machines = Machines("n1", HOST, 1, servers, b"", "/tree", lost)
+    ranks._connections, ranks._replies, ranks._failed = {1: None, 2: None}, {1: DONE}, float("inf")
+    monkeypatch.setattr(ranks, "_hear", time.sleep)
+    begun = time.monotonic()
+    ranks._wait(mine, 0.2)
+    assert (time.monotonic() - begun >= 1.0) == waits
+    assert says in ranks._combined(mine, 5).message
+
+
+def test_the_largest_error_of_all_machines_counts():
+    worse = Reply(result={"errors": {"other": 0.2}})
+    assert merged([DONE, worse]).result == worse.result
 
 
 def changed(machines, **fields):

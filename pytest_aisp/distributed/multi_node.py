@@ -30,6 +30,8 @@ from .launcher import GRACE_SECONDS, LOST_HINT, Nodes, RankSet, merged
 
 REACH_SECONDS = 10.0
 """The longest time in seconds that a connection between two machines may take."""
+SILENT_SECONDS = 40.0
+"""Seconds after which a fleet has noticed that a machine is silent, and has ended this process."""
 LOST = "its rank server has ended"
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 SIOCGIFADDR = 0x8915
@@ -243,10 +245,11 @@ class SpanningRanks(RankSet):
     def _wait(self, mine: Reply, seconds: float) -> None:
         """Wait for the replies of the other machines.
 
-        If a rank here has lost its connection, the other machine may have died. The fleet then
-        detects the loss and ends this process.
+        A machine that does not reply in time, or to which a rank here has lost its connection, may
+        have died. The fleet then detects the loss and ends this process.
         """
-        patience = GRACE_SECONDS if mine.error is not None and not _is_lost(mine) else seconds
+        has_cause = mine.error not in (None, "timeout") and not _is_lost(mine)
+        patience = GRACE_SECONDS if has_cause else max(seconds, SILENT_SECONDS)
         deadline = time.monotonic() + patience
         while len(self._replies) < len(self._connections) and time.monotonic() < deadline:
             self._hear(0.1)
