@@ -13,6 +13,7 @@ from fleet_scheduler_test import Cluster, works
 from ranks_test import LAST, write
 from worker_processes import wait_for
 
+from pytest_aisp.fleet.scheduler import Scheduler
 from pytest_aisp.fleet.scheduler_types import Node, Work
 from pytest_aisp.results.models import base_of, joined
 
@@ -127,8 +128,56 @@ def test_nodes_that_cannot_reach_each_other_share_no_case_but_run_others():
     done = fleet.run()
     assert sorted(done.done) == sorted(work.key for work in [*works(4), *wide(2)])
     assert {where for key, where, _ in done.log if key.startswith("wide")} == {"n2+n3"}
-    assert done.notes == ["n0 and n1 share no case with other nodes: n0 cannot reach n1"]
+    assert done.notes == [
+        "once more: n0 cannot reach n1",
+        "n0 and n1 share no case with other nodes: n0 cannot reach n1",
+    ]
     assert {"n0", "n1"} & {where for _, where, _ in done.log}
+
+
+def test_a_node_that_dies_before_the_connection_is_tried_leaves_its_partner_able_to_share():
+    fleet = Cluster(wide(1), [node(f"n{i}") for i in range(3)], span=True)
+    ready = fleet._ready
+
+    def begin(seat):
+        live = fleet.plan.seats.get(seat)
+        if live is not None and live.nodes[1].name == "n1":
+            fleet.plan.unreachable(seat, "n0 cannot reach n1 at 10.0.0.1: refused")
+            fleet.at(fleet.now + 2, fleet.lose, "n1")
+        else:
+            ready(seat)
+
+    fleet._ready = begin
+    assert [where for _, where, _ in fleet.run().log] == ["n0+n2"]
+
+
+def test_shares_are_equal_or_the_case_is_only_checked():
+    nodes = [node(f"n{i}", 6) for i in range(3)]
+    assert [where for _, where, _ in Cluster(wide(1), nodes, span=True).run().log] == ["n0"]
+
+
+def test_without_the_option_no_case_spans_nodes():
+    done = Cluster(wide(1), [node("n1"), node("n2")]).run()
+    assert [where for _, where, _ in done.log] == ["n1"]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "has"),
+    [
+        ([node(f"n{i}") for i in range(4)], True),
+        ([node(f"n{i}") for i in range(3)], False),
+        ([*(node(f"n{i}") for i in range(3)), node("n3", versions="2")], False),
+        ([*(node(f"n{i}") for i in range(3)), node("n3", 4)], False),
+    ],
+    ids=["others", "too few", "other versions", "too narrow"],
+)
+def test_a_recording_runs_again_only_if_other_nodes_can_hold_the_case(nodes, has):
+    plan = Scheduler(wide(1), 1.0, span=True)
+    for each in nodes:
+        plan.node_joined(each)
+    plan.plan(0.0)
+    [seat] = plan.seats.values()
+    assert plan.has_others(seat) == has
 
 
 def closed_between(fleet, name, ready):

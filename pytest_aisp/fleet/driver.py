@@ -28,8 +28,6 @@ from .scheduler_types import Finish, Give, Kill, Note, NoVerdict, Start, Unprove
 
 TICK = 0.2
 """The longest time in seconds that the loop waits for events."""
-BOARDS = 2
-"""When results are recorded, each case runs on this many nodes of its product, if possible."""
 
 
 class FleetRun:
@@ -271,10 +269,9 @@ class FleetRun:
             self._reporter.emit(reports, process)
             self._done.add(work.key)
             self._kept.case(work.key, reports, unproved=unproved)
-            others = self._scheduler.usable(work.product)
-            enough = where is not None and len(others) >= BOARDS * len(where.nodes)
-            if where and self._settings.update and rows and enough:
-                self._scheduler.again(work, where)
+            recorded = self._settings.update and rows
+            if where is not None and recorded and self._scheduler.has_others(where):
+                self._scheduler.again(work, where)  # a record needs two boards
         process.finished += [work.key] if unproved else []
         self._scheduler.finished(seat, work, unproved=unproved)
 

@@ -86,9 +86,10 @@ class Scheduler:
         """Note that the nodes of a new seat cannot connect to each other."""
         if (seat := self.seats.pop(seat_id, None)) is not None:
             for node in seat.nodes:
-                node.alone = True
-            names = " and ".join(node.name for node in seat.nodes)
-            self._out += [Kill(seat.id), Note(f"{names} share no case with other nodes: {why}")]
+                node.unreached += 1
+            alone = [node.name for node in seat.nodes if node.alone]
+            names = f"{' and '.join(alone)} share{'s' * (len(alone) == 1)} no case with other nodes"
+            self._out += [Kill(seat.id), Note(f"{names if alone else 'once more'}: {why}")]
 
     def finished(self, seat_id: str, work: Work, *, unproved: bool) -> None:
         """Note the end of a case. If it is `unproved`, its verdict waits for the seat's canary."""
@@ -140,6 +141,11 @@ class Scheduler:
         self._queues[work.product][work.gpus].append(
             Work(work.key, work.product, work.gpus, again=True)
         )
+
+    def has_others(self, seat: Seat) -> bool:
+        """Return whether other nodes than those of `seat` can hold a seat of the same shape."""
+        team = self._team(seat.product, seat.shape)
+        return sum(node not in seat.nodes for node in team) >= len(seat.nodes)
 
     def _retry(self, work: Work, node: Node) -> None:
         where = self._where[work.key]

@@ -34,8 +34,7 @@ class Node:
 
     Attributes:
         versions: the versions of its driver and packages. Nodes share a case only if these agree.
-        alone: True if the ports between this node and another one are closed. Then the node shares
-            no case with other nodes.
+        unreached: how often this node and another one could not connect to each other.
     """
 
     id: str
@@ -45,7 +44,15 @@ class Node:
     versions: str = ""
     losses: int = 0
     why_avoided: str = ""
-    alone: bool = False
+    unreached: int = 0
+
+    @property
+    def alone(self) -> bool:
+        """Whether the node shares no case with other nodes, because ports seem to be closed.
+
+        A single failure may also mean that the other node has just died.
+        """
+        return self.unreached > 1
 
 
 @dataclass
