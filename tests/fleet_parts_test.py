@@ -99,6 +99,15 @@ def test_a_node_is_named_once_even_if_two_have_one_host():
     assert seen.refused == ["n3 is refused: it did not tell its facts within 60 s"]
 
 
+@pytest.mark.parametrize("name", [*nodes.VERSIONS, "driver"])
+def test_nodes_with_other_versions_do_not_share_a_case(name):
+    seen = fleet_setup.Nodes()
+    for number, facts in enumerate((FACTS, FACTS, {**FACTS, name: "0.1"})):
+        seen.judge(("node", RayNode(f"id{number}", f"n{number}", 1, {}), facts, 1000.0))
+    first, same, other = (node.versions for node in seen.accepted)
+    assert first == same != other
+
+
 def test_versions_that_differ_are_a_line_of_the_node():
     here = {name: FACTS[name] for name in nodes.VERSIONS}
     assert differences(FACTS, here) == []

@@ -31,7 +31,8 @@ from pytest_aisp.distributed.multi_node import (
     gloo_interface,
 )
 from pytest_aisp.results.messages import PageSource, Reply, TimeTask, timeout_reply
-from pytest_aisp.session.placement import Kernels, placement_of
+from pytest_aisp.session.case_client import CaseClient
+from pytest_aisp.session.placement import Kernels, Placement, placement_of
 from pytest_aisp.session.run_context import RunContext
 from pytest_aisp.util.device import Machine
 from pytest_aisp.util.gpu_lease import lease
@@ -366,6 +367,14 @@ def test_a_case_is_timed_if_all_machines_together_have_enough_gpus():
     run.machines = None
     placement = placement_of(run, case, Kernels())
     assert (placement.kind, placement.need) == ("check", "needs 4 GPUs; this machine has 2")
+
+
+def test_a_result_is_stored_for_the_product_of_all_machines():
+    run = of_two_machines(("a", "b"))
+    run.settings.timeout, run.settings.baselines = 1.0, Path("baselines")
+    case, location = SimpleNamespace(gpus=4), SimpleNamespace(chapter="ch04")
+    client = CaseClient(run, case, location, Placement("time", "cuda"))
+    assert client.path == Path("baselines/nvidia-h200-2x2/ch04.json")
 
 
 def test_a_case_takes_the_leases_here_before_those_of_other_machines(monkeypatch):
