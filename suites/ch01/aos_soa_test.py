@@ -8,8 +8,8 @@ Optimized  struct_of_arrays: the values of one field are next to each other. Onl
            change.
 Bound      DRAM, which moves sectors of 32 bytes. A particle fills exactly one sector, so reading 2
            of its 8 fields moves all 8. torch loads neighboring values as vectors, and strided
-           values one by one. Vector loads add nothing to the gain, because array_of_structs already
-           reads at the DRAM rate.
+           values one by one. Vector loads add nothing to the gain, because `array_of_structs`
+           already reads at the DRAM rate.
 Use when   A kernel reads a few fields of many records. If it reads nearly all fields, there is
            little to gain. For example, new positions along all three axes need 6 of the 8 fields.
            Create the data as a struct of arrays, because a later conversion moves more bytes than

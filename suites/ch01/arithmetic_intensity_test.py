@@ -3,21 +3,22 @@
 Problem    y = relu(a * b + c) on n fp32 elements, which is 3 FLOPs per element on every side.
 Baseline   three_passes: one kernel per step. Each kernel reads from DRAM and writes to DRAM. The
            three kernels move 32 bytes per element in total. A thread computes one element.
-Optimized  unrolled: changes three_passes. A thread computes four elements, with a stride of the
+Optimized  unrolled: changes `three_passes`. A thread computes four elements, with a stride of the
            whole grid. The number of bytes stays the same.
-           vectorized: changes three_passes. A thread computes four neighboring elements, 16 bytes
+           vectorized: changes `three_passes`. A thread computes four neighboring elements, 16 bytes
            per access. The number of bytes stays the same.
-           fused: changes three_passes. One kernel keeps intermediate results in registers and moves
-           16 bytes per element.
-           fused_vectorized: changes fused. Accesses are 16 bytes long, as in vectorized.
+           fused: changes `three_passes`. One kernel keeps intermediate results in registers and
+           moves 16 bytes per element.
+           fused_vectorized: changes `fused`. Accesses are 16 bytes long, as in `vectorized`.
 Bound      DRAM on every side. On an H200, fp32 arithmetic is the limit only above about 12 FLOPs
            per byte. Every side does less than 1 FLOP per byte. The arrays between two passes do not
            fit in the L2.
-Seen       three_passes takes longer than its bytes predict. The reason is too few bytes in flight:
-           unrolled and vectorized load 16 bytes per thread and array, and both take the predicted
-           time. In fused, a thread loads one element from each of three arrays, and the time is
-           closer to the prediction than in three_passes. unrolled and vectorized also start only a
-           quarter of the blocks. We did not measure how much they gain from starting fewer blocks.
+Seen       `three_passes` takes longer than its bytes predict. The reason is too few bytes in
+           flight: `unrolled` and vectorized load 16 bytes per thread and array, and both take the
+           predicted time. In fused, a thread loads one element from each of three arrays, and the
+           time is closer to the prediction than in `three_passes`. `unrolled` and `vectorized` also
+           start only a quarter of the blocks. We did not measure how much they gain from starting
+           fewer blocks.
 Use when   Several kernels in a row pass large arrays through DRAM: fuse them first. If a kernel
            that only moves data is slower than the copy rate, give each thread more loads. A kernel
            that is limited by arithmetic gains nothing from fusing or from more loads.

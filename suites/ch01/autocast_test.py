@@ -3,18 +3,18 @@
 Problem    The forward pass of 3 linear layers (width, width) with GELU between them, on `rows`
            rows. Weights, input and output are fp32 on every side.
 Baseline   fp32: TF32 is off, as by default, so the products run on the CUDA cores.
-Optimized  tf32: changes fp32. TF32 is switched on: tensor cores round the operands to 11
+Optimized  tf32: changes `fp32`. TF32 is switched on: tensor cores round the operands to 11
            significant bits.
-           bf16: changes fp32. The forward pass runs under autocast. Operands are cast to bf16 (8
+           bf16: changes `fp32`. The forward pass runs under autocast. Operands are cast to bf16 (8
            significant bits), and the values between the layers stay bf16. The time includes the
            casts of the weights and the cast of the result back to fp32.
 Bound      Matrix products, which run on CUDA cores in fp32 and on tensor cores in the variants. The
            DRAM traffic of GELU and of the casts takes additional time.
-Seen       On an H200, fp32 takes longer than predicted. The variants do not. The rate `fp32` was
+Seen       On an H200, `fp32` takes longer than predicted. The variants do not. The rate `fp32` was
            measured with multiply-adds that load nothing. Matrix products do not reach this rate
            (`../ch11/chunk_count_test.py`).
 Use when   Training or inference spends its time in fp32 products. TF32 needs one flag and changes
-           no tensor. If 8 significant bits are enough, bf16 is faster than TF32. Weights that are
+           no tensor. If 8 significant bits are enough, `bf16` is faster than TF32. Weights that are
            stored in bf16 need no casts. TF32 and bf16 gain little when memory or the host is the
            limit.
 """

@@ -4,15 +4,15 @@ Problem    Compute `count` independent (n, n) fp32 products.
 Baseline   looped: one `torch.mm` per product, which writes into a slice of a preallocated result.
 Optimized  batched: all products in one `torch.bmm`.
 Bound      The host limits looped: `count` products take at least the time of `count` launches.
-           Arithmetic limits batched.
-Seen       looped takes longer than predicted from one launch and three views per product. There are
-           two possible causes, and either one would explain the time. If cuBLAS splits the inner
-           dimension, it launches two kernels per product. Or the GPU is the limit: a single product
-           has only 4 tiles of 128 x 128, and an SM takes longer for one tile than the host takes
-           for a launch. No profile was stored, so we do not know the cause. batched takes longer
-           than its FLOPs predict at the fp32 rate. If cuBLAS uses tiles of 128 x 128, there are 160
-           tiles on 132 SMs, so some SMs compute two tiles, which would explain the measured time.
-           We did not record which tiles cuBLAS uses.
+           Arithmetic limits `batched`.
+Seen       `looped` takes longer than predicted from one launch and three views per product. There
+           are two possible causes, and either one would explain the time. If cuBLAS splits the
+           inner dimension, it launches two kernels per product. Or the GPU is the limit: a single
+           product has only 4 tiles of 128 x 128, and an SM takes longer for one tile than the host
+           takes for a launch. No profile was stored, so we do not know the cause. `batched` takes
+           longer than its FLOPs predict at the fp32 rate. If cuBLAS uses tiles of 128 x 128, there
+           are 160 tiles on 132 SMs, so some SMs compute two tiles, which would explain the measured
+           time. We did not record which tiles cuBLAS uses.
 Use when   Many products have the same shape, and each product is too small to fill the GPU. When
            the shapes differ, see `grouped_gemm_test.py`. When each product fills the GPU, a loop is
            as fast as one launch.

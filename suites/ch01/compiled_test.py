@@ -5,7 +5,7 @@ Problem    Compute residual + scale * (silu(gate + bias) * (up + shift)) in fp32
            4096), and bias, shift and scale are (4096,).
 Baseline   chain: eager torch, six kernels. Each kernel reads its operands from DRAM and writes its
            result to DRAM. In total, the kernels read or write a (rows, 4096) matrix 14 times.
-Optimized  compiled: changes chain. With `torch.compile`, one kernel keeps intermediate results in
+Optimized  compiled: changes `chain`. With `torch.compile`, one kernel keeps intermediate results in
            registers, so a matrix is read or written only 4 times. The time does not include the
            compilation.
 Bound      DRAM on both sides.

@@ -5,12 +5,12 @@ Problem    Multiply `count` fp32 matrices (n, n), which are in pinned host memor
 Baseline   one_stream: copy a chunk, which is one matrix, multiply it, and go to the next chunk.
            The host never waits, but copies and products are in the same stream, so they never
            overlap.
-Optimized  double_buffered: changes one_stream. The copies are on a second stream, and alternate
+Optimized  double_buffered: changes `one_stream`. The copies are on a second stream, and alternate
            between two buffers. A product waits for its chunk. A copy waits until the previous
            product has read the buffer.
-Bound      one_stream takes the time of PCIe plus the time of fp32 arithmetic. double_buffered takes
-           only the longer of the two times, plus the first copy and the last product, which do not
-           overlap with anything.
+Bound      `one_stream` takes the time of PCIe plus the time of fp32 arithmetic. `double_buffered`
+           takes only the longer of the two times, plus the first copy and the last product, which
+           do not overlap with anything.
 Use when   Copies and kernels take similar times, as at this page's size, and the work comes in at
            least four chunks. If copies or kernels take nearly all of the time, there is little to
            gain. For example, on tensor cores these products would take much less time than the

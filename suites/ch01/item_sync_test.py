@@ -4,12 +4,12 @@ Problem    Evaluate a linear classifier on `steps` batches that arrive one at a 
            loss of every batch on the host, for example for a log.
 Baseline   every_step: `.item()` after each batch. The host waits until the GPU is idle, and then
            the GPU is idle until the host launches the next batch.
-Optimized  every_sixteenth: changes every_step. The host waits only after every 16 steps. The losses
-           stay on the GPU and are copied to the host 16 at a time.
-           at_the_end: changes every_sixteenth. One copy fetches all losses.
-Bound      The host on every side: the host launches three small kernels per batch. In every_step,
+Optimized  every_sixteenth: changes `every_step`. The host waits only after every 16 steps. The
+           losses stay on the GPU and are copied to the host 16 at a time.
+           at_the_end: changes `every_sixteenth`. One copy fetches all losses.
+Bound      The host on every side: the host launches three small kernels per batch. In `every_step`,
            it also waits for the GPU.
-Seen       every_step takes longer than predicted. The predicted time of a wait was measured while
+Seen       `every_step` takes longer than predicted. The predicted time of a wait was measured while
            the GPU was idle. Here, each wait includes the kernels of the batch that are still
            running. We did not measure their times. The result is the mean of two recordings. The
            host's time differed a lot between the two recordings, and we cannot explain why.

@@ -5,15 +5,16 @@ Problem    Compute the fp32 gradients of the mean loss over 256 rows of an MLP w
 Baseline   accumulated: 8 backward passes of 32 rows. Each pass divides the mean loss of its rows by
            8. `.grad` accumulates the gradients. Every pass reads all weights and writes all
            gradients. 7 of the 8 passes also add the new gradients to the old ones.
-Optimized  fused: changes accumulated. One pass processes all rows.
-Bound      fp32 arithmetic for fused. accumulated does the same FLOPs, but reads and writes the
+Optimized  fused: changes `accumulated`. One pass processes all rows.
+Bound      fp32 arithmetic for `fused`. `accumulated` does the same FLOPs, but reads and writes the
            gradients 7 more times.
-Seen       accumulated takes much longer than predicted. The prediction includes the additional
+Seen       `accumulated` takes much longer than predicted. The prediction includes the additional
            bytes, so products of 32 rows must run at less than half of the fp32 rate. A result of 32
            x 4096 has only 32 tiles of 32 x 128 for 132 SMs, so most SMs are probably idle. We did
-           not record which kernels cuBLAS uses. fused takes a third longer than predicted. The fp32
-           rate was measured with multiply-adds alone. `torch.matmul` in `../ch07/matmul_test.py`
-           does not reach this rate either, which explains about half of the gap.
+           not record which kernels cuBLAS uses. `fused` takes a third longer than predicted. The
+           fp32 rate was measured with multiply-adds alone. `torch.matmul` in
+           `../ch07/matmul_test.py` does not reach this rate either, which explains about half of
+           the gap.
 Use when   The batch fits in memory: do not split it. Use micro-batches only if the activations of
            the batch do not fit, and make each micro-batch as large as memory allows.
 """

@@ -3,20 +3,21 @@
 Problem    Take one AdamW step for `count` fp32 parameters of (n, n). The gradients arrive in one
            bucket, as in data-parallel training, and every `.grad` is a view of the bucket.
 Baseline   looped: `foreach=False`, 8 launches per parameter. On a GPU, torch's default is foreach.
-Optimized  foreach: changes looped. Each of the 8 operations applies to lists of tensors, in 10
+Optimized  foreach: changes `looped`. Each of the 8 operations applies to lists of tensors, in 10
            launches.
-           fused: changes foreach. One kernel makes the whole update, in 3 launches.
-Bound      The host on every side, because the parameters are small. Launches limit looped. Python
-           code limits foreach and fused.
-Seen       foreach and fused take longer than predicted. The cost counts calls to torch, but not the
-           Python loops of `torch.optim` over the parameters. These loops explain the difference. In
-           a test on a CPU with parameters of one element, we replaced the update's kernels (except
-           the square roots of foreach) with functions that do nothing. There, fused took as long as
-           140 to 220 calls of `Tensor.view`, and foreach took as long as 500 calls. At the rate of
-           `host_step`, these calls plus the launches take about the measured times.
+           fused: changes `foreach`. One kernel makes the whole update, in 3 launches.
+Bound      The host on every side, because the parameters are small. Launches limit `looped`. Python
+           code limits foreach and `fused`.
+Seen       `foreach` and `fused` take longer than predicted. The cost counts calls to torch, but not
+           the Python loops of `torch.optim` over the parameters. These loops explain the
+           difference. In a test on a CPU with parameters of one element, we replaced the update's
+           kernels (except the square roots of `foreach`) with functions that do nothing. There,
+           `fused` took as long as 140 to 220 calls of `Tensor.view`, and `foreach` took as long as
+           500 calls. At the rate of `host_step`, these calls plus the launches take about the
+           measured times.
 Use when   A model has many small parameters. To see what fused would gain in your code, compare it
-           with foreach, which is the default. With a few large parameters, DRAM is the limit, but
-           fused still reads and writes each value fewer times than foreach.
+           with `foreach`, which is the default. With a few large parameters, DRAM is the limit, but
+           `fused` still reads and writes each value fewer times than `foreach`.
 """
 
 from types import SimpleNamespace

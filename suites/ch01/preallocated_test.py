@@ -3,12 +3,12 @@
 Problem    Smooth `frames` frames of n fp32 values exponentially. The result has the state after
            every frame. Each state depends on the previous one, so every side loops over the frames.
 Baseline   stacked: collect the states in a list and join them with `torch.stack`.
-Optimized  preallocated: changes stacked. The whole result is allocated before the loop. `out=`
+Optimized  preallocated: changes `stacked`. The whole result is allocated before the loop. `out=`
            writes each state into its slice of the result.
 Bound      DRAM. A step reads its frame and writes its state, and the previous state is still in the
-           L2. `torch.stack` reads and writes every state once more. preallocated saves only this
+           L2. `torch.stack` reads and writes every state once more. `preallocated` saves only this
            copy. Both sides run as a CUDA graph, so the time does not include the allocations of
-           stacked. preallocated also needs less peak memory.
+           `stacked`. `preallocated` also needs less peak memory.
 Use when   The number of results is known before the loop. When each result is small, launches are
            the limit, and saving the copy makes no difference.
 """

@@ -4,28 +4,28 @@ Problem    Take one SGD step with momentum on the mean loss of 256 rows, for an 
            layers. Every side takes the same step and returns the same loss, on the GPU.
 Baseline   first_draft: the whole batch at once, the default optimizer (foreach on a GPU), and
            `.item()` after the step for the log. A step takes 31 launches and one wait for the GPU.
-Optimized  fused_optimizer: changes first_draft. The update takes one launch instead of three.
-           no_item: changes fused_optimizer. The loss stays on the GPU. So the host does not wait
+Optimized  fused_optimizer: changes `first_draft`. The update takes one launch instead of three.
+           no_item: changes `fused_optimizer`. The loss stays on the GPU. So the host does not wait
            for the loss, and does not launch a kernel to write it back to the GPU.
-           captured: changes no_item. The step is one CUDA graph.
+           captured: changes `no_item`. The step is one CUDA graph.
 Bound      The host on every side except captured: Python, autograd and launches take longer than
-           the kernels. captured has a single launch, so the limit is the GPU, which runs the 28
+           the kernels. `captured` has a single launch, so the limit is the GPU, which runs the 28
            kernels one after another.
-Seen       On an H200, captured is more than ten times as fast as first_draft. fused_optimizer and
-           no_item are not measurably faster than first_draft: the differences are smaller than the
-           noise of the host's time. All sides take longer than predicted: the first three about six
-           times as long, and captured nearly four times. The costs of the first three sides count
-           launches, calls that create a tensor, and the wait. The costs leave out the Python code
-           of the modules and the optimizer, and the bookkeeping of autograd. These parts matter: on
-           a CPU at width 8, where kernels do little, a step takes as long as several hundred calls
-           of `Tensor.view`. We did not measure how much time each part takes. The cost of captured
-           counts the starts of its 28 kernels, and assumes that bytes and FLOPs run at the rates of
-           a full GPU. But a product of 256 x 512 has too few tiles for 132 SMs. We did not time the
-           kernels of captured individually.
-Use when   A step is so small that the host is the limit: capture it. fused_optimizer and no_item
-           gain little by themselves, but captured needs no_item, because a CUDA graph cannot
-           contain a wait. Larger steps keep the GPU busy while the host launches, so they gain
-           little. `microbatch_test.py` shows how much time splitting the batch costs.
+Seen       On an H200, `captured` is more than ten times as fast as `first_draft`. `fused_optimizer`
+           and `no_item` are not measurably faster than first_draft: the differences are smaller
+           than the noise of the host's time. All sides take longer than predicted: the first three
+           about six times as long, and captured nearly four times. The costs of the first three
+           sides count launches, calls that create a tensor, and the wait. The costs leave out the
+           Python code of the modules and the optimizer, and the bookkeeping of autograd. These
+           parts matter: on a CPU at width 8, where kernels do little, a step takes as long as
+           several hundred calls of `Tensor.view`. We did not measure how much time each part takes.
+           The cost of captured counts the starts of its 28 kernels, and assumes that bytes and
+           FLOPs run at the rates of a full GPU. But a product of 256 x 512 has too few tiles for
+           132 SMs. We did not time the kernels of captured individually.
+Use when   A step is so small that the host is the limit: capture it. `fused_optimizer` and
+           `no_item` gain little by themselves, but `captured` needs `no_item`, because a CUDA graph
+           cannot contain a wait. Larger steps keep the GPU busy while the host launches, so they
+           gain little. `microbatch_test.py` shows how much time splitting the batch costs.
 """
 
 from types import SimpleNamespace

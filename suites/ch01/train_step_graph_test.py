@@ -4,9 +4,9 @@ Problem    Take one SGD step with momentum on a small MLP. The batch is too smal
 Baseline   eager: forward, backward and a foreach optimizer, 36 launches per step. 12 of these
            launches zero the gradients and add to them. By default, torch frees the gradients, which
            would save these 12 launches on both sides.
-Optimized  captured: changes eager. A CUDA graph is replayed with one launch. The time does not
+Optimized  captured: changes `eager`. A CUDA graph is replayed with one launch. The time does not
            include the capture.
-Bound      The host limits eager. The GPU limits captured, whose kernels run one after another.
+Bound      The host limits `eager`. The GPU limits `captured`, whose kernels run one after another.
 Seen       Both sides take longer than predicted. The cost of eager counts launches and calls that
            create a tensor. This cost leaves out the Python code of the modules and the optimizer,
            and the bookkeeping of autograd. `forward_graph_test.py` has no modules, optimizer or

@@ -9,10 +9,10 @@ Optimized  broadcast: the four operations of looped applied to all queries at on
            launches.
 Bound      The host on every side.
 Use when   A Python loop does the same small operation on every row. The gain shrinks as rows grow.
-           If one row is enough to fill the GPU, there is no gain. broadcast needs memory for
-           queries x points x dims differences. Use cdist if this is too much. cdist loses precision
-           for points that are close to each other. In few dimensions, random points include such
-           pairs.
+           If one row is enough to fill the GPU, there is no gain. `broadcast` needs memory for
+           queries x points x dims differences. Use cdist if this is too much. `cdist` loses
+           precision for points that are close to each other. In few dimensions, random points
+           include such pairs.
 """
 
 import torch

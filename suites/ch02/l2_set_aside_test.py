@@ -4,23 +4,24 @@ Problem    Compute out[i] = x[i] . table[index[i]] on `rows` rows of 128 floats.
            through the L2. Each row of the table is read many times, in random order.
 Baseline   normal: all lines in the L2 have the same priority, so x evicts rows of the table that
            will be read again.
-Optimized  set_aside: changes normal. The process sets aside the largest part of the L2 for
+Optimized  set_aside: changes `normal`. The process sets aside the largest part of the L2 for
            persisting accesses that the GPU allows (`CU_LIMIT_PERSISTING_L2_CACHE_SIZE`). An access
            policy window on the stream makes all accesses to the table persisting. The limit and the
            window are set once, before the first timed call. The kernel does not change. The limit
            applies to the whole process, so each sample runs in a new process. All calls of a
            process use the same table, as in an application. So the table may still be in the L2
-           from the previous call. The cost of set_aside still counts one read of the table from
+           from the previous call. The cost of `set_aside` still counts one read of the table from
            DRAM per call.
 Bound      DRAM. If the table stays in the L2, only x, the index and the results are transferred. In
            normal, a row stays in the L2 until newer rows have filled the L2. If a row of the table
            is read again after that, it comes from DRAM. With a larger table, more reads come from
            DRAM. The costs treat the L2 as one cache. In fact, the L2 has two halves. If SMs near
            both halves read a line, both halves may keep it, and less of the table fits.
-Seen       On an H100, normal takes almost 1.5 times its predicted time, and set_aside takes 1.5
-           times its predicted time or more. The speedup of set_aside is the same with both tables,
-           but the costs predict a larger speedup with the larger table. Lines that are in both
-           halves of the L2 may be the reason. We did not count the sectors that come from DRAM.
+Seen       On an H100, `normal` takes almost 1.5 times its predicted time, and `set_aside` takes 1.5
+           times its predicted time or more. The speedup of `set_aside` is the same with both
+           tables, but the costs predict a larger speedup with the larger table. Lines that are in
+           both halves of the L2 may be the reason. We did not count the sectors that come from
+           DRAM.
 Use when   You control the whole process, and a table of at most half the L2 is read many times
            while much more data passes through the L2. All other kernels lose the part of the L2
            that is set aside. When the table is no longer used, call `cuCtxResetPersistingL2Cache`.

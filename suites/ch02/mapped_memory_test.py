@@ -5,28 +5,28 @@ Problem    Copy `reads` rows of 256 bytes from a table on the host to the GPU. A
            once. Both table and index are in pinned host memory. The page measures a curve over
            `reads`.
 Baseline   copied: copy the whole table to the GPU, and select the rows there.
-Optimized  mapped: changes copied. The table is not copied. The kernel that selects the rows gets
+Optimized  mapped: changes `copied`. The table is not copied. The kernel that selects the rows gets
            the address of the table in host memory. Pinned memory is mapped into the GPU's address
            space, so each load of a row crosses PCIe.
-           gathered: changes copied. All threads of torch gather the rows on the CPU into a pinned
+           gathered: changes `copied`. All threads of torch gather the rows on the CPU into a pinned
            buffer, and only this buffer is copied.
-Bound      PCIe. copied always moves the whole table. mapped moves 256 bytes for each read, even if
-           a row is read twice. So mapped should be faster if there are fewer reads than rows, and
-           copied if there are more. gathered moves as many bytes as mapped, but the CPU selects the
-           rows first. The costs assume that a kernel reads host memory at the rate of copies. The
-           cost of gathered leaves out the gathering on the CPU, because no rate for it was
-           measured.
-Seen       On an H200, mapped is faster than copied with up to a quarter as many reads as rows. With
-           as many reads as rows, both take the same time, as predicted. With twice as many, mapped
-           is slower. gathered is already slower than copied with as many reads as rows. From 2^18
-           reads on, mapped takes a tenth longer than predicted, so a kernel reads host memory
-           nearly at the rate of copies. There the time of mapped is proportional to the number of
-           reads, although many rows are read more than once. So a row that is read twice crosses
-           PCIe twice. With 2^14 reads, mapped takes three tenths longer than predicted. We did not
-           measure why. gathered takes two fifths longer than predicted with up to 2^16 reads, and
-           more than twice as long with 2^18 reads or more. Its cost leaves out the gathering on the
-           CPU. We did not time the gathering alone, so we do not know why the difference grows
-           between 2^16 and 2^18 reads.
+Bound      PCIe. copied always moves the whole table. `mapped` moves 256 bytes for each read, even
+           if a row is read twice. So `mapped` should be faster if there are fewer reads than rows,
+           and copied if there are more. `gathered` moves as many bytes as `mapped`, but the CPU
+           selects the rows first. The costs assume that a kernel reads host memory at the rate of
+           copies. The cost of `gathered` leaves out the gathering on the CPU, because no rate for
+           it was measured.
+Seen       On an H200, `mapped` is faster than `copied` with up to a quarter as many reads as rows.
+           With as many reads as rows, both take the same time, as predicted. With twice as many,
+           `mapped` is slower. `gathered` is already slower than `copied` with as many reads as
+           rows. From 2^18 reads on, `mapped` takes a tenth longer than predicted, so a kernel reads
+           host memory nearly at the rate of copies. There the time of `mapped` is proportional to
+           the number of reads, although many rows are read more than once. So a row that is read
+           twice crosses PCIe twice. With 2^14 reads, `mapped` takes three tenths longer than
+           predicted. We did not measure why. `gathered` takes two fifths longer than predicted with
+           up to 2^16 reads, and more than twice as long with 2^18 reads or more. Its cost leaves
+           out the gathering on the CPU. We did not time the gathering alone, so we do not know why
+           the difference grows between 2^16 and 2^18 reads.
 Use when   Only a small part of a table is read, and the table cannot stay on the GPU: it does not
            fit, or the host changes it between reads. Rows should be aligned and at least 128 bytes
            long: each load moves at least 32 bytes, even if fewer are used. Copy the table if most

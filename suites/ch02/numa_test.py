@@ -7,8 +7,8 @@ Problem    Copy n fp32 values from the GPU to pinned host memory and back, as in
 Baseline   far: the host memory is on a different NUMA node from the GPU, usually on the other
            socket. Any process that is not bound to a node can get such memory, because the core
            that runs the pinning thread determines the node.
-Optimized  near: changes far. The host memory is on the GPU's node.
-           unbound: changes far. torch allocates the pinned memory, and Linux chooses the node.
+Optimized  near: changes `far`. The host memory is on the GPU's node.
+           unbound: changes `far`. torch allocates the pinned memory, and Linux chooses the node.
 Bound      For `near`, PCIe. In `far`, each byte also crosses the link between the sockets. If this
            link is faster than PCIe and idle, `near` gains nothing. So the page claims no speedup,
            only that `near` is not slower. The costs count only PCIe, so they predict no gain.

@@ -4,15 +4,15 @@ Problem    Compute C = A @ B. A, B and C are fp32 in memory on every side. In te
            matrices are square. In test_one_row, A has one row and B is large.
 Baseline   fp32: TF32 is switched off, so the product runs on the CUDA cores. Operands keep their 24
            significant bits.
-Optimized  tf32: changes fp32. TF32 is switched on. The tensor cores read the same tensors, but use
-           only 11 significant bits of each operand.
-           bf16: changes fp32. Operands are cast to bf16 (8 significant bits), and the result is
+Optimized  tf32: changes `fp32`. TF32 is switched on. The tensor cores read the same tensors, but
+           use only 11 significant bits of each operand.
+           bf16: changes `fp32`. Operands are cast to bf16 (8 significant bits), and the result is
            cast back. The time includes the three casts.
-           fp16: changes bf16. The operands are cast to fp16 instead. fp16 has 11 significant bits,
-           like TF32, but values above 65504 overflow. We simulated the error with random operands.
-           The rms error, divided by the rms of the result, was 0.0029 for bf16, 0.0004 for fp16 and
-           0.0003 for tf32. Some TF32 kernels truncate the extra bits of fp32 instead of rounding,
-           which raises the error to 0.0008. The error did not depend on k.
+           fp16: changes `bf16`. The operands are cast to fp16 instead. `fp16` has 11 significant
+           bits, like TF32, but values above 65504 overflow. We simulated the error with random
+           operands. The rms error, divided by the rms of the result, was 0.0029 for bf16, 0.0004
+           for fp16 and 0.0003 for tf32. Some TF32 kernels truncate the extra bits of fp32 instead
+           of rounding, which raises the error to 0.0008. The error did not depend on k.
 Bound      test_tensor_cores: arithmetic, on CUDA cores for fp32 and on tensor cores for the
            variants. bf16 and fp16 also spend time on the casts, whose share of the time shrinks as
            n grows.

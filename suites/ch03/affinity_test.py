@@ -5,20 +5,20 @@ Problem    Run a chain of short fp32 operations on the CPU. The threads of an Op
            were one of two workers on a host. An operation uses at most 32 threads, because torch
            gives each thread at least 32,768 values.
 Baseline   free: the default. The kernel may move a thread to any core between two operations.
-Optimized  close: changes free. `OMP_PROC_BIND=close` and `OMP_PLACES=cores` are set. Each thread
+Optimized  close: changes `free`. `OMP_PROC_BIND=close` and `OMP_PLACES=cores` are set. Each thread
            stays on one core, and the cores are neighbors. On a host with two sockets, all cores are
            on the same socket.
-           spread: changes close. With `OMP_PROC_BIND=spread`, the team is spread over both sockets,
-           so each barrier has to synchronize both sockets.
+           spread: changes `close`. With `OMP_PROC_BIND=spread`, the team is spread over both
+           sockets, so each barrier has to synchronize both sockets.
 Bound      Latency. The data stays in the caches of the cores, and each operation ends with a
            barrier for the team. After the kernel has moved a thread, the thread's data is in
-           another core's cache. On an idle machine the kernel rarely moves threads, so close is
+           another core's cache. On an idle machine the kernel rarely moves threads, so `close` is
            neutral.
 Use when   Each process has its own cores, on a host with several sockets or with other busy
            processes. A process binds its first thread to the first core that it may use. So make
            sure that two processes do not bind their threads to the same cores. Sharing cores is far
            slower than no binding. A team that streams data from memory and has few barriers may be
-           faster with spread, because it uses the memory channels of both sockets.
+           faster with `spread`, because it uses the memory channels of both sockets.
 """
 
 import os

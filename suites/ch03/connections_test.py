@@ -9,23 +9,23 @@ Baseline   one_queue: `CUDA_DEVICE_MAX_CONNECTIONS=1`. All streams share one que
            too. Megatron requires this setting on Hopper and older GPUs, because kernels then start
            in launch order. So a collective gets its SMs before a matrix product that is launched
            later.
-Optimized  eight_queues: changes one_queue. The variable is not set. The default is 8 queues, so two
-           chains share a queue.
-           a_queue_each: changes eight_queues. The variable is set to 32, its largest value.
-Bound      Latency: a block reads its row, waits for the mean, and reads it again. one_queue runs
+Optimized  eight_queues: changes `one_queue`. The variable is not set. The default is 8 queues, so
+           two chains share a queue.
+           a_queue_each: changes `eight_queues`. The variable is set to 32, its largest value.
+Bound      Latency: a block reads its row, waits for the mean, and reads it again. `one_queue` runs
            the chains almost one after another, because a chain can start only when the previous
            chain has reached its last kernel. If each chain has its own queue, all chains run at the
            same time. The costs count bytes and operations at the rates of a whole GPU, and leave
            out latency and queues. So the costs predict no gain.
-Seen       On an H200, eight_queues is more than five times as fast as one_queue, and a_queue_each
-           more than eight times. All sides take much longer than predicted: one_queue nearly 200
-           times as long, eight_queues more than 30 times, and a_queue_each more than 20 times. The
-           measured times fit a count of the kernels that run one after another. In one_queue, a
-           chain starts when the previous chain has reached its last kernel, so 49 kernels run one
-           after another. In eight_queues, two chains share a queue, so 7 kernels do. In
-           a_queue_each, 4 kernels do. The three times agree with this count within a few percent if
-           such a kernel takes 1.7 ms and everything else takes 3.6 ms. We fitted these two numbers,
-           and did not measure them separately.
+Seen       On an H200, `eight_queues` is more than five times as fast as `one_queue`, and
+           `a_queue_each` more than eight times. All sides take much longer than predicted:
+           `one_queue` nearly 200 times as long, `eight_queues` more than 30 times, and
+           `a_queue_each` more than 20 times. The measured times fit a count of the kernels that run
+           one after another. In `one_queue`, a chain starts when the previous chain has reached its
+           last kernel, so 49 kernels run one after another. In `eight_queues`, two chains share a
+           queue, so 7 kernels do. In `a_queue_each`, 4 kernels do. The three times agree with this
+           count within a few percent if such a kernel takes 1.7 ms and everything else takes 3.6
+           ms. We fitted these two numbers, and did not measure them separately.
 Use when   Several streams of small kernels run at once. Set the variable to 1 only if a framework
            requires it. With one stream, or with kernels that fill the GPU, the number of queues
            changes nothing. A CUDA graph does not need the setting, because the graph contains the

@@ -6,11 +6,12 @@ Problem    Group n documents by length, so that a batch needs little padding. Th
 Baseline   collected: Python's default. Creating many objects triggers collections. Most collections
            visit only the youngest objects, but a full collection visits every object of the
            process.
-Optimized  frozen: changes collected. After `gc.freeze()` before the loop, collections skip all
+Optimized  frozen: changes `collected`. After `gc.freeze()` before the loop, collections skip all
            objects that exist at that time. `gc.unfreeze()` at the end lets the collector visit them
            again.
-           disabled: changes collected. With `gc.disable()` during the loop, there is no collection
-           at all. (In frozen, collections still visit the objects that the loop creates.)
+           disabled: changes `collected`. With `gc.disable()` during the loop, there is no
+           collection at all. (In frozen, collections still visit the objects that the loop
+           creates.)
 Bound      The host: the Python loop. The cost of a collection grows with the number of objects that
            it visits. A full collection starts when the number of new objects reaches a quarter of
            the number of old objects. So with more old objects, full collections are less frequent

@@ -6,11 +6,11 @@ Problem    Two uses of large buffers on the CPU. test_huge_pages turns a batch o
            test_lookups adds up random rows of a table that is allocated only once.
 Baseline   small_pages: the default. The kernel maps each 4 KiB page at its first touch.
            table_in_small_pages: the table is in pages of 4 KiB.
-Optimized  torch_setting: changes small_pages. With `THP_MEM_ALLOC_ENABLE=1`, torch calls `madvise`
-           with `MADV_HUGEPAGE` for every tensor of 2 MiB or more that it allocates.
-           malloc_setting: changes small_pages. With `GLIBC_TUNABLES=glibc.malloc.hugetlb=1`, malloc
-           calls `madvise` for all memory that it gets from the kernel, not only for tensors.
-           table_in_huge_pages: changes table_in_small_pages. torch's setting is on.
+Optimized  torch_setting: changes `small_pages`. With `THP_MEM_ALLOC_ENABLE=1`, torch calls
+           `madvise` with `MADV_HUGEPAGE` for every tensor of 2 MiB or more that it allocates.
+           malloc_setting: changes `small_pages`. With `GLIBC_TUNABLES=glibc.malloc.hugetlb=1`,
+           malloc calls `madvise` for all memory that it gets from the kernel, not only for tensors.
+           table_in_huge_pages: changes `table_in_small_pages`. torch's setting is on.
 Bound      Memory. A huge page takes one page fault, and the same memory in small pages takes 512. A
            huge page also needs only one TLB entry, so reading random rows of a large table needs
            fewer page table walks. In both cases, the kernel fills the same number of bytes with

@@ -6,15 +6,15 @@ Problem    A process uses the GPU for the first time: it copies x and two weight
 Baseline   eager: `CUDA_MODULE_LOADING=EAGER`. The driver loads all kernels of a library when the
            process first uses that library. Some container images set this variable, so that no
            request waits for a kernel to load.
-Optimized  lazy: changes eager. The variable is not set. By default, the driver loads each kernel at
-           its first launch.
-Bound      The host: the driver creates a context and loads kernels. eager loads thousands of
+Optimized  lazy: changes `eager`. The variable is not set. By default, the driver loads each kernel
+           at its first launch.
+Bound      The host: the driver creates a context and loads kernels. `eager` loads thousands of
            kernels of torch and cuBLAS, but the layer launches only a few of them. The costs count
            only the layer, because no rate for loading kernels was measured.
-Seen       On an H200 machine, lazy takes less than a tenth of the time of eager, and saves about
-           two seconds. Both sides take more than a thousand times as long as predicted, because the
-           costs leave out the creation of the context and the loading of kernels. We did not
-           measure how much time each of these two takes.
+Seen       On an H200 machine, `lazy` takes less than a tenth of the time of `eager`, and saves
+           about two seconds. Both sides take more than a thousand times as long as predicted,
+           because the costs leave out the creation of the context and the loading of kernels. We
+           did not measure how much time each of these two takes.
 Use when   Use lazy loading always, unless the first launch of each kernel must be fast. Even then,
            a server can keep lazy loading and warm up with typical requests. A kernel takes GPU
            memory only after it is loaded, so measure free memory after the warm-up. The first

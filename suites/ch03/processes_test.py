@@ -3,10 +3,10 @@
 Problem    Count the distinct n-grams of documents, for n = 2 to 5, as filters for repetitive text
            do. The documents are independent. The result has the counts of every document.
 Baseline   one_loop: one loop over all documents.
-Optimized  threads: changes one_loop. The documents are split among a pool of threads. Only the
+Optimized  threads: changes `one_loop`. The documents are split among a pool of threads. Only the
            thread that holds Python's global interpreter lock (GIL) runs, so the threads take turns.
            Threads gain nothing, except with a Python that was built without the GIL.
-           processes: changes threads. The pool has processes. Each process has its own GIL.
+           processes: changes `threads`. The pool has processes. Each process has its own GIL.
            Documents and counts are pickled and sent through pipes, which the time includes.
 Bound      The host: the Python loop. The pools are started before the timed part. In processes, the
            cores share the counting, but the parent process alone pickles the documents.

@@ -5,7 +5,7 @@ Problem    Compute an (n, n) fp32 product (2 n^3 FLOPs) on the CPU, in a process
 Baseline   one_thread: `OMP_NUM_THREADS=1`. Container images and launchers such as `torchrun` set
            this variable, so that many workers on a host do not compete for its cores. On this page
            there is only one worker.
-Optimized  every_core: changes one_thread. The variable is not set, so torch starts one thread per
+Optimized  every_core: changes `one_thread`. The variable is not set, so torch starts one thread per
            core.
 Bound      Instruction issue. The cores share the FLOPs, so the gain grows with the number of cores.
            The gain stops growing when a core's share of the work takes less time than waking a

@@ -5,8 +5,8 @@ Problem    Every rank has `rows` rows of a bf16 weight and needs the whole weigh
 Baseline   listed: `all_gather` into a list of tensors, then `torch.cat` of the list. NCCL gathers
            into one buffer, torch copies the buffer into the tensors of the list, and `cat` copies
            these tensors.
-Optimized  views: changes listed. The list's tensors are views of the result, so `cat` and its copy
-           are not needed.
+Optimized  views: changes `listed`. The list's tensors are views of the result, so `cat` and its
+           copy are not needed.
            into_tensor: `all_gather_into_tensor` writes straight into the result, without any copy.
 Bound      NVLink. A copy reads and writes the whole result in DRAM, which takes about a quarter of
            the time of the transfer over NVLink. NVLink multicast was off (README). With multicast,

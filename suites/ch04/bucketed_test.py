@@ -6,18 +6,19 @@ Baseline   per_tensor: one all-reduce per gradient, on a copy of the gradient, b
            copies.
 Optimized  bucketed: the gradients are concatenated, reduced in one all-reduce, and split into
            views.
-           coalesced: changes per_tensor. All all-reduces are passed to NCCL as one group.
-Bound      The host. So the page times ordinary calls, without a CUDA graph. per_tensor needs
-           `count` calls and handshakes. bucketed moves the same bytes in one call. NVLink multicast
-           was off (README), but would hardly matter, because the host is the limit. Half of the
-           launches of per_tensor and nearly all launches of coalesced are copies of inputs. A
-           training step does not need these copies, so bucketed gains less there than here.
+           coalesced: changes `per_tensor`. All all-reduces are passed to NCCL as one group.
+Bound      The host. So the page times ordinary calls, without a CUDA graph. `per_tensor` needs
+           `count` calls and handshakes. `bucketed` moves the same bytes in one call. NVLink
+           multicast was off (README), but would hardly matter, because the host is the limit. Half
+           of the launches of `per_tensor` and nearly all launches of `coalesced` are copies of
+           inputs. A training step does not need these copies, so `bucketed` gains less there than
+           here.
 Seen       Every side takes longer than predicted. A call of `all_reduce` takes the host longer than
-           a launch, and peaks.json has no rate for such a call. per_tensor and coalesced differ
+           a launch, and peaks.json has no rate for such a call. `per_tensor` and coalesced differ
            only in how they call the all-reduces, but their times differ by several launches per
-           all-reduce. We cannot explain why coalesced and bucketed take longer than predicted. CUDA
-           graphs gave no answer: an all-reduce of this size took several times longer in a graph of
-           many all-reduces than in a graph of few. We cannot explain that either.
+           all-reduce. We cannot explain why coalesced and `bucketed` take longer than predicted.
+           CUDA graphs gave no answer: an all-reduce of this size took several times longer in a
+           graph of many all-reduces than in a graph of few. We cannot explain that either.
 Use when   Many gradients are smaller than a few MB. DDP and FSDP bucket gradients for you. Large
            gradients gain nothing, because the copy into the bucket takes longer than the calls that
            it saves.

@@ -7,22 +7,22 @@ Optimized  bf16: cast to bf16, all-reduce half as many bytes as fp32, and cast b
            formats). Each rank receives one part of the gradients from all other ranks, adds in
            fp32, and quantizes the sum. Then all ranks gather the sums. A plain all-reduce of int8
            would overflow, and the scales differ between ranks.
-Bound      NVLink. int8 sends 33 bytes per 32 elements in each of its two phases. The three kernels
-           of int8 and the casts of bf16 add DRAM traffic. bf16 keeps 8 significant bits of each
-           addend and of the sum. int8 keeps 7 bits of the largest element in each block. NVLink
-           multicast was off (README). With four GPUs or more, multicast could shorten fp32 and
-           bf16, but not int8, because the switch cannot add blocks with scales.
-Seen       On two GPUs, fp32 takes slightly longer than predicted, and the gap is larger for bf16
-           and int8. The predictions use the rate of an all-reduce of the same size as in fp32. bf16
-           sends smaller messages, and int8 uses all-to-all and all-gather, so both run at a lower
-           rate. With the rates that the README's plot shows for these sizes, the predictions are
-           within 20 % of the measured times. On four GPUs, both variants gain more, because each
-           rank sends more bytes, and casts and scales take a smaller part of the time. No link
+Bound      NVLink. `int8` sends 33 bytes per 32 elements in each of its two phases. The three
+           kernels of int8 and the casts of bf16 add DRAM traffic. `bf16` keeps 8 significant bits
+           of each addend and of the sum. `int8` keeps 7 bits of the largest element in each block.
+           NVLink multicast was off (README). With four GPUs or more, multicast could shorten fp32
+           and bf16, but not int8, because the switch cannot add blocks with scales.
+Seen       On two GPUs, `fp32` takes slightly longer than predicted, and the gap is larger for bf16
+           and int8. The predictions use the rate of an all-reduce of the same size as in fp32.
+           `bf16` sends smaller messages, and int8 uses all-to-all and all-gather, so both run at a
+           lower rate. With the rates that the README's plot shows for these sizes, the predictions
+           are within 20 % of the measured times. On four GPUs, both variants gain more, because
+           each rank sends more bytes, and casts and scales take a smaller part of the time. No link
            rates are stored for four GPUs, but predictions at the rates of two GPUs are within a
            tenth of the times on four.
 Use when   The links limit the step, and the optimizer tolerates the error. Data-parallel training
-           usually tolerates bf16 gradients. On NVLink, int8 is rarely worth its error. int8 pays
-           off between machines, where links are many times slower.
+           usually tolerates bf16 gradients. On NVLink, `int8` is rarely worth its error. `int8`
+           pays off between machines, where links are many times slower.
 """
 
 import torch

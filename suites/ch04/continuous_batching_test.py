@@ -18,8 +18,8 @@ Seen       A step takes longer than predicted from its launches and its read of 
            same factor on both sides. We cannot explain this. The measured speedup is close to the
            prediction.
 Use when   The lengths of requests differ a lot, as in serving a language model. vLLM, SGLang and
-           TensorRT-LLM use continuous batching. If all requests have the same length, static is as
-           fast.
+           TensorRT-LLM use continuous batching. If all requests have the same length, `static` is
+           as fast.
 """
 
 from types import SimpleNamespace

@@ -6,8 +6,8 @@ Problem    A prefill rank computes `layers` layers for `tokens` tokens. A decode
 Baseline   staged: each layer's cache goes through pinned memory that both ranks share. The prefill
            rank copies a layer's cache to the host, and waits for the copy before it computes the
            next layer. The decode rank fetches the cache while the prefill rank computes the next
-           layer. staged shows the cost of this order on GPUs without peer access. With NVLink, an
-           engineer would start with sent.
+           layer. `staged` shows the cost of this order on GPUs without peer access. With NVLink, an
+           engineer would start with `sent`.
 Optimized  sent: the prefill rank computes all layers, then sends the whole cache in one NCCL
            message.
            pipelined: the prefill rank sends each layer's cache on NCCL's stream while it computes
@@ -17,10 +17,10 @@ Bound      Tensor cores. pipelined hides every message except the last behind th
            These layers have no attention and no MLP. A whole transformer layer would compute about
            nine times as much for a cache of this size, so both gains are smaller in a real model.
            NVLink multicast was off (README). A message to one GPU does not use multicast.
-Seen       All sides take as long as predicted. sent gains mostly because staged waits for each
+Seen       All sides take as long as predicted. `sent` gains mostly because `staged` waits for each
            copy, not because NVLink is faster. Copying a layer's cache to the host takes about as
            long as computing a layer. If staged copied on a separate stream during the next layer,
-           it would take only about a fifth longer than sent, according to the costs. We did not
+           it would take only about a fifth longer than `sent`, according to the costs. We did not
            measure such a version.
 Use when   Prefill and decode run on different GPUs. Overlap each layer's message with the next
            layer, whatever path the message takes. If the GPUs have peer access, send the messages

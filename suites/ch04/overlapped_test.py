@@ -5,38 +5,38 @@ Problem    Compute the gradients of an MLP of `layers` square bf16 layers, avera
 Baseline   after_backward: first the whole backward, then one all-reduce per layer, one after
            another.
 Optimized  per_layer: a hook starts a layer's all-reduce as soon as the layer's gradient exists.
-           prioritized: changes per_layer. The stream of the process group has high priority, so
+           prioritized: changes `per_layer`. The stream of the process group has high priority, so
            NCCL's kernels can start before a running product has started all its blocks.
-           bucketed: changes per_layer. The gradients of 4 layers are concatenated and reduced as
+           bucketed: changes `per_layer`. The gradients of 4 layers are concatenated and reduced as
            one.
-           copied: changes per_layer. Copy engines move the gradients in symmetric memory
+           copied: changes `per_layer`. Copy engines move the gradients in symmetric memory
            ([copy_engines](copy_engines.py)). The SMs only add.
            ddp: torch's DistributedDataParallel, which reduces buckets of 25 MiB during backward.
 Bound      NVLink, which the products of backward can hide. A layer's all-reduce and its part of
            backward take about the same time. So at best, a call takes only as long as forward,
-           backward and a single all-reduce. bucketed also copies gradients into buckets, which pays
-           off only if layers are smaller than here. NVLink multicast was off (README). With four
-           GPUs or more, multicast could shorten NCCL's all-reduces.
+           backward and a single all-reduce. `bucketed` also copies gradients into buckets, which
+           pays off only if layers are smaller than here. NVLink multicast was off (README). With
+           four GPUs or more, multicast could shorten NCCL's all-reduces.
 Seen       On two GPUs, every side takes longer than predicted. The prediction uses the rate of an
            all-reduce of 512 MiB. A layer has 32 MiB and a bucket has 128 MiB, and NCCL is slower at
-           these sizes (see the README's plot). At the plot's rates, after_backward is within about
-           5 % of its prediction. The sides that overlap NCCL's all-reduces still take about a tenth
-           longer than predicted. copied, which does not use NCCL, takes a quarter longer. On all of
-           these sides, products and reductions slow each other down. The README's table for copied
-           shows that products hide only part of the sums and take longer while sums run. Neither a
-           high priority nor fewer NCCL channels helped. All sides were timed as CUDA graphs, except
-           ddp, which cannot be captured. Without a graph, bucketed is the fastest side, and copied
-           is slower than after_backward, because copied makes several host calls per layer.
-           On four GPUs, bucketed gains as much as on two, and per_layer and prioritized gain a
-           little less. copied, the fastest side on two GPUs, gains nothing on four, even in a
-           graph. At the link rates of two GPUs, the predicted time of copied is less than two
-           thirds of the measured time. On four GPUs, each sum takes three copies in and three
-           copies out, one after another, and each share is half as large. We did not measure which
-           part takes so long: the copies, the additions or the barriers. ddp takes longer than
-           after_backward on four GPUs, but the interval of its speedup includes 1. Only ddp is
-           timed as an ordinary call. As an ordinary call on four GPUs, per_layer takes almost twice
-           as long as in a graph, and would also be slower than after_backward. So ddp probably does
-           not gain because of the host's work for hooks and calls.
+           these sizes (see the README's plot). At the plot's rates, `after_backward` is within
+           about 5 % of its prediction. The sides that overlap NCCL's all-reduces still take about a
+           tenth longer than predicted. copied, which does not use NCCL, takes a quarter longer. On
+           all of these sides, products and reductions slow each other down. The README's table for
+           `copied` shows that products hide only part of the sums and take longer while sums run.
+           Neither a high priority nor fewer NCCL channels helped. All sides were timed as CUDA
+           graphs, except ddp, which cannot be captured. Without a graph, `bucketed` is the fastest
+           side, and `copied` is slower than `after_backward`, because `copied` makes several host
+           calls per layer. On four GPUs, `bucketed` gains as much as on two, and `per_layer` and
+           `prioritized` gain a little less. copied, the fastest side on two GPUs, gains nothing on
+           four, even in a graph. At the link rates of two GPUs, the predicted time of `copied` is
+           less than two thirds of the measured time. On four GPUs, each sum takes three copies in
+           and three copies out, one after another, and each share is half as large. We did not
+           measure which part takes so long: the copies, the additions or the barriers. `ddp` takes
+           longer than `after_backward` on four GPUs, but the interval of its speedup includes 1.
+           Only `ddp` is timed as an ordinary call. As an ordinary call on four GPUs, `per_layer`
+           takes almost twice as long as in a graph, and would also be slower than `after_backward`.
+           So ddp probably does not gain because of the host's work for hooks and calls.
 Use when   Always overlap the reduction with backward in data-parallel training. DDP already does
            this, but measure it: on four GPUs, it gains nothing here. Use copy engines only in a
            CUDA graph, and only on two GPUs.

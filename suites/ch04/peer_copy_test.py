@@ -4,25 +4,25 @@ Problem    Every rank sends `numel` fp32 elements to the next rank of a ring.
 Baseline   staged: each rank copies its elements to pinned memory that all ranks of the machine
            share, and the next rank copies them to its GPU. Two all-reduces of one element separate
            the writes from the reads, so the host never waits. The memory is allocated and pinned
-           once. staged shows the cost on a machine without peer access. With NVLink, nobody would
-           write staged. To compare sent with written, divide their times.
+           once. `staged` shows the cost on a machine without peer access. With NVLink, nobody would
+           write staged. To compare sent with `written`, divide their times.
 Optimized  sent: NCCL's send and receive, as one batch. An engineer would write this version first.
            written: a copy into the next rank's symmetric memory, between two barriers. After the
            first barrier, the next rank's buffer is free. After the second, this rank's buffer is
            full. The memory is allocated once.
 Bound      NVLink, in both directions at once. PCIe limits staged: the data crosses PCIe twice, one
-           crossing after the other. sent copies with kernels on the SMs, and written with a copy
+           crossing after the other. `sent` copies with kernels on the SMs, and written with a copy
            engine. The barriers of written matter only for small messages. NVLink multicast was off
            (README). A message to one GPU does not use multicast.
-Seen       sent takes longer than predicted at 64 MiB. The prediction uses the rate of a peer copy,
-           and NCCL comes close to this rate only with larger messages. The README's plot includes
-           an NCCL all-to-all that also sends and receives 64 MiB on two GPUs. The time of this
-           all-to-all is within 10 % of the time of sent on two GPUs. At 64 MiB, sent takes over 1.5
-           times as long on four GPUs as on two, but at 512 MiB, it takes the same time. We did not
-           measure why. written takes the same time on two and on four GPUs. On four GPUs, staged
-           takes 1.5 times as long as on two, and 1.5 times as long as the PCIe rate of one GPU
-           predicts, probably because four GPUs share the host's memory. So the speedups on four
-           GPUs are larger only because staged is slower.
+Seen       `sent` takes longer than predicted at 64 MiB. The prediction uses the rate of a peer
+           copy, and NCCL comes close to this rate only with larger messages. The README's plot
+           includes an NCCL all-to-all that also sends and receives 64 MiB on two GPUs. The time of
+           this all-to-all is within 10 % of the time of `sent` on two GPUs. At 64 MiB, `sent` takes
+           over 1.5 times as long on four GPUs as on two, but at 512 MiB, it takes the same time. We
+           did not measure why. `written` takes the same time on two and on four GPUs. On four GPUs,
+           `staged` takes 1.5 times as long as on two, and 1.5 times as long as the PCIe rate of one
+           GPU predicts, probably because four GPUs share the host's memory. So the speedups on four
+           GPUs are larger only because `staged` is slower.
 Use when   Use NCCL's send and receive by default. Write into symmetric memory when the same buffers
            are used again and again, or when the SMs should stay free for compute. Stage through the
            host only if the GPUs have no peer access.

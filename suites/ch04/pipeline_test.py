@@ -8,10 +8,10 @@ Problem    Compute the gradients of a bf16 MLP. Each rank has two blocks of 2 la
 Baseline   gpipe: the forward of all microbatches, then the backward of all. A rank's two blocks are
            neighbors.
            gpipe_gathered: gpipe, then a gather of all gradients.
-Optimized  one_forward_one_backward: changes gpipe. In 1F1B order, a rank runs a microbatch's
+Optimized  one_forward_one_backward: changes `gpipe`. In 1F1B order, a rank runs a microbatch's
            backward before the forward of later microbatches.
-           interleaved: changes gpipe_gathered. The order is interleaved 1F1B. Rank r has the blocks
-           r and r + world, so each microbatch visits every rank twice.
+           interleaved: changes `gpipe_gathered`. The order is interleaved 1F1B. Rank r has the
+           blocks r and r + world, so each microbatch visits every rank twice.
 Bound      Tensor cores, and the bubble, in which a rank has nothing to do. m microbatches on p
            ranks take m + p - 1 times as long as one microbatch on one rank. 1F1B takes the same
            time but less memory: rank r keeps the activations of p - r microbatches. In gpipe, each
@@ -19,16 +19,16 @@ Bound      Tensor cores, and the bubble, in which a rank has nothing to do. m mi
            takes m + (p - 1) / v times as long as one microbatch on one rank. NVLink multicast was
            off (README). Only the gather could use multicast, and multicast would not make it
            faster.
-Seen       On two GPUs, each time is within 25 % of its prediction. But interleaved is slower than
-           gpipe_gathered, although the costs predict the opposite. On four GPUs, interleaved loses
-           even more. At the link rates of two GPUs, the predicted time of interleaved is two thirds
-           of the measured time. The predictions for the other sides are within 15 %. interleaved
-           sends each microbatch over NVLink more often: it makes 24 transfers on two ranks and 112
-           on four. gpipe makes 8 and 48. The prediction includes a wait only for the transfers that
-           fill and drain the pipeline. If the ranks waited for all transfers, they would lose more
-           than the smaller bubble saves. We did not measure how long the ranks wait, so we cannot
-           explain the loss. 1F1B takes as long as gpipe on two GPUs, and is slightly faster on
-           four. On both, 1F1B needs less memory than gpipe.
+Seen       On two GPUs, each time is within 25 % of its prediction. But `interleaved` is slower than
+           `gpipe_gathered`, although the costs predict the opposite. On four GPUs, `interleaved`
+           loses even more. At the link rates of two GPUs, the predicted time of `interleaved` is
+           two thirds of the measured time. The predictions for the other sides are within 15 %.
+           `interleaved` sends each microbatch over NVLink more often: it makes 24 transfers on two
+           ranks and 112 on four. `gpipe` makes 8 and 48. The prediction includes a wait only for
+           the transfers that fill and drain the pipeline. If the ranks waited for all transfers,
+           they would lose more than the smaller bubble saves. We did not measure how long the ranks
+           wait, so we cannot explain the loss. 1F1B takes as long as `gpipe` on two GPUs, and is
+           slightly faster on four. On both, 1F1B needs less memory than `gpipe`.
 Use when   Use 1F1B instead of GPipe whenever activations limit the batch. Interleave when there are
            few microbatches per rank, and computing a microbatch takes much longer than its
            transfer. At the sizes of this page, interleaving loses on two and on four GPUs.

@@ -11,14 +11,14 @@ Bound      NVLink. Both sides send the same number of bytes, so the gain is memo
            the moments, so it needs 8 + 8 / world bytes instead of 16. Mixed precision saves more,
            because the fp32 copies of the weights are sharded too. The update takes 1 / world of the
            time. NVLink multicast was off (README). With four GPUs or more, multicast could shorten
-           the all-reduce of replicated, but not the reduce-scatter and the all-gather. Then sharded
-           could be slower than replicated.
-Seen       On two GPUs, sharded takes longer than predicted. The prediction uses the rate of NCCL's
-           all-reduce. NCCL's reduce-scatter and all-gather are slower. With the rates of these two
-           from the README's plot, the prediction is within 5 % of the measured time. On four GPUs,
-           sharded gains more than on two, because a rank updates only a quarter of the parameters.
-           No link rates are stored for four GPUs, but predictions at the rate of two GPUs are
-           within a few percent of the times on four.
+           the all-reduce of `replicated`, but not the reduce-scatter and the all-gather. Then
+           sharded could be slower than `replicated`.
+Seen       On two GPUs, `sharded` takes longer than predicted. The prediction uses the rate of
+           NCCL's all-reduce. NCCL's reduce-scatter and all-gather are slower. With the rates of
+           these two from the README's plot, the prediction is within 5 % of the measured time. On
+           four GPUs, `sharded` gains more than on two, because a rank updates only a quarter of the
+           parameters. No link rates are stored for four GPUs, but predictions at the rate of two
+           GPUs are within a few percent of the times on four.
 Use when   Moments and master weights limit the size of the model or the batch. Without multicast,
            sharding cost no time on two or four GPUs. If you need still more memory, also shard
            gradients and parameters (ZeRO stages 2 and 3, FSDP).

@@ -6,42 +6,42 @@ Baseline   ring: `dist.all_reduce` on a copy of the input. NCCL chooses the algo
 Optimized  gathered: NCCL gathers all inputs, then a second kernel sums them.
            one_shot: a kernel reads every rank's symmetric buffer and adds the values, with a
            handshake at its start and at its end.
-           fused_copy: changes one_shot. One kernel both copies the input into the buffer and sums.
+           fused_copy: changes `one_shot`. One kernel both copies the input into the buffer and
+           sums.
            pushed: no handshake and no copy. Each rank writes its input into its own slot in all
            other ranks' memory. A float of a slot is -0.0 until the data arrives (Lamport's
            protocol).
-           two_shot: changes one_shot. Each rank sums only its share of the elements, and writes the
-           sums into all ranks' buffers.
-           windowed: changes ring. The buffer is registered as a symmetric window, for which NCCL
-           has special kernels.
-           Symmetric buffers are allocated once. Each call copies its input into the buffer. Only
-           gathered and pushed need no copy.
-Bound      Up to 1 MiB, latency: launches, handshakes, and one crossing of NVLink. pushed waits for
-           one crossing of NVLink and nothing else. gathered, one_shot, fused_copy and pushed send
-           the whole input to every other rank. ring, two_shot and windowed send 2 (world - 1) /
-           world times the input. With two ranks, both amounts are equal. With more ranks, ring,
-           two_shot and windowed send less, so the other four sides pay off only for smaller
-           messages than here. At 16 MiB, NVLink is the limit. The messages stay in the L2, as right
-           after a layer has computed them. NVLink multicast was off (README), so torch's
-           `multimem_all_reduce_` is not compared here, and ring and windowed have fewer kernels to
-           choose from.
+           two_shot: changes `one_shot`. Each rank sums only its share of the elements, and writes
+           the sums into all ranks' buffers.
+           windowed: changes `ring`. The buffer is registered as a symmetric window, for which NCCL
+           has special kernels. Symmetric buffers are allocated once. Each call copies its input
+           into the buffer. Only `gathered` and `pushed` need no copy.
+Bound      Up to 1 MiB, latency: launches, handshakes, and one crossing of NVLink. `pushed` waits
+           for one crossing of NVLink and nothing else. `gathered`, `one_shot`, `fused_copy` and
+           `pushed` send the whole input to every other rank. ring, `two_shot` and `windowed` send 2
+           (world - 1) / world times the input. With two ranks, both amounts are equal. With more
+           ranks, ring, `two_shot` and `windowed` send less, so the other four sides pay off only
+           for smaller messages than here. At 16 MiB, NVLink is the limit. The messages stay in the
+           L2, as right after a layer has computed them. NVLink multicast was off (README), so
+           torch's `multimem_all_reduce_` is not compared here, and ring and `windowed` have fewer
+           kernels to choose from.
 Seen       On two GPUs up to 64 KiB, all sides except pushed take only a third to two thirds of the
-           predicted time, as does two_shot at 1 MiB. The prediction uses the time of NCCL's
+           predicted time, as does `two_shot` at 1 MiB. The prediction uses the time of NCCL's
            smallest all-reduce in peaks.json. This time was measured in a graph that contains only
            all-reduces. Here, a copy comes before each all-reduce, and even ring takes less than the
-           time in peaks.json. We cannot explain why. At every size, pushed takes less than 2 us
+           time in peaks.json. We cannot explain why. At every size, `pushed` takes less than 2 us
            longer than predicted. peaks.json has no rate for the latency of a crossing of NVLink. At
-           16 MiB, ring and gathered take longer than predicted. The prediction uses NCCL's rate at
-           512 MiB, and NCCL is slower with smaller messages (see the README's plot). windowed uses
-           NCCL kernels whose rate is not in peaks.json.
-           On four GPUs, peaks.json has no link rates, so nothing is predicted. Up to 64 KiB, ring
-           takes over two fifths longer than on two GPUs. The other sides slow down less than ring.
-           So all variants gain more than on two GPUs, except pushed at 64 KiB, which gains as much.
-           From 1 MiB on, gathered takes twice as long as ring, because a rank receives three
-           inputs. one_shot also reads three inputs, and is a little slower than ring at 1 MiB.
-           fused_copy and windowed are within three percent of ring at 1 MiB. pushed is faster than
-           ring at 1 MiB, but gains far less than on two GPUs. Only two_shot is clearly faster than
-           ring at both 1 and 16 MiB.
+           16 MiB, ring and `gathered` take longer than predicted. The prediction uses NCCL's rate
+           at 512 MiB, and NCCL is slower with smaller messages (see the README's plot). `windowed`
+           uses NCCL kernels whose rate is not in peaks.json. On four GPUs, peaks.json has no link
+           rates, so nothing is predicted. Up to 64 KiB, `ring` takes over two fifths longer than on
+           two GPUs. The other sides slow down less than `ring`. So all variants gain more than on
+           two GPUs, except pushed at 64 KiB, which gains as much. From 1 MiB on, `gathered` takes
+           twice as long as ring, because a rank receives three inputs. `one_shot` also reads three
+           inputs, and is a little slower than `ring` at 1 MiB. `fused_copy` and `windowed` are
+           within three percent of ring at 1 MiB. `pushed` is faster than `ring` at 1 MiB, but gains
+           far less than on two GPUs. Only `two_shot` is clearly faster than `ring` at both 1 and 16
+           MiB.
 Use when   Small all-reduces follow each other on the critical path, as in decoding with tensor
            parallelism, and run in a CUDA graph. In a graph, torch's one-shot is about as fast as
            NCCL on two GPUs, and faster on four up to 64 KiB. Without a graph, in a run on two GPUs

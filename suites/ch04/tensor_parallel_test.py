@@ -6,10 +6,10 @@ Problem    y = x W^T, with the inner dimension of x and W split over the ranks, 
 Baseline   whole: one product, then one all-reduce of the product.
 Optimized  halves: changes whole. The rows are split into two halves. The all-reduce of the first
            half runs while the GPU computes the second half.
-           quarters: changes halves. There are four parts.
-           eighths: changes halves. There are eight parts.
-           copied: changes eighths. The products are written into symmetric memory and moved by copy
-           engines ([copy_engines](copy_engines.py)). The SMs only add.
+           quarters: changes `halves`. There are four parts.
+           eighths: changes `halves`. There are eight parts.
+           copied: changes `eighths`. The products are written into symmetric memory and moved by
+           copy engines ([copy_engines](copy_engines.py)). The SMs only add.
 Bound      Tensor cores. The products hide the transfers over NVLink, except for the last part's
            all-reduce. With more parts, the last all-reduce is shorter, but each product is smaller
            and leaves more SMs idle in its last wave. NCCL's kernels also occupy some SMs. NVLink
@@ -23,17 +23,17 @@ Seen       On two GPUs, the three variants with NCCL take longer than predicted:
            its prediction. So most of the loss probably occurs because NCCL's kernels and the
            products slow each other down. Neither a high priority nor fewer NCCL channels helped.
            All sides were timed as CUDA graphs, so the times leave out the host, which makes several
-           calls per part for copied.
-           At an inner dimension of 3584, halves gains nothing on two or four GPUs. On four GPUs,
-           quarters gains a little more than on two. At 8192, copied gains less on four GPUs than on
-           two. At 3584, copied is slower than whole on four GPUs. At the link rates of two GPUs,
-           its predicted time is little more than half of the measured time. On four GPUs, each sum
-           takes three copies in and three copies out, one after another. Each copy is half as large
-           as on two. We did not measure which part takes so long: the copies, the additions or the
-           barriers. At 8192, the longer products hide more of this time.
+           calls per part for `copied`. At an inner dimension of 3584, `halves` gains nothing on two
+           or four GPUs. On four GPUs, `quarters` gains a little more than on two. At 8192, `copied`
+           gains less on four GPUs than on two. At 3584, `copied` is slower than whole on four GPUs.
+           At the link rates of two GPUs, its predicted time is little more than half of the
+           measured time. On four GPUs, each sum takes three copies in and three copies out, one
+           after another. Each copy is half as large as on two. We did not measure which part takes
+           so long: the copies, the additions or the barriers. At 8192, the longer products hide
+           more of this time.
 Use when   The product takes longer than its all-reduce, and both are long enough to be cut into
-           parts. With NCCL, use quarters. In CUDA graphs, copied gains the most on two GPUs. On
-           four GPUs, copied gains only if the products are long.
+           parts. With NCCL, use quarters. In CUDA graphs, `copied` gains the most on two GPUs. On
+           four GPUs, `copied` gains only if the products are long.
 """
 
 import torch

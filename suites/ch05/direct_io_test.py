@@ -6,25 +6,27 @@ Problem    Load blocks of a file into one tensor on the GPU. The input gives the
            also have to drop pages if memory were full. All sides read into pinned memory that is
            reused from call to call.
 Baseline   buffered: one read at a time, through the page cache.
-Optimized  mapped: changes buffered. The file is mapped before the timed part. Page faults then read
-           the file in pieces whose size the kernel chooses. Page faults may be slower than
-           buffered, so the page claims no speedup for mapped. If torch copies a block with several
-           threads, several page faults may occur at a time.
-           advised: changes buffered. With `POSIX_FADV_RANDOM`, the kernel reads only the block.
+Optimized  mapped: changes `buffered`. The file is mapped before the timed part. Page faults then
+           read the file in pieces whose size the kernel chooses. Page faults may be slower than
+           `buffered`, so the page claims no speedup for `mapped`. If torch copies a block with
+           several threads, several page faults may occur at a time.
+           advised: changes `buffered`. With `POSIX_FADV_RANDOM`, the kernel reads only the block.
            Without this advice, the kernel also reads the data after the block, which is rarely the
            next block of the order.
-           threads: changes advised. Eight threads read, so the disk has several requests at a time.
-           direct: changes threads. Files are opened with `O_DIRECT`: the disk writes to the pinned
-           memory, and no byte passes through the page cache.
-Bound      The disk. buffered, mapped and advised leave the disk idle between two requests. All
+           threads: changes `advised`. Eight threads read, so the disk has several requests at a
+           time.
+           direct: changes `threads`. Files are opened with `O_DIRECT`: the disk writes to the
+           pinned memory, and no byte passes through the page cache.
+Bound      The disk. `buffered`, `mapped` and advised leave the disk idle between two requests. All
            sides except direct also copy all bytes on the CPU, and fill and drop pages of the page
            cache. The costs count only the copy to the GPU, because the disk's rate was not
            measured. So all sides take longer than predicted.
-Seen       On an H200 machine, the gain of advised is smaller than its confidence interval. threads
-           and direct clearly gain. Their confidence intervals overlap, so the page does not show
-           how much `O_DIRECT` adds. We did not measure the disk's rate, or how long it takes to
-           drop the pages. On an H100 machine, mapped takes about half again as long as buffered.
-Use when   The data is larger than memory and each byte is read once. direct needs addresses,
+Seen       On an H200 machine, the gain of `advised` is smaller than its confidence interval.
+           threads and direct clearly gain. Their confidence intervals overlap, so the page does not
+           show how much `O_DIRECT` adds. We did not measure the disk's rate, or how long it takes
+           to drop the pages. On an H100 machine, `mapped` takes about half again as long as
+           `buffered`.
+Use when   The data is larger than memory and each byte is read once. `direct` needs addresses,
            offsets and sizes that are multiples of the disk's block size. If data is read again soon
            and fits in memory, the page cache is faster than any disk.
 

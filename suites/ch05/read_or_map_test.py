@@ -5,13 +5,13 @@ Problem    Copy rows of an (n, 256) fp32 table to the GPU. The table is a file, 
            the page cache.
 Baseline   seek: one `seek` and one `read` of a Python file per row. The file's buffer is one row
            long.
-Optimized  into: changes seek. `os.preadv` reads straight into the row of the result, without a
+Optimized  into: changes `seek`. `os.preadv` reads straight into the row of the result, without a
            `bytes` object.
-           mapped: changes into. The file is mapped into memory before the timed part. One
+           mapped: changes `into`. The file is mapped into memory before the timed part. One
            `index_select` copies all rows, so no Python code runs per row, and torch may use several
            threads. Once each page has been touched, no system calls are needed either.
 Bound      The host limits seek and into: each row costs Python code and system calls. Memory
-           latency and the copy to the GPU limit mapped. The costs count only the copy to the GPU,
+           latency and the copy to the GPU limit `mapped`. The costs count only the copy to the GPU,
            at the rate of pinned memory, because no rate of the host's work was measured. So all
            sides take longer than predicted.
 Use when   A file fits in the page cache and is often read at random: map it. If the data comes from

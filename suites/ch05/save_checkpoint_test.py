@@ -5,19 +5,19 @@ Problem    Write the bf16 weights (width, width) of several layers from the GPU 
            the check compares what was written. The file stays in the page cache, so no side waits
            for a disk.
 Baseline   saved: `torch.save` to the file.
-Optimized  unchecked: changes saved. `set_crc32_options(False)` leaves out the CRC-32 of each
+Optimized  unchecked: changes `saved`. `set_crc32_options(False)` leaves out the CRC-32 of each
            tensor. `torch.load` does not check the CRC-32, but zip programs do.
-           staged: changes unchecked. The weights are first copied into pinned memory that is
+           staged: changes `unchecked`. The weights are first copied into pinned memory that is
            reused. On the other sides, `torch.save` copies each weight into new pageable memory.
 Bound      The host, which copies all bytes into the page cache. In saved, the host also computes
-           the CRC-32. In saved and unchecked, the driver also copies all bytes out of its own
+           the CRC-32. In `saved` and `unchecked`, the driver also copies all bytes out of its own
            pinned memory. The costs count only the copies from the GPU, because no rate of the
            host's work was measured. So all sides take longer than predicted.
-Seen       On an H200 machine, unchecked takes about a quarter less time than saved. staged takes
-           slightly less time than unchecked, but their confidence intervals overlap. So the page
-           does not show that pinned memory helps. We did not time the rest: the new file, its pages
-           in the page cache, and the mapping.
-Use when   The training loop waits for the checkpoint. staged needs pinned memory of the
+Seen       On an H200 machine, `unchecked` takes about a quarter less time than `saved`. `staged`
+           takes slightly less time than `unchecked`, but their confidence intervals overlap. So the
+           page does not show that pinned memory helps. We did not time the rest: the new file, its
+           pages in the page cache, and the mapping.
+Use when   The training loop waits for the checkpoint. `staged` needs pinned memory of the
            checkpoint's size, and gains nothing for a model on a CPU. If the disk or the network is
            the limit, use `async_checkpoint_test.py`.
 """

@@ -4,14 +4,14 @@ Problem    Load images of 3 x 32 x 32 bytes into one tensor on the GPU. The inpu
            the images: shards of 64 images come in random order, and so do the images within each
            shard. The files were written just before, so all sides read from the page cache.
 Baseline   files: one file per image, which Python's `open` and `read` load.
-Optimized  unbuffered: changes files. `os.open` opens a file, and `os.preadv` reads straight into
+Optimized  unbuffered: changes `files`. `os.open` opens a file, and `os.preadv` reads straight into
            the image's row of the result. So Python creates no buffer and no `bytes` object.
-           packed: changes unbuffered. All images are in one tar file. Before the timed part, the
+           packed: changes `unbuffered`. All images are in one tar file. Before the timed part, the
            file is opened and the offset of each image is looked up. There is still one read per
            image.
-           shards: changes packed. There is one read per shard. The images are then copied out of
+           shards: changes `packed`. There is one read per shard. The images are then copied out of
            the shard in memory.
-Bound      The host: each image costs system calls and Python code. shards makes few system calls.
+Bound      The host: each image costs system calls and Python code. `shards` makes few system calls.
            The costs count only the copy to the GPU, because no rate of the host's work was
            measured. So all sides take longer than predicted.
 Use when   A data set has many small files. Use shards if shuffling within a shard is random enough.

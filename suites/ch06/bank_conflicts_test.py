@@ -8,23 +8,24 @@ Baseline   strided: a block copies 128 rows into shared memory, so its loads fro
            over floats. Shared memory serves a 16-byte read for 8 lanes at a time. The rows of these
            lanes are 32 floats apart, so all 8 lanes read from the same 4 of the 32 banks, and wait
            for each other.
-Optimized  padded: changes strided. Four unused floats follow each row, so the rows are 36 floats
+Optimized  padded: changes `strided`. Four unused floats follow each row, so the rows are 36 floats
            apart. The 8 lanes read from all 32 banks. Many textbooks use rows of 33 floats, which
            have no conflicts either. But such rows are not aligned to 16 bytes, so they need four
            times as many reads, of 4 bytes each.
-           swizzled: changes strided. Row r stores its group g of four coefficients in place g xor r
-           % 8. The 8 lanes read from all 32 banks, without unused floats.
-           straight: changes padded. No shared memory. A thread reads its row in eight 16-byte loads
-           from global memory. A warp's lanes are 128 bytes apart, so each load touches 32 lines of
-           the L1. A load uses half of each sector, and the next load finds the other half in the
-           L1. There is no library variant, because no library evaluates a polynomial per row.
+           swizzled: changes `strided`. Row r stores its group g of four coefficients in place g xor
+           r % 8. The 8 lanes read from all 32 banks, without unused floats.
+           straight: changes `padded`. No shared memory. A thread reads its row in eight 16-byte
+           loads from global memory. A warp's lanes are 128 bytes apart, so each load touches 32
+           lines of the L1. A load uses half of each sector, and the next load finds the other half
+           in the L1. There is no library variant, because no library evaluates a polynomial per
+           row.
 Bound      DRAM limits padded and swizzled: each coefficient is read once. Shared memory limits
            strided: conflicts make its reads take eight times as long. Even so, these reads take
            only a little longer than the transfers from DRAM. So conflicts cost much less here than
            in a kernel that reads each word several times.
-Seen       straight takes longer than predicted from its bytes. In `launch_bounds_test.py`, accesses
-           also use half of each sector, and the kernels exceed their predicted times by about the
-           same factor. We did not measure which unit limits the kernels.
+Seen       `straight` takes longer than predicted from its bytes. In `launch_bounds_test.py`,
+           accesses also use half of each sector, and the kernels exceed their predicted times by
+           about the same factor. We did not measure which unit limits the kernels.
 Use when   The lanes of a warp access shared memory at a large, even stride, for example in rows
            whose length is a power of two. Pad or swizzle in units of the access: 4 bytes or 16. If
            each element is used once and a row fits in registers, also measure reads straight from

@@ -4,21 +4,21 @@ Problem    Compute the dot product of two vectors of n fp32 elements.
 Baseline   per_thread: the grid has as many blocks as fit on the GPU at once. The threads loop over
            the vectors, and each thread keeps its own sum. At the end, each thread adds its sum to
            the result with an atomic.
-Optimized  per_warp: changes per_thread. The lanes of a warp add up their sums with shuffles, and
+Optimized  per_warp: changes `per_thread`. The lanes of a warp add up their sums with shuffles, and
            one lane does the atomic.
-           per_block: changes per_warp. The warps of a block also add up their sums, in shared
+           per_block: changes `per_warp`. The warps of a block also add up their sums, in shared
            memory, and one thread does the atomic.
            library: `torch.dot`, which is cuBLAS.
 Bound      DRAM: both vectors are read once. All atomics go to one address, so the L2 does them one
            after another. The threads finish at about the same time, so all atomics come at the end
-           of the kernel. The machine code of per_thread has one RED per thread: the compiler does
+           of the kernel. The machine code of `per_thread` has one RED per thread: the compiler does
            not combine fp32 atomics, because the order of additions changes an fp32 sum. The cost
            assumes that an atomic on one address takes as long as in `../ch07/histogram_test.py`,
            where integers are added.
-Seen       per_thread takes longer than predicted. If all sides sum as fast as per_block, an atomic
-           takes 1.7 ns in per_thread, where every lane of a warp does one, and 1.2 ns in per_warp,
-           where one lane does. An integer atomic in `../ch07/histogram_test.py` takes 1 ns. We do
-           not know why atomics take longer when all 32 lanes do one.
+Seen       `per_thread` takes longer than predicted. If all sides sum as fast as `per_block`, an
+           atomic takes 1.7 ns in `per_thread`, where every lane of a warp does one, and 1.2 ns in
+           `per_warp`, where one lane does. An integer atomic in `../ch07/histogram_test.py` takes 1
+           ns. We do not know why atomics take longer when all 32 lanes do one.
 Use when   Many threads update one fp32 sum. For an int32 sum on one address, the compiler combines
            the atomics of a warp itself (REDUX in the machine code). For bitwise reproducible
            results, store the blocks' sums instead (`../ch07/reduction_test.py`).

@@ -3,7 +3,7 @@
 Problem    Compute a * x + y on n fp32 elements, one thread per element. Both sides run the same
            kernel. Each case of the page uses a different number of threads per block.
 Baseline   usual: blocks of 256 threads.
-Optimized  resized: changes usual. The case sets the number of threads per block. The cases are
+Optimized  resized: changes `usual`. The case sets the number of threads per block. The cases are
            points of a curve, so the page claims no speedup.
 Bound      Up to 128 threads, the limit is the start of blocks: the GPU starts a limited number of
            blocks per second, whether a block has one warp or four. With half the threads per block,
@@ -16,7 +16,7 @@ Bound      Up to 128 threads, the limit is the start of blocks: the GPU starts a
 Seen       usual and blocks of 512 and 1024 threads take longer than predicted from their bytes. The
            2048 threads of an SM have 16 KiB of loads in flight. If a thread takes as long as in
            `../ch07/vector_width_test.py`, the copy rate needs about 17 KiB here, because two of
-           three bytes are loads. Blocks of 512 and 1024 threads are slower than usual, although
+           three bytes are loads. Blocks of 512 and 1024 threads are slower than `usual`, although
            fewer of them start. The likely reason is that a large block holds its slot until its
            last warp ends, but we did not measure how much of an SM is empty.
 Use when   You choose a block size: start with 128 to 256 threads, and measure half and twice as

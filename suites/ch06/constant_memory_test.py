@@ -6,33 +6,33 @@ Problem    test_constant_memory evaluates one fixed polynomial of 64 coefficient
 Baseline   series_in_global: the coefficients are in global memory. Every warp executes one load per
            coefficient, and the L1 serves these loads.
            decode_in_constant: the table is in constant memory, because it never changes.
-Optimized  series_in_constant: changes series_in_global. The coefficients are in constant memory.
+Optimized  series_in_constant: changes `series_in_global`. The coefficients are in constant memory.
            All lanes of a warp read the same coefficient, so one uniform load (ULDC) fetches two
            coefficients for the whole warp.
-           series_in_code: changes series_in_constant. The coefficients are part of the
+           series_in_code: changes `series_in_constant`. The coefficients are part of the
            instructions, so they need no load.
-           decode_in_global: changes decode_in_constant. The table is in global memory, and the L1
+           decode_in_global: changes `decode_in_constant`. The table is in global memory, and the L1
            keeps it.
-           decode_in_shared: changes decode_in_global. Each block copies the table into shared
+           decode_in_shared: changes `decode_in_global`. Each block copies the table into shared
            memory.
-           decode_computed: changes decode_in_global. There is no table: shifts and a few additions
-           compute each value. There is no library variant, because PyTorch has no call for either
-           problem.
+           decode_computed: changes `decode_in_global`. There is no table: shifts and a few
+           additions compute each value. There is no library variant, because PyTorch has no call
+           for either problem.
 Bound      test_constant_memory: instruction issue. Each coefficient costs one multiply-add. In
-           series_in_constant, it also costs part of a uniform load. The L1 limits series_in_global:
-           each coefficient needs one load, and an SM starts one load in the time of four
-           multiply-adds.
-           test_table: DRAM. The constant cache limits decode_in_constant, because the 32 codes of a
-           warp need many different words. The cost assumes that the cache serves one word per
-           clock. This rate was not measured. decode_computed needs 13 integer instructions per
+           `series_in_constant`, it also costs part of a uniform load. The L1 limits
+           series_in_global: each coefficient needs one load, and an SM starts one load in the time
+           of four multiply-adds.
+           test_table: DRAM. The constant cache limits `decode_in_constant`, because the 32 codes of
+           a warp need many different words. The cost assumes that the cache serves one word per
+           clock. This rate was not measured. `decode_computed` needs 13 integer instructions per
            code. An SM issues these instructions at half the rate of multiply-adds, so they take
            longer than the transfers from and to DRAM.
-Seen       decode_in_constant takes about two cycles of an SM for each different word, twice as many
-           as the cost assumes. We did not confirm this with a profiler.
-           series_in_code takes longer than its instructions predict. A block issues almost no
-           instructions until its points arrive from DRAM. An SM holds only 8 blocks, so at times it
-           has nothing to issue. series_in_global and series_in_constant exceed their predicted
-           times by similar amounts. We did not measure how often the SM has nothing to issue.
+Seen       `decode_in_constant` takes about two cycles of an SM for each different word, twice as
+           many as the cost assumes. We did not confirm this with a profiler. `series_in_code` takes
+           longer than its instructions predict. A block issues almost no instructions until its
+           points arrive from DRAM. An SM holds only 8 blocks, so at times it has nothing to issue.
+           `series_in_global` and `series_in_constant` exceed their predicted times by similar
+           amounts. We did not measure how often the SM has nothing to issue.
 Use when   All threads read the same few numbers in the same order, and the numbers are set before
            the launch. The arguments of a kernel are in constant memory too. If the numbers are
            known when you compile, write them as `constexpr`. If a thread evaluates several points,

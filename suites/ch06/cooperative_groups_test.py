@@ -3,28 +3,28 @@
 Problem    Compute 64 steps of heat diffusion on a ring of n fp32 cells. Each cell needs three cells
            of the previous step, so all blocks must finish a step before the next one begins.
 Baseline   launches: one kernel per step. The end of a kernel is the barrier.
-Optimized  captured: changes launches. A CUDA graph contains the same kernels, and the host launches
-           the graph once.
-           grid_sync: changes launches. One cooperative kernel does all steps. All its blocks run at
-           the same time, and wait for each other at a `grid.sync()` after each step.
-Bound      The host limits launches, because launching a step takes longer than running it. The
-           cells stay in the L2, so a step is short. captured also starts 64 kernels, but the GPU
-           starts them without the host, which takes less time. grid_sync needs 63 barriers. At each
-           barrier, every block does an atomic on one address and waits for the slowest block. The
-           cost counts the atomics as in `block_atomics_test.py`. The cost leaves out the wait,
-           which was not measured.
-           For this stencil, a fourth way is faster than all three: a block that also loads 64 cells
-           at each end computes all 64 steps without any barrier between blocks. This way is not a
-           variant, because it works only if a cell depends on nearby cells alone. On this page, the
-           stencil stands for steps that may depend on the whole previous step.
-Seen       grid_sync is slower than captured: a barrier takes longer than the start of a kernel in a
-           graph. If the cost is right, the atomics take about a third of a barrier's time. At a
+Optimized  captured: changes `launches`. A CUDA graph contains the same kernels, and the host
+           launches the graph once.
+           grid_sync: changes `launches`. One cooperative kernel does all steps. All its blocks run
+           at the same time, and wait for each other at a `grid.sync()` after each step.
+Bound      The host limits `launches`, because launching a step takes longer than running it. The
+           cells stay in the L2, so a step is short. `captured` also starts 64 kernels, but the GPU
+           starts them without the host, which takes less time. `grid_sync` needs 63 barriers. At
+           each barrier, every block does an atomic on one address and waits for the slowest block.
+           The cost counts the atomics as in `block_atomics_test.py`. The cost leaves out the wait,
+           which was not measured. For this stencil, a fourth way is faster than all three: a block
+           that also loads 64 cells at each end computes all 64 steps without any barrier between
+           blocks. This way is not a variant, because it works only if a cell depends on nearby
+           cells alone. On this page, the stencil stands for steps that may depend on the whole
+           previous step.
+Seen       `grid_sync` is slower than captured: a barrier takes longer than the start of a kernel in
+           a graph. If the cost is right, the atomics take about a third of a barrier's time. At a
            barrier, a block waits three times: until its stores have reached the L2, until its
            atomic has returned, and until it reads that the last block has arrived. We did not
-           measure any of these waits.
-           launches takes longer than predicted: a launch through `cuda_module` takes the host more
-           than twice as long as the rate `launch` says. That rate was measured with a torch
-           operator. We did not measure which part of a launch takes the time.
+           measure any of these waits. `launches` takes longer than predicted: a launch through
+           `cuda_module` takes the host more than twice as long as the rate `launch` says. That rate
+           was measured with a torch operator. We did not measure which part of a launch takes the
+           time.
 Use when   A barrier is needed between short steps, and threads can keep data from step to step in
            registers or shared memory. At the end of a kernel, such data would be lost. If you only
            want to save launches, capture a graph first: it needs no new kernel. All blocks of the

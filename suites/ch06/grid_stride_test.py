@@ -5,27 +5,27 @@ Problem    test_grid_stride decodes n int32 codes from 0 to 255 by a table of 25
 Baseline   decode_each: one thread per element, in blocks of 256. Each block first copies the table
            into its shared memory, for only 256 look-ups.
            scale_each: one thread per element, in blocks of 256.
-Optimized  decode_stride: changes decode_each. The grid has as many blocks as fit on the GPU at
+Optimized  decode_stride: changes `decode_each`. The grid has as many blocks as fit on the GPU at
            once, and each block copies the table once. Then the threads loop over the codes with a
            stride of the whole grid.
-           decode_code_first: changes decode_each. A thread loads its code before it waits for the
+           decode_code_first: changes `decode_each`. A thread loads its code before it waits for the
            table, so that both loads are in flight at the same time.
-           decode_through_l1: changes decode_each. Threads read the table from global memory, and
+           decode_through_l1: changes `decode_each`. Threads read the table from global memory, and
            the L1 caches it.
            library: `torch.index_select`.
-           scale_stride: changes scale_each. The grid has as many blocks as fit on the GPU at once,
-           and they loop over the elements.
+           scale_stride: changes `scale_each`. The grid has as many blocks as fit on the GPU at
+           once, and they loop over the elements.
 Bound      DRAM, 4 bytes read and 4 written per element. The table is small and every block of an SM
            reads it, so it comes from the L1 or the L2 and costs almost no DRAM traffic. But the
-           table costs time: decode_each first waits for it, and then for the codes. All kernels
+           table costs time: `decode_each` first waits for it, and then for the codes. All kernels
            have one code or element per thread in flight, which is not enough for the full rate of
            DRAM (`../ch07/vector_width_test.py`). The kernels without a loop start a block for every
            256 elements, and these starts alone take longer than the transfers from and to DRAM.
-Seen       decode_stride and scale_stride take about the same time, so copying a table once costs
-           almost nothing. Both have 8 KiB in flight per SM, which explains why they do not reach
-           the copy rate. The kernels without a loop also have 8 KiB in flight, but each block
+Seen       `decode_stride` and `scale_stride` take about the same time, so copying a table once
+           costs almost nothing. Both have 8 KiB in flight per SM, which explains why they do not
+           reach the copy rate. The kernels without a loop also have 8 KiB in flight, but each block
            starts, then waits for DRAM, then ends. We did not measure how long each phase takes.
-           decode_code_first hardly gains, so the wait for the table is short. We did not examine
+           `decode_code_first` hardly gains, so the wait for the table is short. We did not examine
            the library's kernel.
 Use when   Each block first loads a table, sets up a random generator, or clears counters. Without
            such work, the loop saves only block starts, and gains less. Also use a grid-stride loop

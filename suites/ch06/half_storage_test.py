@@ -4,20 +4,20 @@ Problem    Compute SiLU of n bf16 elements in fp32, and round the result to bf16
            the result are bf16 on all sides.
 Baseline   widened: an fp32 kernel between two conversions, `x.float()` and `.bfloat16()`. Two fp32
            tensors pass through DRAM.
-Optimized  in_registers: changes widened. One kernel loads bf16, computes in fp32, and stores bf16,
-           one element per thread.
-           pairs: changes in_registers. A thread has two elements, in 4-byte accesses.
-           octets: changes in_registers. A thread has eight elements, in 16-byte accesses.
+Optimized  in_registers: changes `widened`. One kernel loads bf16, computes in fp32, and stores
+           bf16, one element per thread.
+           pairs: changes `in_registers`. A thread has two elements, in 4-byte accesses.
+           octets: changes `in_registers`. A thread has eight elements, in 16-byte accesses.
            library: `torch.nn.functional.silu`, which also computes in fp32.
-Bound      DRAM limits octets, which reads 2 bytes and writes 2 bytes per element, while widened
-           moves 20. Block starts limit in_registers, which starts a block for every 256 elements.
-           These starts alone take more than twice as long as its DRAM traffic. pairs starts half as
-           many blocks as in_registers, and octets starts an eighth. With one element per thread,
-           the 2048 threads of an SM also have only 4 KiB of loads in flight, a third of what the
-           full rate needs (`../ch07/vector_width_test.py`).
-Seen       pairs has as many threads, blocks and 4-byte accesses as `single` of `ilp_test.py`, and
-           takes about as long. So pairs is slow because too few bytes are in flight, not because of
-           bf16. widened takes longer than predicted, and we did not measure its three kernels
+Bound      DRAM limits `octets`, which reads 2 bytes and writes 2 bytes per element, while `widened`
+           moves 20. Block starts limit `in_registers`, which starts a block for every 256 elements.
+           These starts alone take more than twice as long as its DRAM traffic. `pairs` starts half
+           as many blocks as `in_registers`, and `octets` starts an eighth. With one element per
+           thread, the 2048 threads of an SM also have only 4 KiB of loads in flight, a third of
+           what the full rate needs (`../ch07/vector_width_test.py`).
+Seen       `pairs` has as many threads, blocks and 4-byte accesses as `single` of `ilp_test.py`, and
+           takes about as long. So `pairs` is slow because too few bytes are in flight, not because
+           of bf16. `widened` takes longer than predicted, and we did not measure its three kernels
            separately. The middle kernel makes twice as many accesses as `single`. If it also takes
            twice as long, the two conversions take 1.5 times as long as predicted from their bytes.
            We cannot explain why.

@@ -7,25 +7,25 @@ Baseline   single: one element per thread.
 Optimized  in_turn: changes single. A thread has four elements, and loads an element only after it
            has stored the previous one, because the compiler must assume that out and x overlap.
            two: changes single. A thread has two elements, and loads both before it uses the first.
-           four: like two, with four elements. four and in_turn differ only in the order of loads
+           four: like two, with four elements. four and `in_turn` differ only in the order of loads
            and stores.
            eight: like four, with eight elements.
            library: `torch.sigmoid`.
-           growth_four: changes growth_single. A thread has four elements, whose steps alternate.
+           growth_four: changes `growth_single`. A thread has four elements, whose steps alternate.
            Both kernels are unrolled to 128 multiply-adds per iteration of the loop, so their loops
            cost the same.
 Bound      test_ilp: DRAM. The 2048 threads of an SM have 8 KiB in flight with one element each, and
            about 13 KiB are needed (`../ch07/vector_width_test.py`). While a thread computes the
-           exponential and the division, it has no load in flight, so single would need even more
-           bytes in flight. single also starts a block for every 256 elements, and these starts
+           exponential and the division, it has no load in flight, so `single` would need even more
+           bytes in flight. `single` also starts a block for every 256 elements, and these starts
            alone take longer than the transfers from and to DRAM.
            test_long_chain: instruction issue. With 16 warps per scheduler, another warp always has
-           a step ready, so the four chains of growth_four gain nothing.
-Seen       in_turn has one load in flight per thread, like single, but starts a quarter of the
-           blocks, so it is faster than single. in_turn takes about as long as scale_stride of
+           a step ready, so the four chains of `growth_four` gain nothing.
+Seen       `in_turn` has one load in flight per thread, like single, but starts a quarter of the
+           blocks, so it is faster than single. `in_turn` takes about as long as scale_stride of
            `grid_stride_test.py`, which has as many bytes in flight and hardly any block starts. So
-           in_turn still has too few bytes in flight. single is slow for two reasons: too few bytes
-           in flight and too many block starts. We did not measure how much time each costs.
+           `in_turn` still has too few bytes in flight. `single` is slow for two reasons: too few
+           bytes in flight and too many block starts. We did not measure how much time each costs.
 Use when   A kernel waits for memory with all warps resident, or few warps fit on an SM. Load all
            elements of a thread into registers before you use the first. If enough warps hide the
            latency, as in test_long_chain, this gains nothing.

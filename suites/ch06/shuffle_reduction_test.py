@@ -3,30 +3,30 @@
 Problem    Sum each row of an int32 matrix of 1 GiB. The rows are short: 256 or 1024 elements.
 Baseline   shared_tree: a block of 256 threads has one row. The block reduces the 256 sums of its
            threads in a tree in shared memory, in 8 rounds with a barrier after each.
-Optimized  shuffle: changes shared_tree. Each warp adds up its 32 sums with five shuffles. One
+Optimized  shuffle: changes `shared_tree`. Each warp adds up its 32 sums with five shuffles. One
            barrier remains. After it, the first warp adds up the sums of the 8 warps.
-           redux: changes shuffle. One `__reduce_add_sync` replaces the five shuffles. This
+           redux: changes `shuffle`. One `__reduce_add_sync` replaces the five shuffles. This
            intrinsic works only for integers.
-           warp_per_row: changes redux. Each warp has a row of its own, so the kernel needs neither
-           shared memory nor a barrier. A lane also loads eight times as many elements, several of
-           them at once. So part of the gain comes from more loads in flight, and part from fewer
-           instructions per element.
+           warp_per_row: changes `redux`. Each warp has a row of its own, so the kernel needs
+           neither shared memory nor a barrier. A lane also loads eight times as many elements,
+           several of them at once. So part of the gain comes from more loads in flight, and part
+           from fewer instructions per element.
            library: `torch.sum`.
 Bound      DRAM limits warp_per_row: every element is read once. On rows of 256 elements,
            instruction issue limits the other kernels: a thread loads one element, but issues dozens
            of instructions to find it and to add up the block. These instructions alone take longer
            than the transfers from DRAM. Starting one block per row also takes longer than the
-           transfers, and longer than the instructions of redux. After its loads, a block also
+           transfers, and longer than the instructions of `redux`. After its loads, a block also
            spends time without any load in flight. In rows of 1024, a thread adds up four elements
            with few additional instructions, so these limits matter less.
 Seen       The three kernels with a block per row take longer at n = 256 than predicted from their
-           instructions and block starts. At n = 1024, only shared_tree does. A block occupies its
+           instructions and block starts. At n = 1024, only `shared_tree` does. A block occupies its
            SM during its start, then during its wait for DRAM, then during its additions, and an SM
            has room for 8 blocks. At n = 256, a block of redux occupies its SM for 0.86 us, and a
-           block of shared_tree for 1.25 us. A block of `../ch07/vector_width_test.py` that copies
+           block of `shared_tree` for 1.25 us. A block of `../ch07/vector_width_test.py` that copies
            256 elements takes 0.8 us. So a block spends most of its time on its start and its wait
            for DRAM. We did not measure start and wait separately. We did not examine the library's
-           kernel. CUB's DeviceSegmentedReduce is slower than warp_per_row at both sizes
+           kernel. CUB's DeviceSegmentedReduce is slower than `warp_per_row` at both sizes
            (benchmarks/cub_test.py).
 Use when   A block needs a sum or a maximum: reduce inside warps first. If rows are short, give a
            row to a warp. If a kernel reduces once after long loops, it hardly matters how the block

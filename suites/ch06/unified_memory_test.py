@@ -5,25 +5,25 @@ Problem    In each call, the CPU writes n fp32 values into a buffer, and the GPU
            the CPU does not overwrite values before the GPU has read them.
 Baseline   on_demand: the CPU and the GPU both use one buffer in managed memory. When one processor
            touches a page in the memory of the other, a page fault makes the driver move the page.
-Optimized  prefetched: changes on_demand. `cuMemPrefetchAsync` moves the buffer to the GPU before
+Optimized  prefetched: changes `on_demand`. `cuMemPrefetchAsync` moves the buffer to the GPU before
            the sum and back to the host afterwards, so there are no page faults.
-           copied: changes on_demand. The CPU has a pinned buffer, the GPU has its own, and each
+           copied: changes `on_demand`. The CPU has a pinned buffer, the GPU has its own, and each
            call copies from the first to the second. Nothing is copied back, because the GPU does
            not change the values.
 Bound      The host, which writes the values with one thread or several. The predicted times leave
            out the writing, because its rate was not measured. Then the values cross PCIe. In
-           on_demand and prefetched, the old values also cross back, because the driver cannot know
-           that the CPU will overwrite them. In on_demand, page faults take additional time: a fault
-           stops the threads that caused it until the driver has moved the page. GPUs that share the
-           CPU's page tables, such as those of GH200 and GB10, may read a page without moving it. We
-           did not measure such GPUs.
-Seen       On an H200, prefetched is one and a half times as fast as on_demand, and copied is seven
-           times as fast. All sides take longer than predicted: on_demand nearly ten times as long,
-           prefetched six times, and copied two and a half times. In on_demand, the profiler shows
-           that the sum takes about nine tenths of the call, because its threads wait for pages. In
-           prefetched, the sum takes almost no time, so writing and prefetching take nearly all of
-           the call. In copied, the copy and the sum take less than half of the call. Writing
-           probably takes the rest. We timed neither the writing nor the prefetches alone.
+           `on_demand` and `prefetched`, the old values also cross back, because the driver cannot
+           know that the CPU will overwrite them. In `on_demand`, page faults take additional time:
+           a fault stops the threads that caused it until the driver has moved the page. GPUs that
+           share the CPU's page tables, such as those of GH200 and GB10, may read a page without
+           moving it. We did not measure such GPUs.
+Seen       On an H200, `prefetched` is one and a half times as fast as `on_demand`, and `copied` is
+           seven times as fast. All sides take longer than predicted: `on_demand` nearly ten times
+           as long, prefetched six times, and copied two and a half times. In `on_demand`, the
+           profiler shows that the sum takes about nine tenths of the call, because its threads wait
+           for pages. In prefetched, the sum takes almost no time, so writing and prefetching take
+           nearly all of the call. In copied, the copy and the sum take less than half of the call.
+           Writing probably takes the rest. We timed neither the writing nor the prefetches alone.
 Use when   The data does not fit on the GPU, or you do not know which part of it a kernel will use.
            Prefetch the parts that will be used for certain. If the CPU and the GPU take turns with
            a buffer that fits on the GPU, copy it.

@@ -6,22 +6,22 @@ Problem    Compute h = relu(0.75 h + x) along each of 8192 rows of 16384 fp32 st
 Baseline   synchronous: a block loads a tile of 64 rows and 32 steps (128 bytes per row) into shared
            memory, waits, computes the steps of the tile, and writes the results back. Each thread
            issues its eight 16-byte loads before its first store.
-Optimized  one_stage: changes synchronous. `cp.async` loads the tile and bypasses registers. The
+Optimized  one_stage: changes `synchronous`. `cp.async` loads the tile and bypasses registers. The
            block still waits for each tile.
-           two_stages: changes one_stage. The block fetches tile i + 1 while it works on tile i.
-           four_stages: changes two_stages. The block fetches three tiles ahead, 24 KiB per SM.
+           two_stages: changes `one_stage`. The block fetches tile i + 1 while it works on tile i.
+           four_stages: changes `two_stages`. The block fetches three tiles ahead, 24 KiB per SM.
 Bound      DRAM: every side reads each x once and writes each h once.
 Seen       All sides take longer than predicted. The costs count only bytes, but an SM has only one
            block, which fetches a tile, then computes its steps, then writes the results. In
-           synchronous and one_stage, the SM fetches nothing while the block computes and writes.
-           one_stage only replaces the load instruction, and gains nothing. two_stages and
-           four_stages only fetch earlier. two_stages is faster than one_stage, and four_stages is
-           faster than two_stages. four_stages still does not reach the copy rate. Each step is a
-           chain of three dependent instructions (FFMA, FSETP and FSEL with nvcc 13.0 for sm_90),
-           and the SM has no other block to run in the meantime. We did not measure how long these
-           chains take, so we do not know whether they explain the rest. With blocks of 32 rows,
-           most SMs would have a second block, which could hide part of the wait even without
-           additional stages. We did not try smaller blocks.
+           `synchronous` and `one_stage`, the SM fetches nothing while the block computes and
+           writes. `one_stage` only replaces the load instruction, and gains nothing. `two_stages`
+           and `four_stages` only fetch earlier. `two_stages` is faster than `one_stage`, and
+           `four_stages` is faster than `two_stages`. `four_stages` still does not reach the copy
+           rate. Each step is a chain of three dependent instructions (FFMA, FSETP and FSEL with
+           nvcc 13.0 for sm_90), and the SM has no other block to run in the meantime. We did not
+           measure how long these chains take, so we do not know whether they explain the rest. With
+           blocks of 32 rows, most SMs would have a second block, which could hide part of the wait
+           even without additional stages. We did not try smaller blocks.
 Use when   A kernel can have only a few threads per SM, because few rows can be computed in
            parallel, or because each thread needs much memory. With 2048 threads per SM, other
            blocks hide the wait.

@@ -3,18 +3,18 @@
 Problem    Copy n fp32 elements.
 Baseline   chunked: each thread copies 32 consecutive elements, as a CPU thread would copy a chunk.
            The lanes of a warp are 128 bytes apart, so each load or store touches 32 lines.
-Optimized  coalesced: each thread copies as many elements as in chunked, with as many loads in
+Optimized  coalesced: each thread copies as many elements as in `chunked`, with as many loads in
            flight. Neighboring lanes copy neighboring elements, so each load or store touches one
            line.
            library: `x * 1`, PyTorch's elementwise kernel. Sides are timed in a CUDA graph, where
            `Tensor.clone` becomes a memcpy node, which is slower than a kernel.
-Bound      DRAM limits coalesced. chunked moves the same bytes to and from DRAM, because L1 and L2
-           keep a sector until its 32 bytes are used. But each 4-byte store goes to the L2 as a
+Bound      DRAM limits `coalesced`. `chunked` moves the same bytes to and from DRAM, because L1 and
+           L2 keep a sector until its 32 bytes are used. But each 4-byte store goes to the L2 as a
            sector of its own, so the stores of chunked move eight times as many bytes to the L2 as
            they write.
-Seen       chunked takes several times as long as its sectors would take at the L2 rate. naive of
+Seen       `chunked` takes several times as long as its sectors would take at the L2 rate. naive of
            `transpose_test.py` also stores 4 bytes to each line, and writes about as many elements
-           per second. The loads of chunked need a lookup in the L1 for each element. The L1 does
+           per second. The loads of `chunked` need a lookup in the L1 for each element. The L1 does
            one lookup per cycle (row_mapping of chapter 8). These lookups take about a fifth of the
            time. The stores take the rest, about four cycles of an SM per store, as in
            `transpose_test.py`. We did not measure which part of the path to the L2 needs these

@@ -16,9 +16,9 @@ Bound      DRAM: sorted draws read the table once from beginning to end per resa
            resample reads 4 n bytes of indices and 4 n bytes of values. An unsorted draw reads a
            sector of 32 bytes and uses 4 of them. The table has 268 MB and the L2 has 50 MB, so four
            of five draws miss the L2.
-Seen       unsorted takes several times as long as its sectors would take at the read rate. The read
-           rate was measured with sequential reads. DRAM may be slower with scattered sectors, but
-           we did not measure their rate. The L2 may also fetch more than the missing sector
+Seen       `unsorted` takes several times as long as its sectors would take at the read rate. The
+           read rate was measured with sequential reads. DRAM may be slower with scattered sectors,
+           but we did not measure their rate. The L2 may also fetch more than the missing sector
            (`cudaLimitMaxL2FetchGranularity`). We neither read nor changed this setting. If each
            miss fetched a whole line of 128 bytes, the bytes would take as long as the measured
            time. With 64 bytes per miss, they would take about half as long. So fetches of whole

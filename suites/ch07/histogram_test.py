@@ -3,15 +3,15 @@
 Problem    Count n int32 values from 0 to 255 in 256 bins. At skew=0, all bins are equally likely.
            At skew=50, every second value is the same.
 Baseline   global_atomics: each value increments its counter in global memory, by an atomic in the
-           L2. test_privatization compares global_atomics with privatized at n = 2^24.
+           L2. test_privatization compares `global_atomics` with `privatized` at n = 2^24.
            privatized: a block counts in 1 KiB of shared memory, and adds its 256 counts to the
            result at the end. Engineers would start from this version, so test_histogram compares
-           the other variants with privatized, at n = 2^28.
-           Every kernel starts as many blocks as fit on the GPU at once. The blocks loop over the
-           values, and each thread has four coalesced loads in flight.
-Optimized  per_warp: changes privatized. Each of a block's 8 warps has its own 1 KiB of counters, so
-           no warp waits for another warp's increments.
-           aggregated: changes privatized. `__match_any_sync` finds the lanes that have the same
+           the other variants with `privatized`, at n = 2^28. Every kernel starts as many blocks as
+           fit on the GPU at once. The blocks loop over the values, and each thread has four
+           coalesced loads in flight.
+Optimized  per_warp: changes `privatized`. Each of a block's 8 warps has its own 1 KiB of counters,
+           so no warp waits for another warp's increments.
+           aggregated: changes `privatized`. `__match_any_sync` finds the lanes that have the same
            value, and one of these lanes adds their number to the counter.
            library: `torch.histc`, which does more work per value. To find the bin, `torch.histc`
            checks the range, and multiplies and divides 64-bit integers. The other sides use the

@@ -4,8 +4,8 @@ Problem    Compute out = x + table[index] on 2^20 rows of 128 floats. The kernel
            reuses a table of 24 MiB. Each row of the table is used about 21 times, in random order.
 Baseline   normal: no hints, so all lines have the same priority. A warp handles a row, 16 bytes per
            lane.
-Optimized  streamed: changes normal. x, index and out have evict-first hints (`__ldcs`, `__stcs`).
-           kept: changes streamed. Loads of the table also have evict-last hints. A second kernel
+Optimized  streamed: changes `normal`. x, index and out have evict-first hints (`__ldcs`, `__stcs`).
+           kept: changes `streamed`. Loads of the table also have evict-last hints. A second kernel
            sets the table's lines back to normal priority, so that they do not slow down later
            kernels. Each hint applies to one access. No side uses `cudaLimitPersistingL2CacheSize`
            and an access policy window to reserve part of the L2 for the table. So nothing
@@ -14,13 +14,13 @@ Optimized  streamed: changes normal. x, index and out have evict-first hints (`_
 Bound      DRAM. If the table stays in the L2, only x, index and out cross DRAM. A row of the table
            is used again after 49152 other rows on average. The L2 of 50 MB holds the lines of about
            36000 rows, so nearly half of the table's reads go to DRAM again.
-Seen       The predictions of streamed and kept are only roughly right. The predictions assume that
-           the table stays in the L2, but both sides gain only a small part of what this would save.
-           The measured times would also be plausible if the table were evicted as often as without
-           hints. According to NVIDIA, the L2 of the A100 has two partitions, and each caches what
-           its own SMs read. If the L2 of an H200 does the same, it keeps the table twice. Two
-           copies take nearly the whole L2, and no hint can help. This is a guess: we did not try a
-           smaller table or measure the L2 hit rate.
+Seen       The predictions of `streamed` and `kept` are only roughly right. The predictions assume
+           that the table stays in the L2, but both sides gain only a small part of what this would
+           save. The measured times would also be plausible if the table were evicted as often as
+           without hints. According to NVIDIA, the L2 of the A100 has two partitions, and each
+           caches what its own SMs read. If the L2 of an H200 does the same, it keeps the table
+           twice. Two copies take nearly the whole L2, and no hint can help. This is a guess: we did
+           not try a smaller table or measure the L2 hit rate.
 Use when   A kernel reuses a table that fits in the L2 while it streams much more data. Mark the
            streamed data, which costs nothing. Here, marking the table as well gains nothing. Expect
            a small gain, and measure it.

@@ -7,11 +7,11 @@ Baseline   three_passes: one pass finds the row's maximum, one adds up the sum, 
            passes read 12 bytes per element and write 4. Each program handles a row. Textbooks call
            this method safe softmax.
 Optimized  online: one pass computes the maximum and the sum. When the maximum grows, the previous
-           sum is scaled down (Milakov and Gimelshein, arXiv:1805.02867). online reads 8 bytes per
+           sum is scaled down (Milakov and Gimelshein, arXiv:1805.02867). `online` reads 8 bytes per
            element instead of 12, and computes three exponentials instead of two. Both sides compute
            an element's exponential for the sum, and again for the result.
-           kept: changes online. A cluster of blocks keeps the row in registers and shared memory,
-           so the row is read once, and each element needs one exponential. kept runs the CUDA C++
+           kept: changes `online`. A cluster of blocks keeps the row in registers and shared memory,
+           so the row is read once, and each element needs one exponential. `kept` runs the CUDA C++
            kernel `clustered` of suites/ch09/softmax, because Triton cannot exchange data within a
            cluster.
            library: `torch.softmax`, which also reads each row three times.

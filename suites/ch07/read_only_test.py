@@ -4,9 +4,9 @@ Problem    Compute out[i] = x[i-2] + ... + x[i+2] on n fp32 elements, with x cla
            Each element is loaded five times, four times from the L1.
 Baseline   plain: ordinary loads (LDG), which are right even if another thread may write to the
            memory.
-Optimized  ldg: changes plain. The loads are `__ldg` (LDG.CONSTANT), which used a separate cache on
-           old GPUs.
-           restricted: changes plain. The pointers are `const float* __restrict__` and `float*
+Optimized  ldg: changes `plain`. The loads are `__ldg` (LDG.CONSTANT), which used a separate cache
+           on old GPUs.
+           restricted: changes `plain`. The pointers are `const float* __restrict__` and `float*
            __restrict__`. Then the compiler may assume that nothing writes to x, and emits
            LDG.CONSTANT by itself.
 Bound      DRAM: each side reads x once and writes out once. Since Volta both kinds of loads go

@@ -4,27 +4,27 @@ Problem    Sum each of 8 long fp32 rows, 1 GiB in total.
 Baseline   shared_tree: a block sums 1024 elements with four coalesced loads per thread. The block
            reduces the 256 partial sums in a tree in shared memory, with 9 barriers, and adds the
            result to its row's sum with one atomic. In total, that is 262144 atomics on 8 addresses.
-Optimized  shuffle: changes shared_tree. Warps reduce their sums with shuffles, so only one barrier
-           remains.
-           persistent: changes shuffle. Only as many blocks start as fit on the GPU at once. The
+Optimized  shuffle: changes `shared_tree`. Warps reduce their sums with shuffles, so only one
+           barrier remains.
+           persistent: changes `shuffle`. Only as many blocks start as fit on the GPU at once. The
            blocks loop over the rows, with four loads per thread in flight. So there are 1056 blocks
            and 1056 atomics instead of 262144 of each.
-           vectorized: changes persistent. Loads are 16 bytes long, so four times as many bytes are
-           in flight.
-           two_pass: changes vectorized. Each block stores its sum, and a second kernel adds the
-           sums in a fixed order. two_pass has no atomics and gives bitwise the same result at every
-           call.
+           vectorized: changes `persistent`. Loads are 16 bytes long, so four times as many bytes
+           are in flight.
+           two_pass: changes `vectorized`. Each block stores its sum, and a second kernel adds the
+           sums in a fixed order. `two_pass` has no atomics and gives bitwise the same result at
+           every call.
            library: `torch.sum`.
 Bound      DRAM: every element is read once.
-Seen       shared_tree and shuffle take more than twice as long as predicted from their bytes. Both
-           take about the same time, so the barriers that shuffle saves hardly matter. persistent
-           has both fewer blocks and fewer atomics, so it does not show whether the blocks or the
-           atomics take the time. The measured time of shared_tree is 2 ns per atomic. In histogram,
-           an integer atomic on one address takes 1 ns. The eight sums are in one sector of 32
-           bytes, so probably one slice of the L2 performs all atomics, one after another. We did
-           not measure the atomics separately.
+Seen       `shared_tree` and `shuffle` take more than twice as long as predicted from their bytes.
+           Both take about the same time, so the barriers that `shuffle` saves hardly matter.
+           `persistent` has both fewer blocks and fewer atomics, so it does not show whether the
+           blocks or the atomics take the time. The measured time of `shared_tree` is 2 ns per
+           atomic. In histogram, an integer atomic on one address takes 1 ns. The eight sums are in
+           one sector of 32 bytes, so probably one slice of the L2 performs all atomics, one after
+           another. We did not measure the atomics separately.
 Use when   There are few rows, and they are long. Let a fixed number of blocks loop over the rows,
-           so that each block reduces once. Use two_pass if results must be reproducible. For a
+           so that each block reduces once. Use `two_pass` if results must be reproducible. For a
            plain sum, call the library, which is about as fast.
 """
 

@@ -4,20 +4,20 @@ Problem    Compute the inclusive prefix sums of n int32 values.
 Baseline   reduce_then_scan: one kernel sums tiles of 8192 elements. One block turns these sums into
            prefix sums. A third kernel reads each tile again, scans it, and adds the sum of the
            tiles before it.
-Optimized  look_back: changes reduce_then_scan. One kernel reads each tile once and scans it in the
-           same way. Each tile publishes its own sum. One warp of the tile then adds up the
+Optimized  look_back: changes `reduce_then_scan`. One kernel reads each tile once and scans it in
+           the same way. Each tile publishes its own sum. One warp of the tile then adds up the
            published sums of earlier tiles, back to the nearest tile that has published a prefix
            sum. Then the tile publishes its own prefix sum (Merrill and Garland 2016). The words in
            which tiles publish are set to zero before the kernel, which the time includes.
            library: `torch.cumsum`, which calls CUB's DeviceScan for one contiguous row.
-Bound      DRAM. reduce_then_scan reads 8 bytes per element and writes 4. look_back reads 4 and
-           writes 4. look_back reaches the rate of DRAM only if prefix sums pass from tile to tile
+Bound      DRAM. `reduce_then_scan` reads 8 bytes per element and writes 4. `look_back` reads 4 and
+           writes 4. `look_back` reaches the rate of DRAM only if prefix sums pass from tile to tile
            fast enough.
-Seen       look_back takes longer than its bytes predict. The third kernel of reduce_then_scan scans
-           the same tiles without this loss, so the scan of a tile is not the cause. We did not
-           measure how long tiles wait for a prefix. library takes longer than look_back, but CUB
-           itself does not: benchmarks/cub_test.py calls DeviceScan without torch, and is slightly
-           faster than look_back. We cannot explain why `torch.cumsum` takes longer.
+Seen       `look_back` takes longer than its bytes predict. The third kernel of `reduce_then_scan`
+           scans the same tiles without this loss, so the scan of a tile is not the cause. We did
+           not measure how long tiles wait for a prefix. `library` takes longer than `look_back`,
+           but CUB itself does not: benchmarks/cub_test.py calls DeviceScan without torch, and is
+           slightly faster than `look_back`. We cannot explain why `torch.cumsum` takes longer.
 Use when   The data of a scan is too large for the L2, so reading the data twice costs time. If your
            code can call CUB's DeviceScan, call it instead of writing this kernel.
 """

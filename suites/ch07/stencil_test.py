@@ -4,28 +4,28 @@ Problem    Compute one step of a 7-point stencil on nz x ny x nx fp32 cells: a c
            quarter of itself plus an eighth of each of its six neighbors.
 Baseline   in_cache: one thread per cell, with seven loads. Blocks are 32 x 8 cells. The L1 serves
            the neighbors along x and y, and the L2 serves the neighbors along z.
-Optimized  column: changes in_cache. A thread computes 8 cells along z. The thread loads all 10
+Optimized  column: changes `in_cache`. A thread computes 8 cells along z. The thread loads all 10
            cells of its column into registers before it uses any of them. The kernel reads the other
            four neighbors of each cell through the L1.
-           planes: changes column. The neighbors along x and y come from shared memory. A block
+           planes: changes `column`. The neighbors along x and y come from shared memory. A block
            fills the shared memory plane by plane. For each plane, it loads the edges and waits at a
            barrier. So a thread does about 13 loads from global memory instead of 42.
-           tiled: changes planes. A thread issues all its loads before it uses any of the values. So
-           a block fills all planes in shared memory at once, with one barrier, and also reads the
-           neighbors along z from shared memory. There is no library variant, because `conv3d`
+           tiled: changes `planes`. A thread issues all its loads before it uses any of the values.
+           So a block fills all planes in shared memory at once, with one barrier, and also reads
+           the neighbors along z from shared memory. There is no library variant, because `conv3d`
            computes 27 products per cell.
-Bound      DRAM: 4 bytes are read and 4 written per cell. If whole sectors are counted, in_cache
+Bound      DRAM: 4 bytes are read and 4 written per cell. If whole sectors are counted, `in_cache`
            reads 15 bytes per cell from the L2, and the other three sides read 8.
-Seen       in_cache takes longer than predicted. A thread of in_cache has only one element from DRAM
-           in flight. So does a thread of `scalar` in vector_width, which copies the same number of
-           elements with the same number of threads and takes almost as long as in_cache. So
-           in_cache is slow because too few bytes are in flight, not because of the L2. column takes
-           slightly longer than predicted, and longer than tiled, although both have the same number
-           of resident threads. On an H100, planes takes a sixth longer than predicted from its
-           bytes, and gains less than column and tiled gain on an H200. The three sides have not
-           been measured on the same GPU yet. column and planes issue loads between their sums,
-           planes and tiled read shared memory, and planes also waits for loads at each of its 8
-           barriers. We do not know which of these differences matters most.
+Seen       `in_cache` takes longer than predicted. A thread of `in_cache` has only one element from
+           DRAM in flight. So does a thread of `scalar` in vector_width, which copies the same
+           number of elements with the same number of threads and takes almost as long as
+           `in_cache`. So `in_cache` is slow because too few bytes are in flight, not because of the
+           L2. `column` takes slightly longer than predicted, and longer than `tiled`, although both
+           have the same number of resident threads. On an H100, `planes` takes a sixth longer than
+           predicted from its bytes, and gains less than `column` and `tiled` gain on an H200. The
+           three sides have not been measured on the same GPU yet. `column` and planes issue loads
+           between their sums, `planes` and `tiled` read shared memory, and `planes` also waits for
+           loads at each of its 8 barriers. We do not know which of these differences matters most.
 Use when   Compute several cells per thread before trying shared memory. Use shared memory if a
            wider stencil reads each cell so often that the L1 becomes the limit.
 """

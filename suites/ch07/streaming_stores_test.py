@@ -2,13 +2,13 @@
 
 Problem    Look up n rows of 32 fp32 values in a table that fits the L2, in random order.
 Baseline   ordinary: plain stores. A written row takes up space in the L2 like any other row.
-Optimized  streaming: changes ordinary. `__stcs` stores the rows and marks them as first to evict.
+Optimized  streaming: changes `ordinary`. `__stcs` stores the rows and marks them as first to evict.
            There is no library variant, because PyTorch's `table[index]` uses plain stores, like
-           ordinary.
-Bound      DRAM writes. The table should stay in the L2. With ordinary stores, the L2 evicts part of
-           the table, and the evicted rows are read from DRAM again. The costs assume that the L2
+           `ordinary`.
+Bound      DRAM writes. The table should stay in the L2. With `ordinary` stores, the L2 evicts part
+           of the table, and the evicted rows are read from DRAM again. The costs assume that the L2
            evicts the least recently used data.
-Seen       Both sides take longer than predicted, and streaming gains less than predicted. At the
+Seen       Both sides take longer than predicted, and `streaming` gains less than predicted. At the
            measured rate of the L2, the bytes between SMs and L2 cannot explain the gap. But this
            rate was measured with reads only, and half of the bytes here are writes. According to
            NVIDIA, the L2 of the A100 has two partitions, and each caches what its own SMs read. If

@@ -5,7 +5,7 @@ Problem    Copy an (m, n) fp32 matrix in tiles of 32 x 128 through shared memory
 Baseline   cp_async: 128 threads compute addresses and check edges. Each thread copies 16 bytes at a
            time into shared memory with `cp.async`, and then stores them to the result with 16-byte
            stores.
-Optimized  tma: changes cp_async. One thread passes a tensor map to the tensor memory accelerator
+Optimized  tma: changes `cp_async`. One thread passes a tensor map to the tensor memory accelerator
            (TMA), which computes addresses, handles edges and loads the tile. TMA also stores the
            tile. A block has 32 threads instead of 128, and 31 of them do nothing.
            library: `x * 1`, PyTorch's elementwise kernel, which copies without tiles.

@@ -3,19 +3,19 @@
 Problem    Multiply fp16 matrices, (m, k) @ (k, n). The sums are fp32, and the result is fp16.
 Baseline   pointers: for every tile, each thread computes the addresses of its elements and the
            masks at the edges.
-Optimized  descriptors: changes pointers. `tl.make_tensor_descriptor` describes the same tiles. One
-           thread starts the tensor memory accelerator (TMA), which loads a tile and handles the
+Optimized  descriptors: changes `pointers`. `tl.make_tensor_descriptor` describes the same tiles.
+           One thread starts the tensor memory accelerator (TMA), which loads a tile and handles the
            edges.
            library: `torch.matmul`.
 Bound      The L2. Each tile of 128 x 128 results reads its rows of a and its columns of b from the
            L2, and these reads take longer than the tensor cores need. TMA does not change the
            number of bytes. TMA saves registers and instructions, which are not the limit here. The
            cost assumes the larger of the tuner's two tile sizes.
-Seen       pointers and descriptors take as long as predicted, so the L2 may be the limit. But we
+Seen       `pointers` and descriptors take as long as predicted, so the L2 may be the limit. But we
            read no hardware counters, and the tensor cores may be idle for another reason. The rate
            `fp16` was measured with `torch.matmul`, so library reaches it by definition.
-Use when   You write a kernel in Triton: descriptors need less code than pointers and masks, and are
-           not slower. For more speed, use larger tiles or call the library.
+Use when   You write a kernel in Triton: `descriptors` need less code than pointers and masks, and
+           are not slower. For more speed, use larger tiles or call the library.
 """
 
 from dataclasses import replace

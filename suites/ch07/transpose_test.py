@@ -4,23 +4,23 @@ Problem    Write the transpose of a (rows, columns) fp32 matrix.
 Baseline   naive: a warp reads along a row and writes down a column, so each store of the warp
            writes 4 bytes to each of 32 sectors. A block handles a tile of 64 x 64, and a thread 16
            elements.
-Optimized  tiled: changes naive. The tile is transposed in shared memory, so a warp also writes
+Optimized  tiled: changes `naive`. The tile is transposed in shared memory, so a warp also writes
            along a row. A warp reads a column of the tile from shared memory, and the 32 floats of
            the column are in one bank.
-           padded: changes tiled. The rows of the tile lie 65 floats apart, so a column is spread
+           padded: changes `tiled`. The rows of the tile lie 65 floats apart, so a column is spread
            over all banks.
-           swizzled: changes tiled. Row r stores column c in place c xor r, so a column is spread
+           swizzled: changes `tiled`. Row r stores column c in place c xor r, so a column is spread
            over all banks without unused floats.
            library: `x.t().contiguous()`.
-Bound      DRAM limits padded and swizzled. Shared memory limits tiled, which reads a column at one
-           float per clock. Stores limit naive, which writes 32 bytes to the L2 for every 4 bytes of
-           the result.
-Seen       naive and library take longer than predicted. The transfer of whole sectors to the L2
-           does not explain the time of naive, because naive moves sectors at only a quarter of the
-           L2's rate. naive takes about four cycles of an SM per stored element, like chunked of
-           copy_stride. We did not measure which part of the path to the L2 needs these cycles.
-           library reads down columns, so it also moves 32 bytes for every 4, and needs a lookup in
-           the L1 for each element. The L1 does one lookup per cycle (row_mapping of chapter 8).
+Bound      DRAM limits padded and `swizzled`. Shared memory limits `tiled`, which reads a column at
+           one float per clock. Stores limit `naive`, which writes 32 bytes to the L2 for every 4
+           bytes of the result.
+Seen       `naive` and library take longer than predicted. The transfer of whole sectors to the L2
+           does not explain the time of `naive`, because `naive` moves sectors at only a quarter of
+           the L2's rate. `naive` takes about four cycles of an SM per stored element, like chunked
+           of copy_stride. We did not measure which part of the path to the L2 needs these cycles.
+           `library` reads down columns, so it also moves 32 bytes for every 4, and needs a lookup
+           in the L1 for each element. The L1 does one lookup per cycle (row_mapping of chapter 8).
            These lookups take as long as moving the sectors. If the lookups and the transfers do not
            overlap, their sum explains the time of library.
 Use when   A kernel must read along one dimension and write along another. Transpose a tile in

@@ -2,21 +2,21 @@
 
 Problem    Copy n fp32 elements.
 Baseline   scalar: one 4-byte load and store per thread.
-Optimized  unrolled: changes scalar. A thread makes four 4-byte accesses, with all loads before the
-           first store.
-           pairs: changes unrolled. A thread copies the same 16 bytes in two 8-byte accesses.
-           quads: changes unrolled. A thread copies the same 16 bytes in one 16-byte access.
-           quads_unrolled: changes quads. A thread makes four 16-byte accesses.
+Optimized  unrolled: changes `scalar`. A thread makes four 4-byte accesses, with all loads before
+           the first store.
+           pairs: changes `unrolled`. A thread copies the same 16 bytes in two 8-byte accesses.
+           quads: changes `unrolled`. A thread copies the same 16 bytes in one 16-byte access.
+           quads_unrolled: changes `quads`. A thread makes four 16-byte accesses.
            library: `x * 1`, PyTorch's elementwise kernel. `Tensor.clone` would be slower in a CUDA
            graph, in which sides are timed (see copy_stride).
 Bound      DRAM. With 4 bytes per thread, the 2048 threads of an SM have 8 KiB of loads in flight.
            With 16 bytes per thread, they have 32 KiB. The longer a thread takes, the more bytes
-           must be in flight for the full rate. According to the measured time of scalar, a thread
+           must be in flight for the full rate. According to the measured time of `scalar`, a thread
            takes about 0.8 us, so the full rate needs about 13 KiB. Wider accesses alone save only
            instructions, which are not the limit.
-Seen       scalar takes longer than its bytes predict, because 8 KiB in flight are not enough. The
+Seen       `scalar` takes longer than its bytes predict, because 8 KiB in flight are not enough. The
            0.8 us of a thread include the start of its block, not only the latency of DRAM, and
-           scalar starts four times as many blocks as unrolled. We did not measure how long the
+           `scalar` starts four times as many blocks as `unrolled`. We did not measure how long the
            start of a block takes.
 Use when   A memory-bound kernel has few bytes in flight: load several elements per thread before
            using the first. Use 16-byte accesses if the data is aligned. More than 16 bytes per

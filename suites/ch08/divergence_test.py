@@ -5,21 +5,22 @@ Problem    Take 128 steps of a growth rule for each of n fp32 elements. There ar
            step, and kind 1 has a cubic rule with three. With order=random, the kinds are mixed.
            With order=sorted, all elements of kind 0 come first in the input.
 Baseline   branching: an `if` on the kind, with the loop for one rule in each branch.
-Optimized  partitioned: changes branching. A block of 256 threads counts its elements of kind 0 by
+Optimized  partitioned: changes `branching`. A block of 256 threads counts its elements of kind 0 by
            warp votes. The block moves these elements through shared memory to its first threads, so
            at most one warp of the block has both kinds. Each result is stored at the index of the
            element.
-           both_paths: changes branching. Each thread computes both results and keeps one, so no
+           both_paths: changes `branching`. Each thread computes both results and keeps one, so no
            branch is left. If the kinds are sorted, this doubles the work.
-           one_path: changes branching. One loop serves both rules, because the rules differ only in
-           one factor. Each step selects the factor of the element's rule. The selection adds an
+           one_path: changes `branching`. One loop serves both rules, because the rules differ only
+           in one factor. Each step selects the factor of the element's rule. The selection adds an
            instruction, so a step has four.
 Bound      Instruction issue. A warp with both kinds needs 2 + 3 instructions per step. A warp with
-           a single kind needs 2 or 3. So branching takes twice as long with order=random as with
-           order=sorted. partitioned takes little longer with order=random than with order=sorted.
-           In both orders, both_paths takes as long as branching with order=random. one_path takes
-           less time than branching with order=random, but more than branching with order=sorted.
-Seen       partitioned takes longer than predicted, because its cost leaves out the votes, the
+           a single kind needs 2 or 3. So `branching` takes twice as long with order=random as with
+           order=sorted. `partitioned` takes little longer with order=random than with order=sorted.
+           In both orders, `both_paths` takes as long as branching with order=random. `one_path`
+           takes less time than `branching` with order=random, but more than `branching` with
+           order=sorted.
+Seen       `partitioned` takes longer than predicted, because its cost leaves out the votes, the
            barriers and the moves through shared memory. The other three sides take as long as
            predicted from their instructions.
 Use when   The branches are long, and the lanes of a warp take different ones. Sort data that you

@@ -4,26 +4,26 @@ Problem    Compute the softened potential of m bodies at n points in fp32. The p
            is the sum of weight / sqrt(distance^2 + 0.01) over the bodies.
 Baseline   accurate: `weight / sqrtf(square)`. Both the root and the quotient are rounded correctly
            (IEEE 754).
-Optimized  flag: changes accurate. The same kernel is compiled with `--use_fast_math`. The flag
+Optimized  flag: changes `accurate`. The same kernel is compiled with `--use_fast_math`. The flag
            applies to the whole file: square roots and divisions become approximate, and subnormal
            numbers become zero.
-           reciprocal_root: changes accurate. A single special function, `weight * rsqrtf(square)`,
-           replaces a square root and a division. The flag is not set.
-           root_and_flag: changes reciprocal_root. The same kernel is compiled with the flag, so
+           reciprocal_root: changes `accurate`. A single special function, `weight *
+           rsqrtf(square)`, replaces a square root and a division. The flag is not set.
+           root_and_flag: changes `reciprocal_root`. The same kernel is compiled with the flag, so
            rsqrtf is one instruction, without a test for subnormal numbers. There is no library
            variant, because PyTorch would write all m * n distances.
 Bound      Instruction issue limits accurate: a pair takes about 30 instructions, most of them to
            round the root and the quotient correctly. The special function unit limits flag: each
            pair needs a root and a reciprocal. An SM computes 16 special functions per cycle, an
            eighth of its rate of multiply-adds. The flag does not merge the root and the reciprocal
-           into one function. Instruction issue limits reciprocal_root and root_and_flag, with 13
-           and 10 instructions per pair. One of these instructions loads a body from shared memory,
-           16 bytes for all lanes. If such a load takes four cycles instead of one, shared memory
-           limits reciprocal_root and root_and_flag.
-           Error: CUDA's guide promises 2 units in the last place for rsqrtf and for the approximate
-           division. Adding thousands of terms causes a larger error. So all sides must meet the
-           same bound, which is derived from the sum. A variant's error may be at most 1.5 times the
-           error of accurate. `-vv` prints each side's error.
+           into one function. Instruction issue limits `reciprocal_root` and `root_and_flag`, with
+           13 and 10 instructions per pair. One of these instructions loads a body from shared
+           memory, 16 bytes for all lanes. If such a load takes four cycles instead of one, shared
+           memory limits `reciprocal_root` and `root_and_flag`. Error: CUDA's guide promises 2 units
+           in the last place for rsqrtf and for the approximate division. Adding thousands of terms
+           causes a larger error. So all sides must meet the same bound, which is derived from the
+           sum. A variant's error may be at most 1.5 times the error of `accurate`. `-vv` prints
+           each side's error.
 Use when   A kernel computes roots or divisions for every few bytes that it loads. Write rsqrtf
            yourself: it is fast and needs no flag. Use the flag or single intrinsics only if the
            result tolerates their error. Do not use them if the result is a small difference of

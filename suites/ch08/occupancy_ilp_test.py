@@ -10,10 +10,10 @@ Baseline   one: a thread has one load in flight.
 Optimized  two: changes one. A thread loads two elements before it stores the first.
            four: like two, with four elements.
            eight: like four, with eight elements.
-           two_chains: changes one_chain. A thread has two numbers, whose steps alternate.
-           four_chains: like two_chains, with four numbers. There is no library variant, because no
-           library lets a caller choose the number of warps. For a full GPU, `../ch06/ilp_test.py`
-           compares two, four and eight loads with a library.
+           two_chains: changes `one_chain`. A thread has two numbers, whose steps alternate.
+           four_chains: like `two_chains`, with four numbers. There is no library variant, because
+           no library lets a caller choose the number of warps. For a full GPU,
+           `../ch06/ilp_test.py` compares two, four and `eight` loads with a library.
 Bound      test_occupancy_ilp: bytes in flight, warps * 32 lanes * loads * 4 bytes per SM. With
            twice the loads per thread, half as many warps are enough. The latency of an idle DRAM is
            0.34 us, so a copy at the full rate needs at least 5 KiB of loads in flight per SM. A

@@ -5,9 +5,9 @@ Problem    Compute the Euclidean norms of the rows of a row-major fp32 matrix of
            larger n means fewer rows.
 Baseline   thread_per_row: one thread reads a whole row. Neighboring threads read elements that are
            n elements apart.
-Optimized  warp_per_row: changes thread_per_row. The 32 lanes of a warp share a row, read
+Optimized  warp_per_row: changes `thread_per_row`. The 32 lanes of a warp share a row, read
            neighboring elements, and add up their sums with shuffles.
-           block_per_row: changes warp_per_row. The 256 threads of a block share a row. Adding up
+           block_per_row: changes `warp_per_row`. The 256 threads of a block share a row. Adding up
            their sums also needs shared memory and a barrier.
            library: `torch.linalg.vector_norm`.
 Bound      DRAM: every element is read once. All kernels have four loads per thread in flight.
@@ -23,12 +23,12 @@ Bound      DRAM: every element is read once. All kernels have four loads per thr
            find its elements and to add up the sums of its lanes.
            block_per_row: with rows of up to a few hundred elements, block starts and instruction
            issue are also the limits, because there are eight times as many blocks and instructions
-           per row as in warp_per_row. With fewer than 1024 elements per row, a thread also has
+           per row as in `warp_per_row`. With fewer than 1024 elements per row, a thread also has
            fewer than four loads.
-Seen       With short rows, warp_per_row and block_per_row take longer than predicted. The likely
-           reason is that the rate of block starts was measured with empty blocks. With the shortest
-           rows, library takes longer than predicted from its bytes. We do not know how the
-           library's kernel maps rows to threads.
+Seen       With short rows, `warp_per_row` and `block_per_row` take longer than predicted. The
+           likely reason is that the rate of block starts was measured with empty blocks. With the
+           shortest rows, `library` takes longer than predicted from its bytes. We do not know how
+           the library's kernel maps rows to threads.
 Use when   You reduce along the contiguous dimension. Start with a warp per row. Try a block per row
            if there are fewer rows than warps on the GPU, and several blocks per row if there are
            fewer rows than SMs (`../ch07/reduction_test.py`). One thread per row is right for

@@ -6,24 +6,25 @@ Problem    Compute the logarithms of the determinants of n symmetric positive de
            right before element (r, c) of the next matrix.
 Baseline   no_limit: a kernel without launch bounds, started with blocks of 128 threads. The
            compiler uses 160 registers per thread for sm_90, so 3 blocks fit on an SM.
-Optimized  four_blocks: changes no_limit. `__launch_bounds__(128, 4)` allows 128 registers, so 4
+Optimized  four_blocks: changes `no_limit`. `__launch_bounds__(128, 4)` allows 128 registers, so 4
            blocks fit on an SM. The compiler spills 24 bytes per thread to local memory.
-           eight_blocks: changes four_blocks. `__launch_bounds__(128, 8)` allows 64 registers, so 8
-           blocks fit on an SM. The compiler spills 520 bytes per thread to local memory, with 186
+           eight_blocks: changes `four_blocks`. `__launch_bounds__(128, 8)` allows 64 registers, so
+           8 blocks fit on an SM. The compiler spills 520 bytes per thread to local memory, with 186
            stores (STL) and 204 loads (LDL) in the machine code.
            library: `torch.linalg.cholesky_ex`, and the sum of the logarithms of the diagonal. Like
            the kernels, `cholesky_ex` does not check whether the factorization failed.
-           `torch.linalg.cholesky` would make the host wait for this check. library needs each
+           `torch.linalg.cholesky` would make the host wait for this check. `library` needs each
            matrix to be contiguous, so its time includes a transposing copy.
-Bound      DRAM limits no_limit and four_blocks: the lower triangle is read once. A thread has many
-           independent loads in flight, so 12 warps per SM are enough, and 16 gain nothing. The L2
-           limits eight_blocks: the local memory of an SM's 1024 threads does not fit in the L1. The
-           costs count every spill as a transfer to or from the L2. All SMs together use 70 MB of
-           local memory. The L2 of an H200 has only 50 MB, so some of this traffic goes to DRAM. The
-           costs leave out this DRAM traffic.
-Seen       eight_blocks takes longer than predicted, because part of its local memory goes to DRAM.
-           We did not measure how large that part is. library takes many times as long as predicted
-           from its bytes. We did not examine which kernels its batched factorization uses.
+Bound      DRAM limits `no_limit` and four_blocks: the lower triangle is read once. A thread has
+           many independent loads in flight, so 12 warps per SM are enough, and 16 gain nothing. The
+           L2 limits eight_blocks: the local memory of an SM's 1024 threads does not fit in the L1.
+           The costs count every spill as a transfer to or from the L2. All SMs together use 70 MB
+           of local memory. The L2 of an H200 has only 50 MB, so some of this traffic goes to DRAM.
+           The costs leave out this DRAM traffic.
+Seen       `eight_blocks` takes longer than predicted, because part of its local memory goes to
+           DRAM. We did not measure how large that part is. `library` takes many times as long as
+           predicted from its bytes. We did not examine which kernels its batched factorization
+           uses.
 Use when   A kernel needs so many registers that few warps fit on an SM, and a profiler shows that
            these warps wait. Raise the number of blocks per SM in small steps. After each step,
            check how many bytes of stack the compiler reports. Spilling a few bytes costs little,

@@ -4,20 +4,20 @@ Problem    Multiply a lower triangular fp32 matrix of m rows by a vector. The ro
            has i + 1 elements. Causal attention and pairwise distances are also triangular problems.
 Baseline   in_order: a warp per row, in the order of the rows. An H200 can run 8448 warps at a time,
            and the longest rows start last.
-Optimized  longest_first: changes in_order. Warp w gets row m - 1 - w. Only the order of the rows
+Optimized  longest_first: changes `in_order`. Warp w gets row m - 1 - w. Only the order of the rows
            changes, so the longest rows start first.
-           in_pieces: changes in_order. A warp gets a piece of at most 2048 elements of a row, and
+           in_pieces: changes `in_order`. A warp gets a piece of at most 2048 elements of a row, and
            adds its sum to the row's result with an atomic. A separate launch first sets the results
            to zero. There is no library variant, because PyTorch has no product of packed triangular
            matrices. A dense product would also read the zeros of the upper triangle.
 Bound      DRAM: every element is read once. A lane has four loads in flight, so a warp has 512
            bytes in flight. The latency of an idle DRAM is 0.34 us, so the full rate needs about
-           3000 active warps, and more when DRAM is busy. The last warps of in_order have long rows
-           of different lengths. These warps end one by one, so fewer and fewer warps read, and the
-           rate drops. In longest_first, the last warps have rows of a few elements, so the rate
-           drops only at the very end. in_pieces has no long pieces, but needs a second launch, and
-           an additional warp and an atomic for each piece. The costs count bytes, so the predicted
-           times include no tail.
+           3000 active warps, and more when DRAM is busy. The last warps of `in_order` have long
+           rows of different lengths. These warps end one by one, so fewer and fewer warps read, and
+           the rate drops. In `longest_first`, the last warps have rows of a few elements, so the
+           rate drops only at the very end. `in_pieces` has no long pieces, but needs a second
+           launch, and an additional warp and an atomic for each piece. The costs count bytes, so
+           the predicted times include no tail.
 Use when   The pieces of work have known and different lengths. Start the long pieces first, which
            takes one subtraction or a sorted list of indices. If a single piece of work is still too
            long, split it. If the lengths are unknown, use a queue (`../ch12/uneven_work_test.py`).

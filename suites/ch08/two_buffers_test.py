@@ -5,34 +5,35 @@ Problem    Apply a filter of 33 taps to fp32 elements, without padding. Blocks o
            the curve is the number of blocks per SM. The size of the grid sets this number.
 Baseline   one_buffer: load a tile into shared memory, wait for all threads, filter the tile, and
            wait again.
-Optimized  loaded_ahead: changes one_buffer. The loads of the next tile are issued before the
+Optimized  loaded_ahead: changes `one_buffer`. The loads of the next tile are issued before the
            barrier, into registers, so they are in flight during the filter. Two barriers per tile
            remain.
-           two_buffers: changes loaded_ahead. Tiles alternate between two buffers in shared memory,
-           so no thread has to wait before it stores the next tile. One barrier per tile remains.
-           library: `torch.nn.functional.conv1d` by cuDNN. cuDNN chooses its own grid, so library
+           two_buffers: changes `loaded_ahead`. Tiles alternate between two buffers in shared
+           memory, so no thread has to wait before it stores the next tile. One barrier per tile
+           remains.
+           library: `torch.nn.functional.conv1d` by cuDNN. cuDNN chooses its own grid, so `library`
            takes the same time at every point of the curve. PyTorch lets cuDNN use TF32 by default,
            so the page turns TF32 off.
 Bound      With one block per SM, latency is the limit: a tile is 4 KiB, and the latency of an idle
            DRAM is 0.34 us. In 0.34 us, an SM would receive 5 KiB at the full rate of a copy. In
-           one_buffer, nothing is loaded while the block filters. With six blocks per SM, DRAM is
+           `one_buffer`, nothing is loaded while the block filters. With six blocks per SM, DRAM is
            the limit: while one block filters, others load, so all sides take about the same time.
 Seen       With one block per SM, all three kernels take two thirds longer than predicted on an
            H100, and one half longer on an H200. So the ratios of their times are as predicted. On
-           an H100 with two blocks per SM, one_buffer again takes two thirds longer than predicted,
-           and the other two kernels take a third longer. With four blocks per SM, one_buffer takes
-           a quarter longer than predicted, and the other two a twelfth longer. With six, all three
-           are within about an eighth of their predictions, and one_buffer is almost as fast as the
-           others. On an H200 with six, one_buffer takes almost two fifths longer than its memory
-           traffic alone. We did not measure why. We did not time the filter alone. With two warps
-           per scheduler, the filter probably waits for shared memory most of the time. two_buffers
-           has one barrier less per tile than loaded_ahead, but is not faster with any number of
-           blocks. An earlier version of loaded_ahead gained nothing: the loads of the next tile
-           came after the barrier, and the compiler moved them behind the filter. library is slower
-           than all three kernels on both GPUs. It takes more than seven times as long as its memory
-           traffic on an H100, and more than ten times as long on an H200. On the H200, the profiler
-           shows that cuDNN launches a single kernel, for direct grouped convolution in two
-           dimensions. We did not find out why this kernel is so slow.
+           an H100 with two blocks per SM, `one_buffer` again takes two thirds longer than
+           predicted, and the other two kernels take a third longer. With four blocks per SM,
+           `one_buffer` takes a quarter longer than predicted, and the other two a twelfth longer.
+           With six, all three are within about an eighth of their predictions, and `one_buffer` is
+           almost as fast as the others. On an H200 with six, `one_buffer` takes almost two fifths
+           longer than its memory traffic alone. We did not measure why. We did not time the filter
+           alone. With two warps per scheduler, the filter probably waits for shared memory most of
+           the time. `two_buffers` has one barrier less per tile than `loaded_ahead`, but is not
+           faster with any number of blocks. An earlier version of `loaded_ahead` gained nothing:
+           the loads of the next tile came after the barrier, and the compiler moved them behind the
+           filter. `library` is slower than all three kernels on both GPUs. It takes more than seven
+           times as long as its memory traffic on an H100, and more than ten times as long on an
+           H200. On the H200, the profiler shows that cuDNN launches a single kernel, for direct
+           grouped convolution in two dimensions. We did not find out why this kernel is so slow.
 Use when   Few blocks fit on an SM because a tile or its accumulators are large, as in a matrix
            product. With many blocks per SM, one buffer is enough and leaves shared memory for more
            blocks. Use `cp.async` or TMA if the loads would need too many registers

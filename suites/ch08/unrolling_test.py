@@ -5,27 +5,27 @@ Problem    Evaluate one polynomial of 128 coefficients at n fp32 points, by Horn
            kernels.
 Baseline   compiled: one point per thread, and a plain loop. For sm_90, the compiler unrolls this
            loop 16 times and loads four coefficients at once (LDS.128), without any pragma.
-Optimized  rolled: changes compiled. `#pragma unroll 1`. This variant is no optimization: it shows
+Optimized  rolled: changes `compiled`. `#pragma unroll 1`. This variant is no optimization: it shows
            the cost of a loop that the compiler cannot unroll.
-           by_16: changes compiled. `#pragma unroll 16`. The compiler also chose this factor for
-           compiled.
-           known: changes compiled. The number of coefficients is a constant of the kernel, so the
+           by_16: changes `compiled`. `#pragma unroll 16`. The compiler also chose this factor for
+           `compiled`.
+           known: changes `compiled`. The number of coefficients is a constant of the kernel, so the
            loop is fully unrolled, without a counter or a branch.
-           four_points: changes compiled. A thread has four points, so it uses a loaded coefficient
-           four times, and has four independent chains. There is no library variant, because PyTorch
-           has no such function.
-Bound      Instruction issue. A step needs one multiply-add. compiled also needs a quarter of a load
-           and a share of the loop's instructions, so it issues about 1.6 instructions per step.
-           rolled issues 6 instructions per step: a multiply-add, a load, two counters, a comparison
-           and a branch. In four_points, four points share the loads and the loop. 64 warps per SM
-           hide the latency of the chains. All lanes load the same 16 bytes at the same time. The
-           costs assume that such a load takes one cycle of shared memory. If a load took four
-           cycles, one per register of a lane, the loads would limit compiled, by_16 and known, and
-           only four_points would gain.
-Seen       rolled takes as long as predicted, and the other sides take longer. A load of 16 bytes
-           does not take four cycles, because the loads of compiled alone would then take longer
-           than the kernel does. four_points has few loads and also takes longer than predicted, so
-           the loads are not the only reason. The costs leave out that each block first loads the
+           four_points: changes `compiled`. A thread has four points, so it uses a loaded
+           coefficient four times, and has four independent chains. There is no library variant,
+           because PyTorch has no such function.
+Bound      Instruction issue. A step needs one multiply-add. `compiled` also needs a quarter of a
+           load and a share of the loop's instructions, so it issues about 1.6 instructions per
+           step. rolled issues 6 instructions per step: a multiply-add, a load, two counters, a
+           comparison and a branch. In `four_points`, four points share the loads and the loop. 64
+           warps per SM hide the latency of the chains. All lanes load the same 16 bytes at the same
+           time. The costs assume that such a load takes one cycle of shared memory. If a load took
+           four cycles, one per register of a lane, the loads would limit `compiled`, `by_16` and
+           `known`, and only `four_points` would gain.
+Seen       `rolled` takes as long as predicted, and the other sides take longer. A load of 16 bytes
+           does not take four cycles, because the loads of `compiled` alone would then take longer
+           than the kernel does. `four_points` has few loads and also takes longer than predicted,
+           so the loads are not the only reason. The costs leave out that each block first loads the
            coefficients and waits at a barrier, whose time we did not measure.
 Use when   Look at the machine code before you write a pragma: often the compiler has already
            unrolled the loop. Write a pragma if a loop stays rolled because it contains a branch or

@@ -6,25 +6,26 @@ Problem    Compute attention without a mask, in bf16, with heads of 64 elements 
 Baseline   math: `matmul` computes the scores. The softmax of the scores is computed in fp32 and
            rounded to bf16. A second `matmul` multiplies the result by the values.
 Optimized  Each variant calls `scaled_dot_product_attention` and selects one of its kernels.
-           efficient: changes math. `SDPBackend.EFFICIENT_ATTENTION`, the kernel of xFormers, keeps
-           tiles of scores on the chip.
-           flash: changes math. `SDPBackend.FLASH_ATTENTION`, which is FlashAttention-2, also keeps
-           tiles of scores on the chip. Its warps exchange less data through shared memory.
-           cudnn: changes math. `SDPBackend.CUDNN_ATTENTION`, which on Hopper uses wgmma and TMA.
+           efficient: changes `math`. `SDPBackend.EFFICIENT_ATTENTION`, the kernel of xFormers,
+           keeps tiles of scores on the chip.
+           flash: changes `math`. `SDPBackend.FLASH_ATTENTION`, which is FlashAttention-2, also
+           keeps tiles of scores on the chip. Its warps exchange less data through shared memory.
+           cudnn: changes `math`. `SDPBackend.CUDNN_ATTENTION`, which on Hopper uses wgmma and TMA.
 Bound      DRAM limits math: each step reads and writes all scores, so the time grows with heads
            times tokens squared. Tensor cores and exponentials limit the variants, and both times
            also grow with heads times tokens squared. With 64 elements per head, the tensor cores do
            256 operations for each exponential. On an H200, the exponentials alone take almost as
            long as the products alone, so a fast kernel has to overlap the two. The costs assume
-           that the tensor cores run at their full rate. efficient and flash use `mma.sync`, which
-           does not reach the full rate on Hopper (`../ch10/gemm_test.py`).
-Seen       With 1024 tokens on an H100, cudnn takes about the time of its products plus the time of
-           its exponentials, so the two hardly overlap. efficient and flash take longer than cudnn.
-           The lower rate of `mma.sync` explains only part of the extra time of efficient. With 4096
-           tokens on an H200, all sides take longer than predicted, and efficient most of all. With
-           256 tokens, cudnn comes close to the time of its DRAM traffic, but efficient and flash do
-           not. With so few tokens, a block has few tiles of keys, so it probably cannot hide the
-           start and the end of its loop. We did not profile these kernels.
+           that the tensor cores run at their full rate. `efficient` and `flash` use `mma.sync`,
+           which does not reach the full rate on Hopper (`../ch10/gemm_test.py`).
+Seen       With 1024 tokens on an H100, `cudnn` takes about the time of its products plus the time
+           of its exponentials, so the two hardly overlap. `efficient` and `flash` take longer than
+           `cudnn`. The lower rate of `mma.sync` explains only part of the extra time of
+           `efficient`. With 4096 tokens on an H200, all sides take longer than predicted, and
+           efficient most of all. With 256 tokens, cudnn comes close to the time of its DRAM
+           traffic, but `efficient` and `flash` do not. With so few tokens, a block has few tiles of
+           keys, so it probably cannot hide the start and the end of its loop. We did not profile
+           these kernels.
 Use when   Always call `scaled_dot_product_attention`, and let it choose the kernel. For 16-bit
            inputs, PyTorch's math backend computes in fp32, so it is slower than the baseline of
            this page. A causal mask, FlexAttention and longer contexts are in

@@ -7,71 +7,71 @@ Problem    Compute the mean cross entropy of bf16 logits and its gradient, in fp
 Baseline   eager: converts the logits to fp32, calls `cross_entropy`, and gets the gradient from
            autograd.
            whole: multiplies the hidden states by the weight, computes the loss in the same way as
-           eager, and gets all gradients from autograd.
-Optimized  compiled: changes eager. `torch.compile` compiles the formulas of the softmax, the loss
+           `eager`, and gets all gradients from autograd.
+Optimized  compiled: changes `eager`. `torch.compile` compiles the formulas of the softmax, the loss
            and the gradient.
-           two_kernels: changes eager. A Triton kernel computes each row's loss and log-sum-exp in
+           two_kernels: changes `eager`. A Triton kernel computes each row's loss and log-sum-exp in
            one pass, by the online method. A second kernel reads the logits again and writes the
            gradient.
-           one_kernel: changes two_kernels. The program that computes a row's log-sum-exp also
+           one_kernel: changes `two_kernels`. The program that computes a row's log-sum-exp also
            writes the row's gradient.
-           clustered: changes one_kernel. In CUDA C++, the blocks of a cluster share a row and keep
-           it in their shared memory. The blocks exchange their maxima and sums once. This kernel
-           runs for 16384 or more classes, and the number of classes must be a multiple of 8. A row
-           of 16384 classes fits in one block.
-           ring: changes clustered. The clusters are persistent: each processes many rows, while
+           clustered: changes `one_kernel`. In CUDA C++, the blocks of a cluster share a row and
+           keep it in their shared memory. The blocks exchange their maxima and sums once. This
+           kernel runs for 16384 or more classes, and the number of classes must be a multiple of 8.
+           A row of 16384 classes fits in one block.
+           ring: changes `clustered`. The clusters are persistent: each processes many rows, while
            bulk copies load the next rows, as in rms_norm_test.py. A block has 1024 threads and
            keeps its parts of two rows in shared memory, so only one block fits on an SM. This
            kernel runs for more than 32768 and up to 262144 classes.
-           pushed: changes ring. The blocks send their maxima and sums to each other with st.async,
-           and wait only for these values. In ring, the blocks use ordinary stores, and then all
-           blocks wait at the cluster's barrier.
+           pushed: changes `ring`. The blocks send their maxima and sums to each other with
+           st.async, and wait only for these values. In ring, the blocks use ordinary stores, and
+           then all blocks wait at the cluster's barrier.
            chunked: changes whole. The rows are processed in eight chunks, one after another. For
            each chunk, the logits, the loss and the gradients are computed. The gradient of the
            weight is summed in bf16.
-           fused_chunks: changes chunked. The kernel of one_kernel computes each chunk's loss, and
-           overwrites the chunk's logits with their gradient.
+           fused_chunks: changes `chunked`. The kernel of `one_kernel` computes each chunk's loss,
+           and overwrites the chunk's logits with their gradient.
            linear_library: `torch.nn.functional.linear_cross_entropy` with its default chunks, which
            returns the loss in bf16.
-Bound      test_cross_entropy: DRAM, or the rate at which the SMs issue instructions. eager makes
+Bound      test_cross_entropy: DRAM, or the rate at which the SMs issue instructions. `eager` makes
            ten passes over the logits, most of them in fp32. torch's log softmax and its backward
            also read long rows more than once. The Triton kernels read each logit twice and write
-           its gradient. The CUDA C++ kernels read each logit once. In one_kernel, the second read
+           its gradient. The CUDA C++ kernels read each logit once. In `one_kernel`, the second read
            comes from the L2 if the rows of all running programs fit in the L2 together. In that
            case, issuing the instructions takes longer than the DRAM traffic. The machine code of
-           one_kernel for sm_90 has about 40 instructions per logit, most of them for exponentials
+           `one_kernel` for sm_90 has about 40 instructions per logit, most of them for exponentials
            and for rounding to bf16. If a row takes only one step of the loop, there are about 60
-           instructions per logit. The machine code of clustered has 13 instructions per logit.
-           clustered rounds with one instruction, flushes denormal numbers, and computes two
+           instructions per logit. The machine code of `clustered` has 13 instructions per logit.
+           `clustered` rounds with one instruction, flushes denormal numbers, and computes two
            exponentials per logit instead of three. The exponentials are powers of 2, so each takes
            one multiply-add and one SFU instruction. The gradient's factor 1 / rows is added to the
            exponent as a logarithm. Only the thread that holds the label's logit subtracts the 1 of
-           the gradient's formula. With 16384 classes, clustered has one block per row. So clustered
-           differs from one_kernel in only two ways: fewer instructions, and a second read from
-           shared memory instead of the L2. The costs do not include the time that blocks wait for
-           each other. rms_norm_test.py explains these waits.
+           the gradient's formula. With 16384 classes, `clustered` has one block per row. So
+           clustered differs from `one_kernel` in only two ways: fewer instructions, and a second
+           read from shared memory instead of the L2. The costs do not include the time that blocks
+           wait for each other. rms_norm_test.py explains these waits.
            test_linear_cross_entropy: the tensor cores. All sides compute the same three products.
            In `whole`, the passes over the fp32 logits add three quarters of the products' time. The
            goal of this test is memory: `whole` keeps fp32 copies of the logits and their gradients.
            The page claims that chunks save memory, not time. The products of a chunk are smaller,
            so they fill the GPU less evenly. Each chunk also reads and writes the gradient of the
            weight.
-Seen       On an H100, eager takes a quarter longer than predicted with 1024 classes, and almost a
+Seen       On an H100, `eager` takes a quarter longer than predicted with 1024 classes, and almost a
            fifth longer with 16384. torch sums the losses of all rows in a single block. With 1024
            classes, that block may explain part of the extra time. With 16384 classes, there are too
            few rows for the block to take long. We did not time the kernels of eager one by one.
-           With 16384 classes, one_kernel takes a sixth longer than predicted. compiled takes as
+           With 16384 classes, `one_kernel` takes a sixth longer than predicted. `compiled` takes as
            long as a kernel whose second read comes from DRAM. We did not look at the kernel that
-           Inductor generated. On an H200, fused_chunks takes more than a quarter longer than
-           predicted. We did not measure which step of fused_chunks takes the extra time. On an
-           H100, clustered takes about an eighth longer than its memory traffic alone with 16384
-           classes, and a sixth longer with 262144. With 262144 classes, ring takes a quarter longer
-           than its memory traffic alone, and pushed hardly longer. So most of the gain of pushed
-           over clustered comes from st.async. On an H200, the ranking is the same and the
-           differences are larger: clustered takes a third longer than its memory traffic, ring two
-           thirds longer, and pushed a tenth longer. An H200 has faster DRAM and the same SMs, so
-           the waits of the blocks are a larger part of the time. With 16384 classes on an H200,
-           eager takes a third longer than predicted. linear_library is not recorded yet.
+           Inductor generated. On an H200, `fused_chunks` takes more than a quarter longer than
+           predicted. We did not measure which step of `fused_chunks` takes the extra time. On an
+           H100, `clustered` takes about an eighth longer than its memory traffic alone with 16384
+           classes, and a sixth longer with 262144. With 262144 classes, `ring` takes a quarter
+           longer than its memory traffic alone, and pushed hardly longer. So most of the gain of
+           pushed over clustered comes from st.async. On an H200, the ranking is the same and the
+           differences are larger: `clustered` takes a third longer than its memory traffic, ring
+           two thirds longer, and pushed a tenth longer. An H200 has faster DRAM and the same SMs,
+           so the waits of the blocks are a larger part of the time. With 16384 classes on an H200,
+           `eager` takes a third longer than predicted. `linear_library` is not recorded yet.
 Use when   The vocabulary is large. The forward pass already has all inputs of the gradient, so
            compute the gradient together with the loss. Choose chunks that are large enough for
            their products to fill the GPU. Here, a chunk has 1024 rows, and the gradient of its

@@ -6,33 +6,33 @@ Baseline   triton_tiles: a plain product in Triton. One program computes a tile 
            chooses the instructions.
 Optimized  All variants but library are kernels written with `nvidia-cutlass-dsl`, an optional
            package. These kernels have the same tile, number of warps and order of tiles as
-           triton_tiles, but their code specifies the layouts and the instructions.
+           `triton_tiles`, but their code specifies the layouts and the instructions.
            staged: tiles pass through registers into shared memory, then `ldmatrix` and `mma.sync`.
-           ring: changes staged. The tensor memory accelerator (TMA) fetches tiles into a ring of
+           ring: changes `staged`. The tensor memory accelerator (TMA) fetches tiles into a ring of
            three, two steps ahead. So two things change: TMA loads instead of threads, and loads
            start earlier.
-           wgmma: changes ring. The tensor cores read shared memory themselves (`wgmma`). A
+           wgmma: changes `ring`. The tensor cores read shared memory themselves (`wgmma`). A
            warpgroup computes 64 x 128 results.
            library: `torch.matmul`.
-Bound      Tensor cores limit library. According to the costs, the L2 limits triton_tiles, ring and
-           wgmma, because tiles of 128 x 128 read much data from it. For ring, shared memory takes
-           almost as long as the L2, because each of the 8 warps reads its operands from shared
-           memory. The costs assume that `mma.sync` is as fast as `wgmma`. If `mma.sync` is slower,
-           ring takes longer than its cost. In staged, loads and products do not overlap, so staged
-           should be slower than triton_tiles, which prefetches. wgmma should take about as long as
-           triton_tiles, which uses the same instruction on Hopper. But wgmma waits for the products
-           of each step, and only a second block on the SM can use the tensor cores during that
-           wait. Triton lets the products of one step overlap with the next step.
-Seen       On an H100, the kernels in CuTe are slower than triton_tiles. staged does not prefetch,
-           and takes as long as predicted. ring takes over a third longer than predicted. The costs
-           assume that `mma.sync` is as fast as `wgmma`, but on Hopper `mma.sync` reaches less than
-           two thirds of the tensor cores' peak (arXiv 2501.12084). wgmma, which changes only that
-           instruction, is within a tenth of its prediction. wgmma is slightly slower than
-           triton_tiles, as expected, because it waits for each step's products. library launches
-           cuBLAS's kernel `nvjet_sm90_hsh_128x256_64x4`, whose larger tiles read less from the L2.
-           triton_tiles was timed four times, once with each variant, and its times differ by an
-           eighth, probably because the clock rate changed. So compare a variant only with the time
-           of triton_tiles from the same pair.
+Bound      Tensor cores limit `library`. According to the costs, the L2 limits `triton_tiles`, ring
+           and `wgmma`, because tiles of 128 x 128 read much data from it. For ring, shared memory
+           takes almost as long as the L2, because each of the 8 warps reads its operands from
+           shared memory. The costs assume that `mma.sync` is as fast as `wgmma`. If `mma.sync` is
+           slower, `ring` takes longer than its cost. In staged, loads and products do not overlap,
+           so `staged` should be slower than `triton_tiles`, which prefetches. `wgmma` should take
+           about as long as `triton_tiles`, which uses the same instruction on Hopper. But `wgmma`
+           waits for the products of each step, and only a second block on the SM can use the tensor
+           cores during that wait. Triton lets the products of one step overlap with the next step.
+Seen       On an H100, the kernels in CuTe are slower than `triton_tiles`. `staged` does not
+           prefetch, and takes as long as predicted. `ring` takes over a third longer than
+           predicted. The costs assume that `mma.sync` is as fast as `wgmma`, but on Hopper
+           `mma.sync` reaches less than two thirds of the tensor cores' peak (arXiv 2501.12084).
+           wgmma, which changes only that instruction, is within a tenth of its prediction. `wgmma`
+           is slightly slower than `triton_tiles`, as expected, because it waits for each step's
+           products. `library` launches cuBLAS's kernel `nvjet_sm90_hsh_128x256_64x4`, whose larger
+           tiles read less from the L2. `triton_tiles` was timed four times, once with each variant,
+           and its times differ by an eighth, probably because the clock rate changed. So compare a
+           variant only with the time of `triton_tiles` from the same pair.
 Use when   A kernel needs a layout or an instruction that Triton does not choose, and there is no
            C++ compiler to build it. For a plain product, call the library. If Triton generates the
            instructions that you need, use Triton, because its code is far shorter.

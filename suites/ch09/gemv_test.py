@@ -6,30 +6,29 @@ Problem    Compute x w^T, where w is (n, k) and x is (m, k). Inputs and results 
 Baseline   scalar: a CUDA C++ kernel with one warp per row of w. A lane loads one element of 2 bytes
            at a time.
            one_by_one: calls `torch.mv` once per token.
-Optimized  vectorized: changes scalar. A lane loads 16 bytes at a time, which are eight elements.
+Optimized  vectorized: changes `scalar`. A lane loads 16 bytes at a time, which are eight elements.
            gemv_library: `torch.mv`.
-           together: changes one_by_one. One kernel loads each weight once and multiplies it with
+           together: changes `one_by_one`. One kernel loads each weight once and multiplies it with
            all tokens, on the CUDA cores. With one token, this kernel would be the same as
-           vectorized.
-           gemm_library: changes one_by_one. One call of `torch.nn.functional.linear` computes all
+           `vectorized`.
+           gemm_library: changes `one_by_one`. One call of `torch.nn.functional.linear` computes all
            tokens.
-Bound      DRAM, because w has to be read once. In test_gemv, scalar has too few bytes in flight.
+Bound      DRAM, because w has to be read once. In test_gemv, `scalar` has too few bytes in flight.
            The compiler unrolls the loop, but keeps a branch between the loads. So a thread waits
            for each weight before it loads the next one. With one 2-byte load for each of 2048
            threads, an SM has 4 KiB in flight, but needs about 13 KiB to use all of the DRAM
-           bandwidth. vectorized loads eight times as many bytes at a time.
-           In test_small_batch, one_by_one reads w again for each token, because w is larger than
-           the L2. For each weight, `together` needs m multiply-adds and the conversions to fp32.
-           With about 6 tokens or more, these instructions take longer than loading w. With 16
-           tokens, x is 512 KiB. An L1 cannot hold that much, so each block reads x from the L2
-           again. If the warps of a block share these reads, the reads take less time than the
-           instructions. gemm_library uses tensor cores, which are idle most of the time at all
-           these sizes.
-Seen       From 4 tokens on, `together` takes longer than its cost, and gemm_library is faster. The
-           times of `together` are about what a kernel would take if each warp read all tokens from
-           the L2 again. So the warps of a block probably share few of their reads. We have not
-           confirmed this with hardware counters. gemm_library takes the same time for 2 tokens and
-           for 16 tokens.
+           bandwidth. `vectorized` loads eight times as many bytes at a time. In test_small_batch,
+           `one_by_one` reads w again for each token, because w is larger than the L2. For each
+           weight, `together` needs m multiply-adds and the conversions to fp32. With about 6 tokens
+           or more, these instructions take longer than loading w. With 16 tokens, x is 512 KiB. An
+           L1 cannot hold that much, so each block reads x from the L2 again. If the warps of a
+           block share these reads, the reads take less time than the instructions. `gemm_library`
+           uses tensor cores, which are idle most of the time at all these sizes.
+Seen       From 4 tokens on, `together` takes longer than its cost, and `gemm_library` is faster.
+           The times of `together` are about what a kernel would take if each warp read all tokens
+           from the L2 again. So the warps of a block probably share few of their reads. We have not
+           confirmed this with hardware counters. `gemm_library` takes the same time for 2 tokens
+           and for 16 tokens.
 Use when   You write a kernel for weights that no library supports, such as quantized weights. Let
            each lane load 16 bytes of weights at a time, and keep one sum for each token. For bf16
            weights, call the library, which is faster than `together` from 4 tokens on. Process

@@ -6,20 +6,20 @@ Problem    Compute (x - mean) / sqrt(variance + eps) * weight + bias in fp32 for
 Baseline   chain: the formula in torch, which converts to fp32, computes the mean, the differences,
            their squares and the mean of the squares, then the root, the products and the sum, and
            converts to fp16.
-Optimized  compiled: changes chain. `torch.compile` compiles the same formula.
-           one_sweep: changes chain. One Triton kernel makes two passes over the row, in steps of
+Optimized  compiled: changes `chain`. `torch.compile` compiles the same formula.
+           one_sweep: changes `chain`. One Triton kernel makes two passes over the row, in steps of
            2048. The first pass sums x and x^2, because variance = mean(x^2) - mean^2.
-           in_registers: changes one_sweep. The row is loaded once and stays in registers. The
+           in_registers: changes `one_sweep`. The row is loaded once and stays in registers. The
            variance is computed after the mean, as the mean of (x - mean)^2. Both Triton kernels
            load 16 bytes at a time, and their registers allow 6 programs per SM.
            library: `torch.native_layer_norm`, which `torch.nn.functional.layer_norm` calls.
 Bound      DRAM for all fused sides: 2 bytes read and 2 written per element. The rows of all running
-           programs add up to 6 MiB, so the second pass of one_sweep reads from the L2 and should
-           take little time. in_registers has the loads of a whole row in flight at once. one_sweep
-           has only the loads of half a row in flight.
-Seen       chain and library take 1.5 times as long as their memory traffic alone. compiled takes
-           about a quarter longer than its memory traffic. We did not time the kernels of these
-           sides one by one. one_sweep and in_registers take as long as predicted.
+           programs add up to 6 MiB, so the second pass of `one_sweep` reads from the L2 and should
+           take little time. `in_registers` has the loads of a whole row in flight at once.
+           `one_sweep` has only the loads of half a row in flight.
+Seen       `chain` and library take 1.5 times as long as their memory traffic alone. `compiled`
+           takes about a quarter longer than its memory traffic. We did not time the kernels of
+           these sides one by one. `one_sweep` and `in_registers` take as long as predicted.
 Use when   A row fits in registers: load it once and compute the variance from differences. Sums of
            x and x^2 lose digits if the mean is much larger than the standard deviation. On this
            page, mean and standard deviation are about equal, and both formulas are accurate enough.

@@ -6,27 +6,27 @@ Problem    Compute the backward pass of the layer norm (test_norm_backward) and 
            over all rows.
 Baseline   chain: the formula of the layer norm's backward in torch, in fp32.
            rms_chain: the formula of the RMS norm's backward.
-Optimized  compiled: changes chain. `torch.compile` compiles the same formula.
-           two_passes: changes chain. One Triton kernel has a program for each row and computes the
-           gradient of the input. A second kernel reads both matrices again and sums over the rows
-           for the gradients of the weights.
-           one_pass: changes two_passes. The first kernel also sums the gradients of the weights, so
-           the matrices are read only once. A program processes many rows and keeps its sums in
+Optimized  compiled: changes `chain`. `torch.compile` compiles the same formula.
+           two_passes: changes `chain`. One Triton kernel has a program for each row and computes
+           the gradient of the input. A second kernel reads both matrices again and sums over the
+           rows for the gradients of the weights.
+           one_pass: changes `two_passes`. The first kernel also sums the gradients of the weights,
+           so the matrices are read only once. A program processes many rows and keeps its sums in
            registers.
            library: torch's own backward kernels, which autograd calls.
-           rms_compiled: changes rms_chain. `torch.compile` compiles the same formula.
-           rms_one_pass: changes rms_chain. The kernel is the same as in one_pass, but without the
-           mean and the bias.
+           rms_compiled: changes `rms_chain`. `torch.compile` compiles the same formula.
+           rms_one_pass: changes `rms_chain`. The kernel is the same as in `one_pass`, but without
+           the mean and the bias.
            rms_library: torch's own kernels for the RMS norm.
-Bound      DRAM. one_pass reads two matrices and writes one, and the partial sums add little memory
-           traffic. two_passes reads four matrices. chain and rms_chain also read and write fp32
-           copies. An SM holds only two programs of one_pass, and three programs of the first kernel
-           of two_passes. A program loads nothing while it sums over a row, so both sides may fall
-           short of the full DRAM bandwidth.
+Bound      DRAM. `one_pass` reads two matrices and writes one, and the partial sums add little
+           memory traffic. `two_passes` reads four matrices. `chain` and `rms_chain` also read and
+           write fp32 copies. An SM holds only two programs of `one_pass`, and three programs of the
+           first kernel of `two_passes`. A program loads nothing while it sums over a row, so both
+           sides may fall short of the full DRAM bandwidth.
 Seen       On an H100, both compiled sides take less time than two reads of the matrices from DRAM.
            So Inductor's kernels also read the matrices once, and the page gives both compiled sides
-           the cost of one_pass. library has the cost of two_passes, but takes longer. We did not
-           examine the library's kernels.
+           the cost of `one_pass`. `library` has the cost of `two_passes`, but takes longer. We did
+           not examine the library's kernels.
 Use when   You write a norm, and no library has its backward pass. Sum the gradients of the weights
            in the kernel that already has the row in registers. Let a program process many rows:
            with one program per row, every row would need an atomic addition to each weight's

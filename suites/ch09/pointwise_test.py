@@ -4,13 +4,13 @@ Problem    Compute GELU of n fp32 elements in the tanh approximation:
            x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))).
 Baseline   eager: the formula in torch, as in GPT-2's code. Each of its eight kernels reads its
            operands from DRAM and writes its result to DRAM.
-Optimized  compiled: changes eager. `torch.compile` compiles the same formula.
-           in_triton: changes eager. One hand-written Triton kernel computes the formula.
-           in_cuda: changes eager. One CUDA C++ kernel with 16-byte accesses computes the formula.
+Optimized  compiled: changes `eager`. `torch.compile` compiles the same formula.
+           in_triton: changes `eager`. One hand-written Triton kernel computes the formula.
+           in_cuda: changes `eager`. One CUDA C++ kernel with 16-byte accesses computes the formula.
            library: `torch.nn.functional.gelu`.
            The hand-written kernels use tanh(u) = 1 - 2 / (1 + exp(2 u)), so that GELU becomes x /
            (1 + exp(-2 u)). All four variants make the same number of passes over the data.
-Bound      DRAM. A fused kernel reads and writes each element once. eager makes 18 passes. In the
+Bound      DRAM. A fused kernel reads and writes each element once. `eager` makes 18 passes. In the
            fused kernels, the arithmetic takes less time than the memory traffic.
 Use when   Several pointwise operations follow one another on data larger than the L2. Try the
            compiler first, because no hand-written kernel can move fewer bytes. Write a kernel if

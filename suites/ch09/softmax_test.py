@@ -4,38 +4,38 @@ Problem    Compute the softmax of each row of fp32 matrices with 2^28 elements. 
            262144 elements.
 Baseline   unfused: the formula in torch, with five operations: the maximum of each row, the
            differences, the exponentials, the sum of each row, and the quotients.
-Optimized  fused: changes unfused. One Triton kernel loads a row, keeps it in registers, and writes
-           the result. A program processes several short rows at once, at least 4096 elements
+Optimized  fused: changes `unfused`. One Triton kernel loads a row, keeps it in registers, and
+           writes the result. A program processes several short rows at once, at least 4096 elements
            together. This kernel runs for rows of up to 32768 elements. A row of 32768 takes 32
            registers per thread in a block of 1024 threads.
-           online: changes unfused. One Triton kernel makes two passes over the row in steps of
+           online: changes `unfused`. One Triton kernel makes two passes over the row in steps of
            4096. The first pass finds the maximum and the sum together, as in
            `../ch07/online_softmax_test.py`. This kernel runs for rows of 4096 or more elements.
-           clustered: changes fused. In CUDA C++, the blocks of a cluster share a row. Each thread
+           clustered: changes `fused`. In CUDA C++, the blocks of a cluster share a row. Each thread
            keeps 8 vectors of 16 bytes in registers and its other vectors in shared memory. The
            blocks exchange their maxima and sums once. This kernel runs for rows of 32768 or more
            elements, and the length must be a multiple of 4. An SM of an H200 holds two blocks, each
            with 128 KiB of a row.
-           compiled: changes unfused. `torch.compile` compiles the same formula.
+           compiled: changes `unfused`. `torch.compile` compiles the same formula.
            library: `torch.softmax`.
-Bound      DRAM. fused and clustered read and write each element once. unfused reads the matrix five
-           times and writes it three times. online reads a row twice. If the rows of all running
-           programs fit in the L2 together, the second read comes from the L2. Rows of up to 16384
-           elements fit. compiled has the same traffic, because Inductor also uses the online
-           method. library reads a row three times if the row does not fit in shared memory. With
-           rows of 32768, only one block of fused fits on an SM, so the SM loads nothing while the
-           block reduces or stores.
-Seen       On an H200, unfused takes up to two fifths longer than its memory traffic alone. library
-           takes three fifths longer with rows of 4096 and 32768, and as long as predicted with rows
-           of 256 and of 262144. With rows of 262144, the prediction counts three reads. So library
-           gains less than half as much over unfused with such rows as with rows of 256. We did not
-           time the kernels of unfused one by one. With rows of 4096, compiled takes a fifth longer
-           than fused. We did not look at the code of compiled. With rows of 32768, fused takes as
-           long as its memory traffic, although its SMs do not load all the time. On an H200,
-           clustered takes slightly longer than fused with rows of 32768. With rows of 262144,
-           clustered takes a fifth longer than its memory traffic. On an H100 with rows of 262144,
-           clustered takes a tenth longer than its memory traffic, and compiled takes as long as its
-           three passes.
+Bound      DRAM. `fused` and `clustered` read and write each element once. `unfused` reads the
+           matrix five times and writes it three times. `online` reads a row twice. If the rows of
+           all running programs fit in the L2 together, the second read comes from the L2. Rows of
+           up to 16384 elements fit. `compiled` has the same traffic, because Inductor also uses the
+           online method. `library` reads a row three times if the row does not fit in shared
+           memory. With rows of 32768, only one block of fused fits on an SM, so the SM loads
+           nothing while the block reduces or stores.
+Seen       On an H200, `unfused` takes up to two fifths longer than its memory traffic alone.
+           `library` takes three fifths longer with rows of 4096 and 32768, and as long as predicted
+           with rows of 256 and of 262144. With rows of 262144, the prediction counts three reads.
+           So `library` gains less than half as much over unfused with such rows as with rows of
+           256. We did not time the kernels of unfused one by one. With rows of 4096, `compiled`
+           takes a fifth longer than `fused`. We did not look at the code of `compiled`. With rows
+           of 32768, `fused` takes as long as its memory traffic, although its SMs do not load all
+           the time. On an H200, `clustered` takes slightly longer than `fused` with rows of 32768.
+           With rows of 262144, `clustered` takes a fifth longer than its memory traffic. On an H100
+           with rows of 262144, `clustered` takes a tenth longer than its memory traffic, and
+           `compiled` takes as long as its three passes.
 Use when   Always fuse a softmax. Keep a row in registers if it fits. If not, keep it in the shared
            memory of a cluster. On GPUs without clusters, use the online method. If the softmax is
            part of attention or of a loss, do not write the softmax at all: see attention_test.py

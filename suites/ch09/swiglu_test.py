@@ -5,30 +5,30 @@ Problem    Compute silu(x gate^T) * (x up^T) in fp16, with sums in fp32. test_sw
            needs fewer multiply-adds. x is (m, k). The weights gate and up are (n, k) each, and are
            the halves of one (2n, k) tensor.
 Baseline   separate: the library's two matrix products, then `silu`, then an elementwise product.
-Optimized  activated: changes separate. One Triton kernel replaces the two pointwise kernels.
-           one_product: changes activated. The library multiplies by the whole (2n, k) tensor in one
-           matrix product.
-           own_products: changes activated. One Triton kernel computes a tile of both products and
-           writes both tiles. own_products is there only for comparison with fused, and the page
+Optimized  activated: changes `separate`. One Triton kernel replaces the two pointwise kernels.
+           one_product: changes `activated`. The library multiplies by the whole (2n, k) tensor in
+           one matrix product.
+           own_products: changes `activated`. One Triton kernel computes a tile of both products and
+           writes both tiles. `own_products` is there only for comparison with `fused`, and the page
            claims no speedup for it.
-           fused: changes own_products. The kernel combines the two tiles in registers, and writes
-           only the result. own_products and fused are autotuned over the same three configurations,
-           and may choose different ones.
+           fused: changes `own_products`. The kernel combines the two tiles in registers, and writes
+           only the result. `own_products` and `fused` are autotuned over the same three
+           configurations, and may choose different ones.
 Bound      Tensor cores limit test_swiglu. The pointwise kernels take a tenth of the time, so
-           activated can gain only a few percent. The page claims no speedup for one_product,
-           because the library may also be faster or slower with the wider matrix.
-           DRAM limits test_swiglu_narrow, with k = 256. separate writes both products. The two
-           pointwise kernels of separate read both products, pass a tensor from the first kernel to
-           the second, and write the result. fused writes only the result. A block first multiplies
+           `activated` can gain only a few percent. The page claims no speedup for `one_product`,
+           because the library may also be faster or slower with the wider matrix. DRAM limits
+           test_swiglu_narrow, with k = 256. `separate` writes both products. The two pointwise
+           kernels of `separate` read both products, pass a tensor from the first kernel to the
+           second, and write the result. `fused` writes only the result. A block first multiplies
            and then stores. The costs add the times of these two phases, because with few steps of k
            the phases can hardly overlap. The costs ignore data that a product leaves in the L2 for
            the next kernel.
-Seen       On an H100, own_products and fused take longer than predicted, because a Triton product
-           with these tiles does not reach the library's rate. The library's products take as long
-           as predicted. In test_swiglu, fused takes as long as own_products, and both are slower
-           than separate. In test_swiglu_narrow, fused is the fastest side, although own_products is
-           slower than separate. At each shape, activated and one_product have about the same
-           speedup.
+Seen       On an H100, `own_products` and `fused` take longer than predicted, because a Triton
+           product with these tiles does not reach the library's rate. The library's products take
+           as long as predicted. In test_swiglu, `fused` takes as long as `own_products`, and both
+           are slower than `separate`. In test_swiglu_narrow, `fused` is the fastest side, although
+           `own_products` is slower than `separate`. At each shape, `activated` and `one_product`
+           have about the same speedup.
 Use when   k is small, or DRAM is slow. If k is large, use the library's products and one pointwise
            kernel, because the library's faster products save more time than the epilogue does.
            `../ch10/epilogue_test.py` shows the library's epilogue for GELU with a bias.

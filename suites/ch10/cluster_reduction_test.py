@@ -5,23 +5,23 @@ Problem    Divide each row of n fp32 elements by the root of its mean square (RM
            blocks share a row. No block can write results until all 8 blocks have read their parts.
 Baseline   atomics: a fill sets the sum of each row to zero. Then one kernel adds each block's sum
            of squares to the sum of its row. A second kernel reads x again and divides it.
-Optimized  two_passes: changes atomics. The blocks store their sums, and the second kernel adds the
-           8 sums of a row.
-           distributed: changes two_passes. In one kernel, the 8 blocks of a row form a cluster and
-           read each other's sums from shared memory. The kernel then reads x again, and may find it
-           in the L2.
-           kept: changes distributed. x stays in shared memory, so it is read once.
+Optimized  two_passes: changes `atomics`. The blocks store their sums, and the second kernel adds
+           the 8 sums of a row.
+           distributed: changes `two_passes`. In one kernel, the 8 blocks of a row form a cluster
+           and read each other's sums from shared memory. The kernel then reads x again, and may
+           find it in the L2.
+           kept: changes `distributed`. x stays in shared memory, so it is read once.
            library: `torch.nn.functional.rms_norm`, whose kernel also reads x twice.
 Bound      DRAM. x is ten times as large as the L2, so a second kernel reads it from DRAM again. The
-           sides with two kernels read 8 bytes per element and write 4. kept reads 4 bytes.
-           distributed also reads 4 bytes if all second reads hit the L2. In distributed and kept,
-           an SM holds 6 blocks, so some of its blocks move data while others wait at a cluster's
-           barrier. In atomics and two_passes, an SM can hold 8 blocks.
-Seen       `distributed` takes longer than predicted. The difference in time between distributed and
-           kept suggests that about half of the second reads miss the L2. The blocks process 99 rows
-           (26 MB) at a time, and the results take another 26 MB. Together, they fill the L2 (50
-           MB), so part of a row is probably evicted before the second read. We did not check this
-           with hardware counters.
+           sides with two kernels read 8 bytes per element and write 4. `kept` reads 4 bytes.
+           `distributed` also reads 4 bytes if all second reads hit the L2. In `distributed` and
+           `kept`, an SM holds 6 blocks, so some of its blocks move data while others wait at a
+           cluster's barrier. In `atomics` and `two_passes`, an SM can hold 8 blocks.
+Seen       `distributed` takes longer than predicted. The difference in time between `distributed`
+           and kept suggests that about half of the second reads miss the L2. The blocks process 99
+           rows (26 MB) at a time, and the results take another 26 MB. Together, they fill the L2
+           (50 MB), so part of a row is probably evicted before the second read. We did not check
+           this with hardware counters.
 Use when   Several blocks need a common result and read their data twice, and the data fits in the
            shared memory of a cluster. The gain comes from reading the data once, not from the way
            in which sums are exchanged. In most models, a row fits in one SM and needs no cluster.

@@ -5,11 +5,11 @@ Problem    Compute GELU(x w^T + bias), with the tanh approximation of GELU. x (m
            arithmetic for each result: k is 128 in test_epilogue and 512 in test_epilogue_deeper.
 Baseline   separate: `torch.matmul`, then one kernel for bias and GELU. The product writes m n
            elements. The second kernel reads them and writes m n results.
-Optimized  own_product: changes separate. A Triton product replaces the library's product.
-           own_product saves no time: it is only there for comparison with fused, which differs only
-           in the epilogue.
-           fused: changes own_product. The same Triton product adds the bias and applies GELU in its
-           epilogue.
+Optimized  own_product: changes `separate`. A Triton product replaces the library's product.
+           `own_product` saves no time: it is only there for comparison with `fused`, which differs
+           only in the epilogue.
+           fused: changes `own_product`. The same Triton product adds the bias and applies GELU in
+           its epilogue.
            library: `torch._addmm_activation`, the epilogue of cuBLASLt. This kernel adds the bias
            before it rounds the product. The other sides round the product first.
 Bound      DRAM, L2 and special functions, one after the other. A block multiplies, applies GELU,

@@ -5,19 +5,19 @@ Problem    Multiply (m, k) by (k, n) in fp16 with fp32 sums and m = 64. A model 
 Baseline   one_block_a_tile: a program computes a tile of 64 rows over all of k. With tiles of 64
            columns, there are only 64 programs for 132 SMs. With tiles of 32 columns, there are 128
            programs, but a is read twice as often.
-Optimized  split_k: changes one_block_a_tile. 8 programs share a tile, and each computes an eighth
+Optimized  split_k: changes `one_block_a_tile`. 8 programs share a tile, and each computes an eighth
            of k. The programs add their sums with fp32 atomics. One kernel zeroes the sums first,
            and another kernel rounds them at the end.
-           two_kernels: changes split_k. Each of the 8 programs stores its sums. A second kernel
+           two_kernels: changes `split_k`. Each of the 8 programs stores its sums. A second kernel
            adds them in a fixed order and rounds them.
            library: `torch.matmul`.
            Every Triton side is autotuned over the same tile sizes.
 Bound      DRAM, from which b is read once. Each tile also reads its rows of a from the L2. In
-           one_block_a_tile, narrow tiles make the L2 the limit. The cost of the baseline assumes
+           `one_block_a_tile`, narrow tiles make the L2 the limit. The cost of the baseline assumes
            tiles of 32 columns, because wider tiles leave half of the SMs idle. The results do not
            record which tiles the autotuner chose. When k is split, even tiles of 128 columns give
            work to every SM, so the L2 is no longer the limit.
-Use when   A product has fewer tiles than the GPU has SMs, and k is long. Use two_kernels if the
+Use when   A product has fewer tiles than the GPU has SMs, and k is long. Use `two_kernels` if the
            result must be the same in every run.
 """
 

@@ -4,8 +4,8 @@ Problem    c = a b^T in bf16 with fp32 sums. a is (m, k), b is (n, k), and c is 
 Baseline   one_block: a block computes 128 x 128 with tcgen05, with the sums in tensor memory. TMA
            fills a ring of four tiles. One thread issues the loads and the products. All threads
            write results.
-Optimized  block_pair: changes one_block. The two blocks of a cluster compute 256 x 256. Each block
-           loads its own 128 rows of a and half of the 256 rows of b.
+Optimized  block_pair: changes `one_block`. The two blocks of a cluster compute 256 x 256. Each
+           block loads its own 128 rows of a and half of the 256 rows of b.
            library: `torch.matmul`, for which cuBLASLt chooses a kernel.
 Bound      Tensor cores, if shared memory can deliver the operands fast enough. A product of 128 x
            128 x 16 takes 64 cycles on a tensor core and reads 8 KiB. Shared memory can deliver

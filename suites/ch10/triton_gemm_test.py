@@ -4,26 +4,25 @@ Problem    Multiply (m, k) by (k, n) in fp16 with fp32 sums.
 Baseline   tiles: one program per tile, eight rows of tiles at a time, which improves reuse in the
            L2. A program loads through pointers and has three tiles in flight. This is the matrix
            product of Triton's tutorial.
-Optimized  persistent: changes tiles. One program per SM computes many tiles, in the same order.
-           descriptors: changes persistent. The tensor memory accelerator (TMA) loads and stores
+Optimized  persistent: changes `tiles`. One program per SM computes many tiles, in the same order.
+           descriptors: changes `persistent`. The tensor memory accelerator (TMA) loads and stores
            tiles.
-           flattened: changes descriptors. The loops over tiles and over k become one loop. So the
+           flattened: changes `descriptors`. The loops over tiles and over k become one loop. So the
            operands of the next tile are loaded while the current tile is finished and stored.
-           specialized: changes descriptors. Some warps load, and others multiply.
+           specialized: changes `descriptors`. Some warps load, and others multiply.
            library: `torch.matmul`.
            Every Triton side is autotuned over the same tile sizes.
 Bound      Tensor cores, at the rate that the power limit allows. On all sides except flattened and
-           specialized, the cost adds the time to store a tile, because nothing overlaps the store.
-           The cost assumes the largest tiles, 128 x 256. The results do not record which tiles the
-           autotuner chose.
-           Triton specializes warps only in kernels of 4 warps, by adding more warps. Triton ignores
-           the option in kernels of 8 warps, and in flattened loops on Hopper. This page flattens
-           only the loop with TMA loads. If a flattened loop loads through pointers, Triton
-           prefetches only some of the loads.
-           library takes longer here than in `pipeline_stages_test.py`, where it computes the same
-           product but is timed in alternation with a slower side. The slower side may draw less
-           power, which would let the GPU run at a higher clock rate. We did not record power, so we
-           cannot confirm this. Compare only sides of the same page.
+           `specialized`, the cost adds the time to store a tile, because nothing overlaps the
+           store. The cost assumes the largest tiles, 128 x 256. The results do not record which
+           tiles the autotuner chose. Triton specializes warps only in kernels of 4 warps, by adding
+           more warps. Triton ignores the option in kernels of 8 warps, and in flattened loops on
+           Hopper. This page flattens only the loop with TMA loads. If a flattened loop loads
+           through pointers, Triton prefetches only some of the loads. `library` takes longer here
+           than in `pipeline_stages_test.py`, where it computes the same product but is timed in
+           alternation with a slower side. The slower side may draw less power, which would let the
+           GPU run at a higher clock rate. We did not record power, so we cannot confirm this.
+           Compare only sides of the same page.
 Use when   You need a faster matrix product in Triton. First use descriptors, and then flatten the
            loop. A persistent loop alone does not help. If the library has the operation, call the
            library, which is just as fast.

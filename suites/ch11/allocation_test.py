@@ -15,16 +15,16 @@ Optimized  stream_ordered: `backend:cudaMallocAsync`. `cudaMallocAsync` takes ea
            GPU.
            cached: PyTorch's default. PyTorch's own allocator keeps freed memory and hands it out
            again, without a driver call.
-Bound      The host, which launches kernels and calls the allocator. In device_malloc, `cudaFree`
+Bound      The host, which launches kernels and calls the allocator. In `device_malloc`, `cudaFree`
            waits until the GPU is idle, so the host cannot launch ahead. `cudaMalloc` and `cudaFree`
-           also change the GPU's page tables. The costs of device_malloc count one wait for each
+           also change the GPU's page tables. The costs of `device_malloc` count one wait for each
            tensor. We did not measure how long a call to the driver's pool takes, so the costs of
-           stream_ordered count it as a torch call that launches nothing.
-Seen       device_malloc takes more than twice as long as predicted, because `cudaMalloc` and
-           `cudaFree` of a tensor take more than twice as long as a wait. cached calls neither
+           `stream_ordered` count it as a torch call that launches nothing.
+Seen       `device_malloc` takes more than twice as long as predicted, because `cudaMalloc` and
+           `cudaFree` of a tensor take more than twice as long as a wait. `cached` calls neither
            function, but takes 1.5 times as long as predicted. The predicted time of a launch was
-           measured with an addition, not with means. The difference between stream_ordered and
-           cached is about as predicted.
+           measured with an addition, not with means. The difference between `stream_ordered` and
+           `cached` is about as predicted.
 Use when   You write CUDA code that needs temporary memory. Allocate it by `cudaMallocAsync`, with a
            release threshold, or by the framework's allocator. In PyTorch, keep the default.
            `PYTORCH_NO_CUDA_MEMORY_CACHING` is only for finding memory bugs.

@@ -13,7 +13,7 @@ Bound      PCIe and fp32 arithmetic, which overlap. Only the copy of the first c
            the time. Two effects limit the gain. First, each copy and each kernel has a fixed
            start-up time. Second, a product of few rows has fewer tiles than the GPU has SMs: with
            128 chunks, half of the SMs are idle.
-Seen       chunked is fastest with 8 to 32 chunks. With 128 chunks, there is almost no gain. The
+Seen       `chunked` is fastest with 8 to 32 chunks. With 128 chunks, there is almost no gain. The
            cost predicts this, because it assumes tiles of 128 x 128. The products do not reach the
            fp32 peak: a product alone takes about a quarter longer than predicted, and even longer
            with 4 chunks. cuBLAS chooses a kernel by the number of rows, so the curve is not smooth.

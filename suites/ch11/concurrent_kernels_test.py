@@ -4,11 +4,11 @@ Problem    Evaluate `jobs` fp32 polynomials with `count` coefficients, each at i
            thread evaluates one point, and a block evaluates 128 points. So the kernel of one
            polynomial has too few blocks to fill the GPU.
 Baseline   in_turn: one kernel per polynomial, all on one stream.
-Optimized  four_streams: changes in_turn. The kernels take turns on four streams, so four of them
+Optimized  four_streams: changes `in_turn`. The kernels take turns on four streams, so four of them
            run at once.
-           a_stream_each: like four_streams, with as many streams as polynomials.
-           one_launch: changes in_turn. One kernel evaluates all polynomials, with one row of blocks
-           per polynomial.
+           a_stream_each: like `four_streams`, with as many streams as polynomials.
+           one_launch: changes `in_turn`. One kernel evaluates all polynomials, with one row of
+           blocks per polynomial.
 Bound      Latency. Each multiply-add of Horner's rule needs the result of the previous one. An SM
            with one block has one warp per scheduler, so no other warp can issue while a warp waits.
            Before every eight steps, a warp also waits for coefficients from shared memory: the
@@ -17,8 +17,8 @@ Bound      Latency. Each multiply-add of Horner's rule needs the result of the p
            The costs count the empty issue slots of running warps and of idle SMs as work. The costs
            also add up the start times of all kernels, as if no two kernels started at the same
            time. The data is less than 1 MB, so it stays in the L2.
-Seen       On an H100, the speedup of one_launch over in_turn is as predicted. a_stream_each takes
-           less time than predicted, because starts on different streams overlap.
+Seen       On an H100, the speedup of `one_launch` over `in_turn` is as predicted. `a_stream_each`
+           takes less time than predicted, because starts on different streams overlap.
 Use when   You have several independent kernels, and none of them fills the GPU. If all jobs run the
            same code, use one launch: it needs neither streams nor events. If the kernels differ,
            use streams. If the host cannot launch kernels fast enough, capture a graph

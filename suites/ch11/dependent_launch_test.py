@@ -3,23 +3,23 @@
 Problem    Compute a chain of fp32 layers, x = relu(W x), with n neurons each, for one vector x. A
            layer needs the whole result of the previous layer. All weights are known in advance.
 Baseline   launches: one kernel per layer. A kernel starts when the previous kernel has ended.
-Optimized  waits_first: changes launches. Every layer except the first is a dependent launch.
-           Each kernel allows the next kernel to start at once. The blocks of the next kernel start
+Optimized  waits_first: changes `launches`. Every layer except the first is a dependent launch. Each
+           kernel allows the next kernel to start at once. The blocks of the next kernel start
            early, and `griddepcontrol.wait` makes them wait until the previous kernel has ended.
            Then they load their weights.
-           loads_first: changes waits_first. A kernel loads its weights before the wait, not after
+           loads_first: changes `waits_first`. A kernel loads its weights before the wait, not after
            it. So the loads run during the previous layer or an even earlier one.
            library: `torch.mv` and `relu_`, two kernels per layer.
 Bound      Latency and DRAM. The weights are ten times as large as the L2, so each call reads them
            from DRAM. Reading the weights of a layer takes less time than starting the kernel,
-           waiting for the first bytes, and ending the kernel. waits_first hides the start.
-           loads_first also hides the DRAM latency, and reads while the previous layer ends. So only
-           the time to read the weights and a short sum remain. The costs include neither latencies
-           nor the hidden part of a start, so launches, waits_first and loads_first have the same
-           predicted time.
-Seen       launches, waits_first and library take a third to two thirds longer than predicted, on an
-           H100 and an H200. The costs leave out latencies, which explains the difference:
-           loads_first hides the latencies, and takes about as long as predicted on an H100.
+           waiting for the first bytes, and ending the kernel. `waits_first` hides the start.
+           `loads_first` also hides the DRAM latency, and reads while the previous layer ends. So
+           only the time to read the weights and a short sum remain. The costs include neither
+           latencies nor the hidden part of a start, so `launches`, `waits_first` and `loads_first`
+           have the same predicted time.
+Seen       `launches`, `waits_first` and library take a third to two thirds longer than predicted,
+           on an H100 and an H200. The costs leave out latencies, which explains the difference:
+           `loads_first` hides the latencies, and takes about as long as predicted on an H100.
 Use when   You write short kernels that run one after another, as in decoding. Each kernel also
            needs data that the previous kernel does not compute, such as weights. The SMs must have
            room for the blocks of a kernel while the previous kernel is still running. Before the

@@ -5,23 +5,23 @@ Problem    `count` fp32 chunks (rows, k) are in pinned host memory. Multiply eac
            long as a product: about 20 us with few rows, and about 100 us with many rows.
 Baseline   one_stream: copy a chunk, multiply it, copy the next chunk. No waits are needed, because
            the work in a stream runs in order.
-Optimized  host_waits: changes one_stream. A second stream copies the next chunk during a product.
+Optimized  host_waits: changes `one_stream`. A second stream copies the next chunk during a product.
            Before a copy into a buffer, the host waits for the product that last read the buffer.
            Before a product, the host waits for the copy of its chunk.
-           event_waits: changes host_waits. The streams wait instead of the host: each stream waits
-           for CUDA events that the other stream records.
-Bound      With many rows, arithmetic limits event_waits. With few rows, the host's calls limit
-           event_waits. In host_waits, the host waits for each product. After this wait, the GPU
+           event_waits: changes `host_waits`. The streams wait instead of the host: each stream
+           waits for CUDA events that the other stream records.
+Bound      With many rows, arithmetic limits `event_waits`. With few rows, the host's calls limit
+           `event_waits`. In `host_waits`, the host waits for each product. After this wait, the GPU
            computes nothing until the host has launched the next copy and the next product. With few
            rows, this gap is longer than the copy that the second stream hides.
-Seen       With few rows, host_waits is slower than one_stream on an H100, and event_waits takes
-           about as long as one_stream on an H200. In one of four processes on the H200, event_waits
-           was slower than one_stream. In the other three, it was faster. The host's calls take two
-           to three times as long per chunk as predicted, because the predicted time of a launch was
-           measured with a small addition, not with products and copies. Captured as a CUDA graph,
-           event_waits took a third less time. With many rows, the limit is the products, which do
-           not reach the fp32 peak, as in `chunk_count_test.py`. So all sides take longer than
-           predicted by about the same factor.
+Seen       With few rows, `host_waits` is slower than `one_stream` on an H100, and `event_waits`
+           takes about as long as `one_stream` on an H200. In one of four processes on the H200,
+           `event_waits` was slower than `one_stream`. In the other three, it was faster. The host's
+           calls take two to three times as long per chunk as predicted, because the predicted time
+           of a launch was measured with a small addition, not with products and copies. Captured as
+           a CUDA graph, `event_waits` took a third less time. With many rows, the limit is the
+           products, which do not reach the fp32 peak, as in `chunk_count_test.py`. So all sides
+           take longer than predicted by about the same factor.
 Use when   Two streams depend on each other, and a step takes less than about 1 ms. If steps take
            longer, a wait by the host costs little. If the host's calls take longer than the steps,
            use larger chunks or capture a graph. The host must still wait before it reads a result,

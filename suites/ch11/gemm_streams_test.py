@@ -4,20 +4,20 @@ Problem    Compute `count` independent bf16 products of (n, k) by (k, n), each i
            a result tensor. All sides allocate this tensor first. The page times a curve over n:
            with a larger n, a product has more output tiles and can use more SMs.
 Baseline   one_stream: one `torch.mm` per product. The host does not wait for the products.
-Optimized  two_streams: changes one_stream. The products alternate between two streams.
-           four_streams: like two_streams, with four streams.
-           batched: changes one_stream. One `torch.bmm` computes all products, which must have equal
-           shapes. The variants with streams only show a curve, so the page claims no speedup for
-           them.
+Optimized  two_streams: changes `one_stream`. The products alternate between two streams.
+           four_streams: like `two_streams`, with four streams.
+           batched: changes `one_stream`. One `torch.bmm` computes all products, which must have
+           equal shapes. The variants with streams only show a curve, so the page claims no speedup
+           for them.
 Bound      Tensor cores. With tiles of 128 x 64 elements, a product of n=1024 has 128 tiles, nearly
            as many as an H200 has SMs. So running a second product at the same time does not help.
            With n=512, three quarters of the SMs are idle, and with n=256, nearly all SMs. If cuBLAS
            cuts k into parts, a product fills more of the GPU, and streams gain less. The costs
            assume 128 x 64 tiles and an uncut k. All sides run in a CUDA graph, so the host's
            launches are not timed.
-Seen       On an H100, two_streams and four_streams are slower than one_stream with n=512 and
-           n=1024, and faster with n=256. batched is the fastest at each n. With n=256 and n=512,
-           one_stream takes less time than predicted. So cuBLAS probably cuts k into parts, which
+Seen       On an H100, `two_streams` and `four_streams` are slower than `one_stream` with n=512 and
+           n=1024, and faster with n=256. `batched` is the fastest at each n. With n=256 and n=512,
+           `one_stream` takes less time than predicted. So cuBLAS probably cuts k into parts, which
            leaves fewer idle SMs for a second stream. With n=1024, a product alone already reaches
            three quarters of the tensor cores' peak. We did not measure why more streams are slower
            with n=1024.

@@ -6,7 +6,7 @@ Problem    Compute one decoding step of `layers` bf16 layers for `batch` sequenc
            Attention and MLP each add their result to x. All query heads share 2 heads of keys and
            values. The page times a curve over the number of tokens.
 Baseline   on_demand: a layer's cache is copied when the layer attends to it, on the same stream.
-Optimized  prefetched: changes on_demand. A second stream copies the next layer's cache into a
+Optimized  prefetched: changes `on_demand`. A second stream copies the next layer's cache into a
            second buffer while this layer computes. The cases only show a curve, so the page claims
            no speedup for them.
 Bound      PCIe or DRAM, whichever takes longer. A layer reads the same weights from DRAM for any
@@ -19,7 +19,7 @@ Seen       On an H200, even without the copy, a layer takes about twice as long 
            prediction counts the weights of the layer and the starts of its kernels. The extra time
            grows with the number of tokens. We did not measure which kernels take this time. Because
            layers take longer, the largest gain needs more tokens than predicted. With 1024 tokens
-           or more, PCIe is the limit, and prefetched takes as long as predicted.
+           or more, PCIe is the limit, and `prefetched` takes as long as predicted.
 Use when   Caches have to stay in host memory for a while, and the copy of a layer's cache does not
            take much longer than the layer. For longer caches, move fewer bytes: keep part of each
            cache on the GPU, or store the cache in 8 bits. Capture the step as a CUDA graph. Without

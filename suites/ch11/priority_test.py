@@ -8,22 +8,22 @@ Problem    A large kernel computes the sigmoid of n fp32 values. At the same tim
 Baseline   same_priority: the large kernel on the current stream, and the network on a second one.
            The large kernel is launched first, so the GPU starts all its blocks before any block of
            the network.
-Optimized  urgent: changes same_priority. The second stream has a higher priority. When a block of
+Optimized  urgent: changes `same_priority`. The second stream has a higher priority. When a block of
            the large kernel ends, a waiting block of the network takes its place. Running blocks are
            not interrupted.
 Bound      DRAM limits the large kernel, and the latency of small kernels limits the network. In
-           same_priority, the two times add up. In urgent, they overlap, so a call takes only as
+           `same_priority`, the two times add up. In urgent, they overlap, so a call takes only as
            long as the longer of the two. The costs include the start of a small kernel, but not its
            latency. The costs of urgent leave out the network's starts, which happen during the
            large kernel.
-Seen       On an H200, urgent gains an eighth, and two fifths were predicted. same_priority takes
-           three tenths longer than predicted, and urgent three fifths longer. The latency of the
-           network's 96 small kernels, which the costs leave out, is probably the reason in
-           same_priority. In urgent, the network and the large kernel overlap only in part. If the
+Seen       On an H200, `urgent` gains an eighth, and two fifths were predicted. `same_priority`
+           takes three tenths longer than predicted, and urgent three fifths longer. The latency of
+           the network's 96 small kernels, which the costs leave out, is probably the reason in
+           `same_priority`. In urgent, the network and the large kernel overlap only in part. If the
            large kernel takes as long as predicted, only about a quarter of the network's time is
            hidden. Beside the large kernel, the network's kernels probably take longer, because they
            wait for free SMs and share DRAM and the L2. We did not measure this. These times are
-           from CUDA graphs. In ordinary calls, urgent gains nothing: the host launches the
+           from CUDA graphs. In ordinary calls, `urgent` gains nothing: the host launches the
            network's kernels so slowly that such a call takes about four times as long.
 Use when   Urgent requests share a GPU with other work, and the kernels of the other work have many
            short blocks. Priority does not help if these blocks run for milliseconds, as in

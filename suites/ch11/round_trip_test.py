@@ -5,12 +5,12 @@ Problem    The fp32 data is in pinned host memory, as `chunks` chunks of n value
            sides allocate the result buffer, and two chunks of GPU memory per stream, before the
            timed part.
 Baseline   one_stream: copy a chunk in, compute, copy the result out, then go to the next chunk.
-Optimized  two_streams: changes one_stream. The chunks alternate between two streams. While one
+Optimized  two_streams: changes `one_stream`. The chunks alternate between two streams. While one
            stream copies results out, the other stream copies data in.
-           three_streams: like two_streams, with a third stream. While one chunk is copied in, a
+           three_streams: like `two_streams`, with a third stream. While one chunk is copied in, a
            second chunk can be computed, and the results of a third chunk copied out.
 Bound      PCIe, which carries data in both directions at once. A GPU has a copy engine for each
-           direction. one_stream uses only one direction at a time. The kernel reads and writes
+           direction. `one_stream` uses only one direction at a time. The kernel reads and writes
            DRAM, not PCIe, so it takes much less time than a copy. So a third stream hides only a
            little more.
 Use when   Data is streamed through the GPU, and the results go back to the host. Two or three

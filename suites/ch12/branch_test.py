@@ -4,32 +4,32 @@ Problem    Advance n oscillators in time. The step size depends on the data: tak
            any position is beyond a limit, and one large step if none is. With fast=1, one position
            is beyond the limit. With fast=0, none is.
 Baseline   ask: a kernel sets a flag. The host waits for the flag and launches one branch.
-Optimized  predicated: changes ask. The host launches both branches without waiting. Each kernel
+Optimized  predicated: changes `ask`. The host launches both branches without waiting. Each kernel
            reads the flag, and exits at once if the flag selects the other branch.
-           captured: changes predicated. A CUDA graph contains the same kernels, which is possible
+           captured: changes `predicated`. A CUDA graph contains the same kernels, which is possible
            because nothing waits.
-           conditional: changes captured. The branches are the two bodies of a conditional node,
+           conditional: changes `captured`. The branches are the two bodies of a conditional node,
            which starts only the kernels of the selected body.
-Bound      The host limits ask and predicated. With fast=0, ask waits and launches one step, and
-           predicated launches 33 steps. The GPU limits captured, and also conditional with fast=1:
-           a small kernel takes longer to start than to do its work. With fast=0, captured still
-           starts 33 steps, which may take longer than the wait that it avoids. With fast=0,
-           conditional starts only one step, so the host's launch of the graph is the limit. We did
-           not measure how long a conditional node takes to decide, so the predicted time leaves out
-           the decision.
+Bound      The host limits ask and `predicated`. With fast=0, `ask` waits and launches one step, and
+           `predicated` launches 33 steps. The GPU limits `captured`, and also conditional with
+           fast=1: a small kernel takes longer to start than to do its work. With fast=0, `captured`
+           still starts 33 steps, which may take longer than the wait that it avoids. With fast=0,
+           `conditional` starts only one step, so the host's launch of the graph is the limit. We
+           did not measure how long a conditional node takes to decide, so the predicted time leaves
+           out the decision.
 Seen       A launch through `cuda_module` takes the host about twice as long as predicted, because
-           the predicted time of a launch was measured with a torch operator. So captured is faster
-           than ask even with fast=0. With fast=1, captured takes longer than predicted. A step
-           reads the flag and then the arrays, so it waits for the L2 twice. The predicted time of a
-           kernel in a graph was measured with an addition to one number, which waits only once.
-           With fast=1, conditional takes about as long as captured, although the steps of
-           conditional read no flag. So the node's decision may take as long as the reads of the
-           flag. We did not measure the decision alone. With fast=0, conditional starts 31 fewer
+           the predicted time of a launch was measured with a torch operator. So `captured` is
+           faster than `ask` even with fast=0. With fast=1, `captured` takes longer than predicted.
+           A step reads the flag and then the arrays, so it waits for the L2 twice. The predicted
+           time of a kernel in a graph was measured with an addition to one number, which waits only
+           once. With fast=1, `conditional` takes about as long as `captured`, although the steps of
+           `conditional` read no flag. So the node's decision may take as long as the reads of the
+           flag. We did not measure the decision alone. With fast=0, `conditional` starts 31 fewer
            kernels than with fast=1, but saves only about half of the time of 31 starts. So the host
            is the limit: launching a graph with a conditional node by `cuda.core` takes several
            times as long as launching a kernel. We did not measure which part of this launch takes
-           the time. Because of the slow launch, conditional is only slightly faster than captured
-           with fast=0.
+           the time. Because of the slow launch, `conditional` is only slightly faster than
+           `captured` with fast=0.
 Use when   The next kernels depend on a value on the GPU. Predicate if the branches are short:
            predicated kernels work with or without a graph. Use a conditional node if a branch has
            many kernels and is often skipped. A conditional node with an else needs a driver for

@@ -4,18 +4,18 @@ Problem    Run 16 tensor-parallel fp32 layers on 8 rows, as in decoding. In each
            multiplies by its part of the weights, an all-reduce sums the products, and a tanh
            follows.
 Baseline   eager: a product, an all-reduce and a tanh per layer, each called by the host.
-Optimized  captured: changes eager. On each rank, all layers are one CUDA graph, including NCCL's
+Optimized  captured: changes `eager`. On each rank, all layers are one CUDA graph, including NCCL's
            kernels.
-           around_collectives: changes eager. The work between two all-reduces is a graph, and the
+           around_collectives: changes `eager`. The work between two all-reduces is a graph, and the
            host calls the all-reduces. Use this form if a collective cannot be captured.
-Bound      The host limits eager and around_collectives, because it calls torch.distributed for each
-           layer. The latency of the all-reduces, which run one after another, limits captured. A
-           message of 8 rows is so short that its size hardly matters.
-Seen       On two H200s, captured is within a tenth of its prediction. eager takes almost five times
-           as long as predicted, and around_collectives more than three times. The costs assume that
-           each launch takes as long as a torch operator. A call of torch.distributed takes more
-           host time. around_collectives still makes all calls of torch.distributed, so it gains far
-           less than captured.
+Bound      The host limits eager and `around_collectives`, because it calls torch.distributed for
+           each layer. The latency of the all-reduces, which run one after another, limits
+           `captured`. A message of 8 rows is so short that its size hardly matters.
+Seen       On two H200s, `captured` is within a tenth of its prediction. `eager` takes almost five
+           times as long as predicted, and `around_collectives` more than three times. The costs
+           assume that each launch takes as long as a torch operator. A call of torch.distributed
+           takes more host time. `around_collectives` still makes all calls of torch.distributed, so
+           it gains far less than `captured`.
 Use when   A tensor-parallel model decodes with small batches. All ranks must capture and replay the
            same collectives in the same order, or they wait forever. Give each graph its own
            communicator, and call no eager collective on it during a replay. To make the all-reduce

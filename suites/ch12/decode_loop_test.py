@@ -4,23 +4,23 @@ Problem    Predict the next `steps` vectors of 8 sequences with an fp32 recurren
            layers. Each prediction is the input of the next step, so the steps run one after
            another.
 Baseline   eager: 13 launches per step.
-Optimized  captured_step: changes eager. One step is a CUDA graph that reads and overwrites its own
-           input and hidden state. The graph contains five copies. Before the first step, the host
-           copies the input and the state to the graph's tensors. After each step, the host copies
-           the prediction out. So the host makes two launches per step.
-           captured_loop: changes eager. All steps are one graph, which the host launches once. The
-           graph has no copies, but it always makes the same number of steps.
-Bound      The host limits eager. The GPU limits the other sides: their small kernels run one after
-           another, and a product of 8 rows leaves most SMs idle. The costs count the start of each
-           kernel, and assume that all SMs share the work of reading the weights from the L2.
-Seen       captured_loop takes several times as long as predicted, so its kernels take longer to run
-           than to start. A product with 8 rows and 256 columns has only a few tiles. So a few SMs
-           read all weights of a layer, and each SM loops over the whole inner dimension. We did not
-           measure how long a product takes, or whether cuBLAS splits it and adds the parts in a
-           second kernel. captured_step takes longer than captured_loop. The difference is about the
-           time of six copies and one graph launch per step, as in `launch_cost_test.py`. eager
-           takes almost twice as long as predicted, because the predicted time of a launch was
-           measured with an addition, not with products.
+Optimized  captured_step: changes `eager`. One step is a CUDA graph that reads and overwrites its
+           own input and hidden state. The graph contains five copies. Before the first step, the
+           host copies the input and the state to the graph's tensors. After each step, the host
+           copies the prediction out. So the host makes two launches per step.
+           captured_loop: changes `eager`. All steps are one graph, which the host launches once.
+           The graph has no copies, but it always makes the same number of steps.
+Bound      The host limits `eager`. The GPU limits the other sides: their small kernels run one
+           after another, and a product of 8 rows leaves most SMs idle. The costs count the start of
+           each kernel, and assume that all SMs share the work of reading the weights from the L2.
+Seen       `captured_loop` takes several times as long as predicted, so its kernels take longer to
+           run than to start. A product with 8 rows and 256 columns has only a few tiles. So a few
+           SMs read all weights of a layer, and each SM loops over the whole inner dimension. We did
+           not measure how long a product takes, or whether cuBLAS splits it and adds the parts in a
+           second kernel. `captured_step` takes longer than `captured_loop`. The difference is about
+           the time of six copies and one graph launch per step, as in `launch_cost_test.py`.
+           `eager` takes almost twice as long as predicted, because the predicted time of a launch
+           was measured with an addition, not with products.
 Use when   A model's output is its next input, as in decoding and forecasting. Capture one step if
            the number of steps varies, or if the host must look at a result between steps. Capture
            the whole loop if the number of steps is fixed. A whole loop needs no copies, but its

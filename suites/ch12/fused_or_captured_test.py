@@ -3,31 +3,30 @@
 Problem    Compute y = silu(a * x + b) * gate + x on n fp32 elements, at a size where launches are
            the limit, and at a size where DRAM is the limit.
 Baseline   eager: four kernels, each of which reads its inputs from memory and writes its result.
-Optimized  captured: changes eager. A CUDA graph contains the same four kernels.
-           fused: changes eager. One kernel keeps all intermediate values in registers.
-           fused_captured: changes fused. A CUDA graph contains the fused kernel. Both sides make
+Optimized  captured: changes `eager`. A CUDA graph contains the same four kernels.
+           fused: changes `eager`. One kernel keeps all intermediate values in registers.
+           fused_captured: changes `fused`. A CUDA graph contains the fused kernel. Both sides make
            one launch.
-Bound      At the small n, the host is the limit: eager makes four launches, and each variant makes
-           one. The data stays in the L2. At the large n, DRAM is the limit: eager and captured read
-           six arrays and write four, and the fused kernel reads two and writes one. The host
-           launches the next kernel while the GPU is still running the previous one, so a graph
-           saves nothing.
+Bound      At the small n, the host is the limit: `eager` makes four launches, and each variant
+           makes one. The data stays in the L2. At the large n, DRAM is the limit: `eager` and
+           `captured` read six arrays and write four, and the fused kernel reads two and writes one.
+           The host launches the next kernel while the GPU is still running the previous one, so a
+           graph saves nothing.
 Seen       At the small n, a launch through `cuda_module` takes the host longer than predicted,
            because the predicted time was measured with a torch operator. On an H200, the launch
-           takes more than twice as long as predicted. So eager and fused take longer than
+           takes more than twice as long as predicted. So `eager` and `fused` take longer than
            predicted, and graphs have a larger speedup than predicted. A graph replay calls no torch
-           operator, so fused_captured takes less time than predicted. On an H100, captured also
+           operator, so `fused_captured` takes less time than predicted. On an H100, `captured` also
            takes less time than predicted. The host's times also vary from one comparison to the
-           next.
-           At the large n, two kernels of eager each move as many bytes as `single` in
+           next. At the large n, two kernels of eager each move as many bytes as `single` in
            `../ch06/ilp_test.py`. The other two each move as many bytes as `usual` in
-           `../ch06/block_size_test.py`. The times on those pages add up to the time of eager. Those
-           pages also explain why a kernel with one element per thread does not reach the copy rate.
-           fused moves as many bytes as `usual`, but takes longer. In its machine code for sm_90,
-           the gate is loaded only after the division. An exact division has a branch to a slow
-           path, and the compiler moves no load across this branch. So a thread waits for DRAM twice
-           in a row, with one load in flight each time. We did not try a kernel that loads x and the
-           gate first.
+           `../ch06/block_size_test.py`. The times on those pages add up to the time of `eager`.
+           Those pages also explain why a kernel with one element per thread does not reach the copy
+           rate. `fused` moves as many bytes as `usual`, but takes longer. In its machine code for
+           sm_90, the gate is loaded only after the division. An exact division has a branch to a
+           slow path, and the compiler moves no load across this branch. So a thread waits for DRAM
+           twice in a row, with one load in flight each time. We did not try a kernel that loads x
+           and the gate first.
 Use when   First find out what limits your code. If the GPU is idle between kernels, capture a
            graph, which needs no new kernels. If memory is the limit, fuse. A graph of one kernel
            helps only if the host takes less time to replay the graph than to launch the kernel. The

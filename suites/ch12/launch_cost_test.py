@@ -3,23 +3,23 @@
 Problem    Advance n oscillators in time. Each kernel updates all velocities or all positions from
            the result of the previous kernel. The size `nodes` is the number of kernels.
 Baseline   eager: one torch call per kernel. Only the first two calls allocate a tensor.
-Optimized  captured: changes eager. One CUDA graph contains the same kernels, and the host launches
-           the graph once. The capture is not timed. The run prints after how many calls the capture
-           pays off. The page times a curve over the number of kernels.
-Bound      The host limits eager, with one launch per kernel. The kernels do very little work, so
+Optimized  captured: changes `eager`. One CUDA graph contains the same kernels, and the host
+           launches the graph once. The capture is not timed. The run prints after how many calls
+           the capture pays off. The page times a curve over the number of kernels.
+Bound      The host limits `eager`, with one launch per kernel. The kernels do very little work, so
            the GPU waits for the host. The GPU limits captured: a kernel starts when the previous
            kernel has ended, and each start takes time. So the times of both sides grow in
-           proportion to the number of kernels. For any number of kernels, captured also has one
+           proportion to the number of kernels. For any number of kernels, `captured` also has one
            launch of the graph.
-Seen       With two kernels, captured takes less than half of the predicted time. The prediction is
-           the time to launch one torch operator, including torch's dispatcher and checks. A graph
-           replay calls no torch operator. With 32 kernels, captured takes slightly longer than 32
-           kernel starts, because the GPU also needs time to start a graph. eager takes about as
-           long as predicted.
+Seen       With two kernels, `captured` takes less than half of the predicted time. The prediction
+           is the time to launch one torch operator, including torch's dispatcher and checks. A
+           graph replay calls no torch operator. With 32 kernels, `captured` takes slightly longer
+           than 32 kernel starts, because the GPU also needs time to start a graph. `eager` takes
+           about as long as predicted.
 Use when   You want to know whether a graph makes your loop faster. Count the launches of the loop,
            and compare the host's time for them with the GPU's time for the kernels. If a kernel
            runs longer than a launch takes, the GPU is never idle, and a graph saves only the host's
-           time. With few kernels, most of the time of captured is the launch of the graph itself.
+           time. With few kernels, most of the time of `captured` is the launch of the graph itself.
 """
 
 import torch

@@ -6,15 +6,15 @@ Problem    A stack of 4 MLP layers with residuals in bf16: x + silu(x @ up) @ do
 Baseline   own_buffers: before each capture, the caller allocates a buffer for the hidden
            activations. The graph reads and writes this buffer, so the caller keeps it for as long
            as the graph exists.
-Optimized  memory_nodes: changes own_buffers. Each layer allocates its hidden activations during the
-           capture, and frees them again. So the graph has nodes that allocate and free. The driver
-           gives their memory an address when the graph is captured, and physical memory before the
-           node runs. Graphs that run one after another may share physical memory.
-           one_buffer: changes own_buffers. The caller allocates one buffer, for the largest batch.
-           Each graph uses the first rows of this buffer.
-           no_graph: changes own_buffers. Nothing is captured. Each layer allocates its hidden
+Optimized  memory_nodes: changes `own_buffers`. Each layer allocates its hidden activations during
+           the capture, and frees them again. So the graph has nodes that allocate and free. The
+           driver gives their memory an address when the graph is captured, and physical memory
+           before the node runs. Graphs that run one after another may share physical memory.
+           one_buffer: changes `own_buffers`. The caller allocates one buffer, for the largest
+           batch. Each graph uses the first rows of this buffer.
+           no_graph: changes `own_buffers`. Nothing is captured. Each layer allocates its hidden
            activations from PyTorch's allocator, and each batch allocates its output.
-Bound      Memory, not time. own_buffers needs hidden activations for every batch size. The sum of
+Bound      Memory, not time. `own_buffers` needs hidden activations for every batch size. The sum of
            the batch sizes is 4.5 times the largest batch size. The other sides need hidden
            activations only for the largest batch size. All sides also need memory for the outputs
            of all batches. The driver rounds the memory of its nodes up to whole pages. So if all
@@ -24,14 +24,14 @@ Bound      Memory, not time. own_buffers needs hidden activations for every batc
            measured. The page declares the bound `host`, so calls are timed as the host makes them.
            The other clock would have to copy each graph into a larger graph, and CUDA cannot copy a
            graph that has memory nodes.
-Seen       On an H200, memory_nodes and one_buffer need less than two fifths of the memory of
-           own_buffers, as the sizes of the buffers predict. The times of these three sides do not
+Seen       On an H200, `memory_nodes` and `one_buffer` need less than two fifths of the memory of
+           `own_buffers`, as the sizes of the buffers predict. The times of these three sides do not
            differ measurably. The noise of the host's time is about a seventh, so a small cost of
-           memory nodes would not be visible. no_graph needs only a quarter of the memory of
-           own_buffers. It runs the largest batch first, and frees the hidden activations of this
-           batch before it allocates most of the outputs. no_graph takes one and a half times as
+           memory nodes would not be visible. `no_graph` needs only a quarter of the memory of
+           `own_buffers`. It runs the largest batch first, and frees the hidden activations of this
+           batch before it allocates most of the outputs. `no_graph` takes one and a half times as
            long as predicted, and is slower than the graphs. The profiler shows the same products on
-           all sides, and that the GPU is idle for a quarter of a call of no_graph. So the host is
+           all sides, and that the GPU is idle for a quarter of a call of `no_graph`. So the host is
            probably the limit. Its predicted time leaves out the Python code of the layers.
 Use when   You capture code that allocates temporary memory by `cudaMallocAsync`, such as a library
            to which you cannot pass a workspace. A capture turns these calls into memory nodes.

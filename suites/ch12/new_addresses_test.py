@@ -3,29 +3,30 @@
 Problem    Four requests are at different addresses. Run each through a small fp32 MLP of 24
            kernels. A CUDA graph reads and writes only the addresses of its capture.
 Baseline   eager: 24 launches per request.
-Optimized  copied_in: changes eager. All requests share one graph. A request is copied to the
+Optimized  copied_in: changes `eager`. All requests share one graph. A request is copied to the
            address that the graph reads. The result is copied out, because the next replay
            overwrites it.
-           graph_each: changes copied_in. Each request has its own graph, so nothing is copied. All
-           graphs read the same weights, and each graph writes its own result. Each address needs a
-           capture.
-           recaptured: changes eager. Each request is captured in a new graph, which is instantiated
-           and replayed once.
-           updated: changes recaptured. Each request is captured in a new graph, but no new instance
-           is made. Instead, `cuGraphExecUpdate` writes the new addresses into the existing
+           graph_each: changes `copied_in`. Each request has its own graph, so nothing is copied.
+           All graphs read the same weights, and each graph writes its own result. Each address
+           needs a capture.
+           recaptured: changes `eager`. Each request is captured in a new graph, which is
+           instantiated and replayed once.
+           updated: changes `recaptured`. Each request is captured in a new graph, but no new
+           instance is made. Instead, `cuGraphExecUpdate` writes the new addresses into the existing
            instance.
-Bound      The host limits eager. copied_in makes three launches per request, and the GPU runs 26
-           kernels per request. recaptured and updated make the same torch calls as eager, but each
-           call records its kernel in a graph instead of launching it. Then recaptured instantiates
-           this graph of 24 nodes, and updated compares it with the first graph. We did not measure
-           how long it takes to begin and end a capture, to instantiate, or to update. So the
-           predicted times count each recorded kernel as a launch, and leave out the rest.
+Bound      The host limits `eager`. `copied_in` makes three launches per request, and the GPU runs
+           26 kernels per request. `recaptured` and updated make the same torch calls as `eager`,
+           but each call records its kernel in a graph instead of launching it. Then recaptured
+           instantiates this graph of 24 nodes, and updated compares it with the first graph. We did
+           not measure how long it takes to begin and end a capture, to instantiate, or to update.
+           So the predicted times count each recorded kernel as a launch, and leave out the rest.
 Seen       On an H100, all sides take longer than predicted. For eager, the predicted time of a
-           launch was measured with an addition, not with products. For copied_in and graph_each, a
-           kernel of a few rows takes longer to run than to start, because it waits for the previous
-           kernel and for its weights. We did not measure how long such a kernel takes alone. The
-           difference between updated and eager is within the confidence interval. recaptured
-           probably takes longer than eager. So a capture saves nothing if it is used only once.
+           launch was measured with an addition, not with products. For `copied_in` and
+           `graph_each`, a kernel of a few rows takes longer to run than to start, because it waits
+           for the previous kernel and for its weights. We did not measure how long such a kernel
+           takes alone. The difference between `updated` and `eager` is within the confidence
+           interval. recaptured probably takes longer than `eager`. So a capture saves nothing if it
+           is used only once.
 Use when   Inputs arrive in new tensors. If the inputs are small, copy them, as
            `torch.compile(mode="reduce-overhead")` does. Capture a graph for each address if there
            are few addresses and the inputs are large. If a grid or a scalar argument changes, a

@@ -6,41 +6,42 @@ Problem    Sum each segment of n fp32 elements. The segments have different leng
 Baseline   launch_each: one launch of one block per segment. The block reads the table, so the host
            does not have to wait for the table. A loop that slices tensors on the host would have to
            wait.
-Optimized  captured: changes launch_each. A CUDA graph contains the same launches. The graph stays
+Optimized  captured: changes `launch_each`. A CUDA graph contains the same launches. The graph stays
            correct if the lengths change, because its kernels read the table. The number of segments
            is fixed.
-           device_launches: changes launch_each. The host launches one kernel. In that kernel, one
+           device_launches: changes `launch_each`. The host launches one kernel. In that kernel, one
            thread per segment launches the segment's block from the GPU (dynamic parallelism). These
-           blocks may run at the same time. The blocks of launch_each and captured run one after
+           blocks may run at the same time. The blocks of `launch_each` and `captured` run one after
            another.
-           block_per_segment: changes launch_each. One kernel has a block for each segment. A block
-           runs the same code as in launch_each.
-           warp_per_segment: changes block_per_segment. Each segment is summed by one warp, not by a
-           whole block. A warp needs neither shared memory nor a barrier, but has an eighth of the
+           block_per_segment: changes `launch_each`. One kernel has a block for each segment. A
+           block runs the same code as in `launch_each`.
+           warp_per_segment: changes `block_per_segment`. Each segment is summed by one warp, not by
+           a whole block. A warp needs neither shared memory nor a barrier, but has an eighth of the
            threads of a block.
            library: `torch.segment_reduce`, which takes the same table as int64.
-Bound      The host limits launch_each, which launches from Python. A loop in C++ should take the
-           host less time, but its kernels would run one after another, as in captured. So compare
-           device_launches with captured, too. The GPU limits captured: its kernels use one SM each,
-           and run one after another. Launches limit block_per_segment and library, because reading
-           the elements takes less time than a launch. The longest segment, several times as long as
-           the average, decides when warp_per_segment ends, because a single warp has few loads in
-           flight. The costs leave out this tail, and count only the bytes and the launch. We did
-           not measure how long a launch from the GPU takes either, so the costs of device_launches
-           count the children as blocks.
-Seen       On an H100, launch_each, block_per_segment and warp_per_segment take about twice as long
-           as predicted. A launch through `cuda_module` takes the host longer than the launch of a
-           torch operator, which the costs assume. A kernel of captured takes longer to run than to
-           start, because its only block waits for the table and then for the elements. library
-           takes longer than its two launches. We did not measure which part of library takes the
-           extra time. block_per_segment and warp_per_segment differ by less than the confidence
-           interval. device_launches was recorded on an H200, and the other variants on an H100. On
-           the H200, the GPU takes about a fifth as much time for device_launches as for
-           launch_each. captured takes more than four times as long on the H100 as device_launches
-           on the H200, so launches from the GPU beat a graph. But one kernel with a block for each
-           segment is about ten times as fast as launches from the GPU. device_launches takes about
-           thirty times as long as predicted, because the costs leave out the time of a launch from
-           the GPU. The GPU is busy for most of the call, so the host is not the limit.
+Bound      The host limits `launch_each`, which launches from Python. A loop in C++ should take the
+           host less time, but its kernels would run one after another, as in `captured`. So compare
+           `device_launches` with `captured`, too. The GPU limits captured: its kernels use one SM
+           each, and run one after another. Launches limit `block_per_segment` and library, because
+           reading the elements takes less time than a launch. The longest segment, several times as
+           long as the average, decides when `warp_per_segment` ends, because a single warp has few
+           loads in flight. The costs leave out this tail, and count only the bytes and the launch.
+           We did not measure how long a launch from the GPU takes either, so the costs of
+           `device_launches` count the children as blocks.
+Seen       On an H100, `launch_each`, `block_per_segment` and `warp_per_segment` take about twice as
+           long as predicted. A launch through `cuda_module` takes the host longer than the launch
+           of a torch operator, which the costs assume. A kernel of `captured` takes longer to run
+           than to start, because its only block waits for the table and then for the elements.
+           `library` takes longer than its two launches. We did not measure which part of `library`
+           takes the extra time. `block_per_segment` and `warp_per_segment` differ by less than the
+           confidence interval. `device_launches` was recorded on an H200, and the other variants on
+           an H100. On the H200, the GPU takes about a fifth as much time for `device_launches` as
+           for `launch_each`. `captured` takes more than four times as long on the H100 as
+           `device_launches` on the H200, so launches from the GPU beat a graph. But one kernel with
+           a block for each segment is about ten times as fast as launches from the GPU.
+           `device_launches` takes about thirty times as long as predicted, because the costs leave
+           out the time of a launch from the GPU. The GPU is busy for most of the call, so the host
+           is not the limit.
 Use when   The number of pieces of work depends on data: segments, experts, requests. Put a table of
            the pieces on the GPU, and let each block find its piece. A graph of many small kernels
            removes the host's time, but it does not fill the GPU. Use one warp per piece if most

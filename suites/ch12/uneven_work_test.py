@@ -8,28 +8,28 @@ Problem    Run n items. Each item is a random generator that runs a given number
            claims only that two of the variants are not slower.
 Baseline   static_share: as many warps as fit on the GPU. Each warp runs a contiguous share of the
            items.
-Optimized  interleaved: changes static_share. With W warps in the grid, a warp runs every W-th item.
-           So neighboring heavy items go to different warps.
-           queue: changes interleaved. When a warp has finished an item, it takes the next item by
+Optimized  interleaved: changes `static_share`. With W warps in the grid, a warp runs every W-th
+           item. So neighboring heavy items go to different warps.
+           queue: changes `interleaved`. When a warp has finished an item, it takes the next item by
            an atomic addition to a shared counter.
-           queue_by_4: changes queue. A warp takes four items at once, so there are a quarter as
+           queue_by_4: changes `queue`. A warp takes four items at once, so there are a quarter as
            many atomics.
-           warp_per_item: changes static_share. There are no shares: the grid has a warp for each
-           item, and when a block of 8 warps has ended, the GPU starts the next block. A
-           block holds its slot on the SM until its slowest warp has ended.
+           warp_per_item: changes `static_share`. There are no shares: the grid has a warp for each
+           item, and when a block of 8 warps has ended, the GPU starts the next block. A block holds
+           its slot on the SM until its slowest warp has ended.
 Bound      Integer arithmetic, if all SMs are busy until the end. The time of a heavy item is its
            number of steps times the latency of a multiply-add, no matter how many SMs are idle. So
            the heavy item that starts last decides when the kernel ends. The costs count the steps
            of all items and spread them evenly over the GPU, so all sides have nearly the same
            predicted time. If a side takes longer, the reason is imbalance.
-Seen       static_share takes longer than predicted. With order=last, it takes several times as long
-           as predicted, because the kernel has to wait for the few warps that have the heavy items.
-           With order=last, interleaved takes as long as predicted, so its warps are balanced. queue
-           takes longer than interleaved. The atomics of queue are not the reason: with order=even,
-           queue makes the same number of atomics and takes as long as predicted. A warp of
-           queue_by_4 takes four heavy items in a row, so queue_by_4 takes even longer. With
-           order=random, every side takes longer than predicted. Probably some heavy items start
-           late, and run while other warps are idle. We did not record a timeline.
+Seen       `static_share` takes longer than predicted. With order=last, it takes several times as
+           long as predicted, because the kernel has to wait for the few warps that have the heavy
+           items. With order=last, `interleaved` takes as long as predicted, so its warps are
+           balanced. `queue` takes longer than `interleaved`. The atomics of queue are not the
+           reason: with order=even, `queue` makes the same number of atomics and takes as long as
+           predicted. A warp of `queue_by_4` takes four heavy items in a row, so `queue_by_4` takes
+           even longer. With order=random, every side takes longer than predicted. Probably some
+           heavy items start late, and run while other warps are idle. We did not record a timeline.
 Use when   Some items take much longer than others, and you do not know which. Start with a warp or
            a block per item, because the GPU's scheduler is a queue too. If you use fixed shares,
            interleave them: interleaving costs nothing, and heavy items are often neighbors. Write

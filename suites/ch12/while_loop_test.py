@@ -6,25 +6,25 @@ Problem    Find the shortest paths from a corner of a width x width grid. Enteri
            change nothing, so all sides return the same distances.
 Baseline   ask_always: after every two steps, the host waits for a flag that says whether these
            steps changed anything.
-Optimized  ask_rarely: changes ask_always. After every 16 steps, the host waits for the flag, which
-           says whether the last two steps changed anything. So there are up to 14 unnecessary
+Optimized  ask_rarely: changes `ask_always`. After every 16 steps, the host waits for the flag,
+           which says whether the last two steps changed anything. So there are up to 14 unnecessary
            steps.
-           captured: changes ask_rarely. The 16 steps are a CUDA graph. The host replays the graph,
-           waits for the flag, and replays the graph again.
-           while_node: changes ask_always. The two steps are the body of a while node of a CUDA
+           captured: changes `ask_rarely`. The 16 steps are a CUDA graph. The host replays the
+           graph, waits for the flag, and replays the graph again.
+           while_node: changes `ask_always`. The two steps are the body of a while node of a CUDA
            graph. A kernel sets the node's condition from the flag, so the GPU repeats the body by
            itself, and the host launches once.
-Bound      The host limits ask_always, which waits in every iteration, and ask_rarely, which
-           launches each step. In captured and while_node, the GPU starts a small kernel for each
-           step. while_node has one more kernel in each iteration, which sets the node's condition.
-           Then the node decides whether to repeat. We did not measure how long the decision takes,
-           so the predicted time leaves it out. The number of steps depends on the data. The costs
-           assume two steps per row of the grid, because nearly every shortest path goes right and
-           down.
-Seen       ask_always and ask_rarely take at least twice as long as predicted. A launch through
+Bound      The host limits `ask_always`, which waits in every iteration, and `ask_rarely`, which
+           launches each step. In `captured` and `while_node`, the GPU starts a small kernel for
+           each step. `while_node` has one more kernel in each iteration, which sets the node's
+           condition. Then the node decides whether to repeat. We did not measure how long the
+           decision takes, so the predicted time leaves it out. The number of steps depends on the
+           data. The costs assume two steps per row of the grid, because nearly every shortest path
+           goes right and down.
+Seen       `ask_always` and `ask_rarely` take at least twice as long as predicted. A launch through
            `cuda_module` takes the host about twice as long as predicted, as in `branch_test.py`.
-           captured and while_node also take longer than predicted, because the predicted time of a
-           kernel in a graph was measured with an addition to one number. In while_node, the
+           `captured` and `while_node` also take longer than predicted, because the predicted time
+           of a kernel in a graph was measured with an addition to one number. In `while_node`, the
            decision also takes time. The assumed number of steps is right: on a CPU, three grids of
            256 x 256 needed 513 to 517 steps.
 Use when   The data decides when a loop ends, as in solvers, searches, and decoding until all

@@ -9,15 +9,15 @@ Optimized  accumulated: changes whole. The batch is processed in 4 micro-batches
            `.grad` is bf16, so each gradient is rounded 4 times.
 Bound      Tensor cores. But the page is about memory. checkpointing_test.py counts the peak memory
            of whole: 180 units of activations and temporaries. A unit is one bf16 value per token
-           and column. At any time, accumulated holds a quarter of these activations and
-           temporaries. From the second micro-batch on, accumulated also holds the gradients of all
-           weights. The predicted peak of accumulated is 961 MB, or 32 % of the peak of `whole`.
-           accumulated is slower because it launches four times as many kernels.
-Seen       The peak of accumulated is about 12 MB higher than 961 MB, which we cannot explain. Both
-           sides are slower than predicted. For `whole`, checkpointing_test.py lists the causes.
-           accumulated also multiplies smaller matrices: a result of 2048 x 1024 has only 64 tiles
-           of 128 x 256 elements, so it occupies 64 of 132 SMs. We cannot explain the rest of the
-           extra time.
+           and column. At any time, `accumulated` holds a quarter of these activations and
+           temporaries. From the second micro-batch on, `accumulated` also holds the gradients of
+           all weights. The predicted peak of `accumulated` is 961 MB, or 32 % of the peak of
+           `whole`. `accumulated` is slower because it launches four times as many kernels.
+Seen       The peak of `accumulated` is about 12 MB higher than 961 MB, which we cannot explain.
+           Both sides are slower than predicted. For `whole`, checkpointing_test.py lists the
+           causes. `accumulated` also multiplies smaller matrices: a result of 2048 x 1024 has only
+           64 tiles of 128 x 256 elements, so it occupies 64 of 132 SMs. We cannot explain the rest
+           of the extra time.
 Use when   The batch does not fit in memory. If the batch fits, accumulation only costs time.
 """
 

@@ -3,14 +3,14 @@
 Problem    Take one AdamW step of 2 decoder blocks of width 1024 on 4 x 1024 tokens. Weights,
            gradients and moments are fp32 on every side. A step returns the loss.
 Baseline   fp32: TF32 is off, which is torch's default. Matrix products run on the CUDA cores.
-Optimized  tf32: changes fp32. TF32 is on: tensor cores round the fp32 operands to 11 significant
+Optimized  tf32: changes `fp32`. TF32 is on: tensor cores round the fp32 operands to 11 significant
            bits. Compare bf16 and fp16 with tf32, because few people train without TF32.
-           bf16: changes fp32. The step runs under autocast: weights are cast when they are used,
+           bf16: changes `fp32`. The step runs under autocast: weights are cast when they are used,
            and matrix products return bf16.
-           fp16: changes fp32. The step runs under autocast with a `GradScaler`, because gradients
+           fp16: changes `fp32`. The step runs under autocast with a `GradScaler`, because gradients
            of a mean loss are too small for fp16. The loss is multiplied by 2^16, and the fp32
            gradients are divided by 2^16 before the update.
-Bound      In theory, tensor cores are the limit. Outside the matrix products, bf16 moves about as
+Bound      In theory, tensor cores are the limit. Outside the matrix products, `bf16` moves about as
            many bytes as fp32. The residual stream and the norms stay fp32, and the fp32 cosines of
            the rotary embedding make q and k fp32. So the casts add about as much traffic as the
            smaller operands save.

@@ -4,9 +4,9 @@ Problem    Compute the gradients of the mean loss of 8 decoder blocks of width 1
            rotary attention, SwiGLU) for 8 x 1024 tokens, in bf16. There is no optimizer, because an
            optimizer stores no activations.
 Baseline   stored: autograd keeps what each operation needs for its backward pass.
-Optimized  checkpointed: changes stored. `torch.utils.checkpoint` keeps only the input of each block
-           and recomputes the block in the backward pass (Chen et al., arXiv:1604.06174).
-           selective: changes checkpointed. The results of matrix products and attention are kept.
+Optimized  checkpointed: changes `stored`. `torch.utils.checkpoint` keeps only the input of each
+           block and recomputes the block in the backward pass (Chen et al., arXiv:1604.06174).
+           selective: changes `checkpointed`. The results of matrix products and attention are kept.
            Norms, rotation and SwiGLU are recomputed, which takes memory traffic but no matrix
            products.
 Bound      Tensor cores. But the page is about memory, counted in units. One unit is a bf16 value
@@ -26,16 +26,16 @@ Bound      Tensor cores. But the page is about memory, counted in units. One uni
            product of silu(gate) and up, which is already freed. checkpointed peaks in the last
            block of the backward pass, when the gradients of seven blocks are stored. selective has
            already freed one of the projections that it kept.
-Seen       The measured peaks are within 0.8 % of these sums. stored and selective are within 1 MB.
-           checkpointed is 5 MB higher than its sum, which we cannot explain. All sides are slower
-           than predicted by nearly the same factor, so their ratios are as predicted. The cost
-           assumes that attention runs at the full rate of the tensor cores. In
+Seen       The measured peaks are within 0.8 % of these sums. `stored` and `selective` are within 1
+           MB. `checkpointed` is 5 MB higher than its sum, which we cannot explain. All sides are
+           slower than predicted by nearly the same factor, so their ratios are as predicted. The
+           cost assumes that attention runs at the full rate of the tensor cores. In
            long_attention_test.py, flash reaches only a share of the full rate. If attention reaches
-           the same share here, it explains about a third of the extra time of stored. We cannot
+           the same share here, it explains about a third of the extra time of `stored`. We cannot
            explain the rest.
 Use when   Activations do not fit in memory, and nothing else can be freed. Prefer selective if it
-           saves enough, because it repeats no matrix product. Outside a CUDA graph, selective takes
-           host time, because its Python policy function runs for each operation.
+           saves enough, because it repeats no matrix product. Outside a CUDA graph, `selective`
+           takes host time, because its Python policy function runs for each operation.
 """
 
 import functools

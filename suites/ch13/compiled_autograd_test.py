@@ -5,8 +5,8 @@ Problem    Run the backward pass of `layers` pre-norm SwiGLU layers of width 102
            The forward pass is eager on both sides, as in a model that Dynamo cannot trace because
            of data-dependent control flow or custom operators.
 Baseline   eager: autograd runs one node at a time, as PyTorch does by default.
-Optimized  compiled_backward: changes eager. `torch._dynamo.config.compiled_autograd` is on, so the
-           first backward pass traces the autograd graph and compiles it.
+Optimized  compiled_backward: changes `eager`. `torch._dynamo.config.compiled_autograd` is on, so
+           the first backward pass traces the autograd graph and compiles it.
 Bound      Tensor cores limit the matrix products, which are the same on both sides. DRAM limits the
            other kernels. After compilation, the backward pass of SwiGLU is one kernel, and the
            backward pass of the norm and the sums is two kernels.

@@ -8,24 +8,24 @@ Problem    Train for one epoch of SGD on images. The images are stored in memory
            shuffles within a shard, in the same order on all sides. Each side returns the logits of
            every image. The check also compares the weights after the epoch.
 Baseline   in_process: `num_workers=0`. The training process also decodes the images.
-Optimized  workers: changes in_process. Worker processes, which start and end with the epoch, decode
-           the images.
-           persistent: changes workers. With `persistent_workers=True`, the workers start once,
+Optimized  workers: changes `in_process`. Worker processes, which start and end with the epoch,
+           decode the images.
+           persistent: changes `workers`. With `persistent_workers=True`, the workers start once,
            before the timed part.
-           pinned: changes persistent. Batches are in pinned memory (`pin_memory=True`), and are
+           pinned: changes `persistent`. Batches are in pinned memory (`pin_memory=True`), and are
            copied with `non_blocking=True`.
-           prefetched: changes pinned. With `prefetch_factor=4`, each worker prepares up to four
+           prefetched: changes `pinned`. With `prefetch_factor=4`, each worker prepares up to four
            batches ahead instead of two, so more batches are ready when the slow ones come.
 Bound      The host. Without workers, decoding is the limit. With workers, the training process
            receives batches, launches kernels, and waits for the slow batches. In a short epoch,
            starting and ending the workers takes longer than decoding.
-Seen       On an H200 with 16 CPU cores, workers takes almost a fifth longer than in_process,
+Seen       On an H200 with 16 CPU cores, `workers` takes almost a fifth longer than `in_process`,
            although 8 processes share the decoding. So starting and ending the workers probably
-           takes most of that epoch. We did not time the start alone. persistent, pinned and
-           prefetched are not recorded. in_process and workers take about a hundred times as long as
-           predicted. The cost counts only the launches and copies of the training process. There is
-           no measured rate for decoding on the CPU or for passing batches between processes, so the
-           prediction leaves these times out.
+           takes most of that epoch. We did not time the start alone. `persistent`, pinned and
+           `prefetched` are not recorded. `in_process` and workers take about a hundred times as
+           long as predicted. The cost counts only the launches and copies of the training process.
+           There is no measured rate for decoding on the CPU or for passing batches between
+           processes, so the prediction leaves these times out.
 Use when   Decoding takes longer than a step: use persistent workers, with pinned memory. If workers
            end with the epoch, they pay off only in long epochs, because they have to start again
            each time. A larger prefetch factor helps only if loading times vary.

@@ -6,18 +6,18 @@ Optimized  All variants use int8 weights with a scale for each row. The weights 
            before the timed part. The activations are quantized in each call, also with a scale for
            each row. `torch._int_mm` multiplies, and the result is rescaled in fp32.
            eager: runs one kernel for each PyTorch operation.
-           compiled: changes eager. After `torch.compile`, one kernel quantizes, and another
+           compiled: changes `eager`. After `torch.compile`, one kernel quantizes, and another
            rescales.
-           torchao: the int8 linear layer of torchao, compiled. If torchao is not installed, the
+           torchao: the int8 linear layer of `torchao`, compiled. If `torchao` is not installed, the
            test is skipped and says how to install it.
 Bound      Tensor cores, at twice the rate of bf16 if cuBLAS reaches that rate. The matrix product
-           writes 4 bytes per element of y. Quantizing and rescaling move more bytes: eager moves 25
-           per element of x and 22 per element of y, compiled moves 3 and 6.
-Seen       No variant is faster than bf16. A profile shows that cuBLAS multiplies int8 with a kernel
-           made for Ampere (`cutlass_80_tensorop_i16832gemm`). That kernel is about as fast as the
-           bf16 kernel for Hopper. compiled moves fewer bytes than eager, but saves about twice as
-           much time as these bytes should take. We cannot explain this. We did not measure the peak
-           rate of int8, so no time is predicted for the int8 sides.
+           writes 4 bytes per element of y. Quantizing and rescaling move more bytes: `eager` moves
+           25 per element of x and 22 per element of y, `compiled` moves 3 and 6.
+Seen       No variant is faster than `bf16`. A profile shows that cuBLAS multiplies int8 with a
+           kernel made for Ampere (`cutlass_80_tensorop_i16832gemm`). That kernel is about as fast
+           as the bf16 kernel for Hopper. `compiled` moves fewer bytes than `eager`, but saves about
+           twice as much time as these bytes should take. We cannot explain this. We did not measure
+           the peak rate of int8, so no time is predicted for the int8 sides.
 Use when   You want int8 weights because they take less memory. Do not expect a speedup on Hopper
            for these sizes, and never quantize activations in eager mode. FP8 can be faster: see
            fp8_linear_test.py.

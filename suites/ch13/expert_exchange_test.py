@@ -8,8 +8,8 @@ Problem    Every rank has `tokens` tokens of `hidden` bf16 values and two expert
            returns the sum of both experts' results, in the original order.
 Baseline   listed: calls `all_to_all` with lists of new tensors, which are concatenated for the
            expert. The results return in the same way.
-Optimized  single: changes listed. `all_to_all_single` exchanges tokens between two buffers that are
-           allocated once. Nothing is concatenated.
+Optimized  single: changes `listed`. `all_to_all_single` exchanges tokens between two buffers that
+           are allocated once. Nothing is concatenated.
            overlapped: changes single. The first exchange has `async_op=True`, and the shared expert
            computes during that exchange.
 Bound      Tensor cores for the two matrix products, then NVLink: each rank sends (world - 1) /

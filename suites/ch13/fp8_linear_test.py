@@ -3,21 +3,21 @@
 Problem    Compute y = x W^T in bf16, with x (m, k) and W (n, k). The weights are the page's state.
 Baseline   bf16: `torch.nn.functional.linear`, which is cuBLASLt.
 Optimized  All variants multiply in e4m3 by `torch._scaled_mm`.
-           dynamic: changes bf16. x and W have one scale each, computed in each call from the
+           dynamic: changes `bf16`. x and W have one scale each, computed in each call from the
            largest element.
-           rowwise: changes dynamic. Each row of x and of W has its own scale.
-           prepared: changes rowwise. The weights are quantized once, before the timed part, as for
-           inference.
-           fused: changes prepared. One Triton kernel quantizes the rows of x and reads them only
+           rowwise: changes `dynamic`. Each row of x and of W has its own scale.
+           prepared: changes `rowwise`. The weights are quantized once, before the timed part, as
+           for inference.
+           fused: changes `prepared`. One Triton kernel quantizes the rows of x and reads them only
            once. One pass is enough, because the scale of a row depends only on that row.
-Bound      Tensor cores limit fused. The other variants add eager kernels, which DRAM limits.
-           dynamic moves 13 bytes per quantized element, because the absolute values and the scaled
-           values are written and read again. rowwise and prepared move 17 bytes, because
+Bound      Tensor cores limit `fused`. The other variants add eager kernels, which DRAM limits.
+           `dynamic` moves 13 bytes per quantized element, because the absolute values and the
+           scaled values are written and read again. `rowwise` and prepared move 17 bytes, because
            multiplying by a tensor of fp32 scales returns fp32 values. A single fp32 scale leaves
-           the values bf16. fused moves 3 bytes.
+           the values bf16. `fused` moves 3 bytes.
 Seen       The variants that quantize in eager mode are slower than predicted. The difference
-           between rowwise and prepared is the time to quantize W. Quantizing W takes about twice as
-           long as its memory traffic should take. We cannot explain this.
+           between `rowwise` and `prepared` is the time to quantize W. Quantizing W takes about
+           twice as long as its memory traffic should take. We cannot explain this.
 Use when   The weights can be quantized in advance, and one kernel can quantize the activations.
            Eager quantization in each call can take more time than the FP8 product saves. A scale
            for each row improves accuracy if the rows differ in magnitude.

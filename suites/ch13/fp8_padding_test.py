@@ -3,18 +3,19 @@
 Problem    Compute y = x W^T in bf16, with x (m, k) and W (n, k). FP8 matrix products require k to
            be a multiple of 16, which it is not. The weights are the page's state.
 Baseline   as_is: `torch.nn.functional.linear` in bf16, which takes any k.
-Optimized  padded: changes as_is. In each call, zeros are appended to the rows of x and W, in bf16.
-           fp8: changes padded. In each call, x and W are quantized to e4m3 with one scale each,
+Optimized  padded: changes `as_is`. In each call, zeros are appended to the rows of x and W, in
+           bf16.
+           fp8: changes `padded`. In each call, x and W are quantized to e4m3 with one scale each,
            then padded. `torch._scaled_mm` multiplies them.
-           prepared: changes fp8. W is quantized and padded once, before the timed part.
+           prepared: changes `fp8`. W is quantized and padded once, before the timed part.
 Bound      Tensor cores, then DRAM for the eager kernels that quantize. These kernels move 16 bytes
            per element: 13 to quantize (see fp8_linear_test.py), and 3 to fill the padded tensor and
            copy into it.
-Seen       as_is is far slower than predicted. The rows begin at multiples of 8 bytes, but TMA needs
-           multiples of 16 bytes. We did not record which kernel cuBLAS chooses. fp8 and prepared
-           are slower than predicted, because quantizing takes about twice as long as its memory
-           traffic should take. The difference between fp8 and prepared, which is the time to
-           quantize W, shows this factor, and so does fp8_linear_test.py. We cannot explain this
+Seen       `as_is` is far slower than predicted. The rows begin at multiples of 8 bytes, but TMA
+           needs multiples of 16 bytes. We did not record which kernel cuBLAS chooses. fp8 and
+           `prepared` are slower than predicted, because quantizing takes about twice as long as its
+           memory traffic should take. The difference between fp8 and `prepared`, which is the time
+           to quantize W, shows this factor, and so does fp8_linear_test.py. We cannot explain this
            factor.
 Use when   k is not a multiple of 8. Padding alone, in bf16, gives most of the speedup. Use FP8 only
            if the weights can be quantized in advance.

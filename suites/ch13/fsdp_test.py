@@ -6,22 +6,22 @@ Problem    Run a training step of an MLP of `layers` square fp32 layers. Each ra
            with momentum. Every rank returns its own rows of the new parameters.
 Baseline   ddp: uses DistributedDataParallel. Every rank holds and updates everything. Gradients are
            views of DDP's buckets, so there is no second copy of the gradients.
-Optimized  fsdp: changes ddp. `fully_shard` is applied to each layer. A rank holds 1 / world of the
-           rows of all parameters, gradients and momentum. A layer's parameters are gathered before
-           they are used, and freed afterwards.
-Bound      Matrix products on the CUDA cores limit ddp, and the host limits fsdp. But the page is
-           about memory. 16 layers of 4096 x 4096 are 1 GiB. On two ranks, ddp needs 3.5 GiB:
+Optimized  fsdp: changes `ddp`. `fully_shard` is applied to each layer. A rank holds 1 / world of
+           the rows of all parameters, gradients and momentum. A layer's parameters are gathered
+           before they are used, and freed afterwards.
+Bound      Matrix products on the CUDA cores limit `ddp`, and the host limits `fsdp`. But the page
+           is about memory. 16 layers of 4096 x 4096 are 1 GiB. On two ranks, `ddp` needs 3.5 GiB:
            parameters, gradient buckets, momentum, and at the end the returned half of the
-           parameters. fsdp holds half of the parameters, gradients and momentum, which is 1.5 GiB.
-           In the backward pass, fsdp also holds three or four layers of 64 MiB: the gathered layer,
-           the next layer, and a gradient that is being sent to the other ranks. In total, fsdp
-           needs half as much memory as ddp.
-Seen       On two H200s, fsdp needs half as much memory as ddp, as *Bound* says. But fsdp takes
-           about three times as long as ddp, and more than five times as long as predicted. The host
-           runs FSDP's Python hooks before and after each layer. The cost counts launches, but
-           leaves out the hooks, which we did not measure. ddp takes a third longer than predicted.
-           We did not measure which part of ddp takes the extra time. The page claims only that fsdp
-           saves memory.
+           parameters. `fsdp` holds half of the parameters, gradients and momentum, which is 1.5
+           GiB. In the backward pass, `fsdp` also holds three or four layers of 64 MiB: the gathered
+           layer, the next layer, and a gradient that is being sent to the other ranks. In total,
+           `fsdp` needs half as much memory as `ddp`.
+Seen       On two H200s, `fsdp` needs half as much memory as `ddp`, as *Bound* says. But `fsdp`
+           takes about three times as long as `ddp`, and more than five times as long as predicted.
+           The host runs FSDP's Python hooks before and after each layer. The cost counts launches,
+           but leaves out the hooks, which we did not measure. `ddp` takes a third longer than
+           predicted. We did not measure which part of `ddp` takes the extra time. The page claims
+           only that `fsdp` saves memory.
 Use when   Parameters, gradients and optimizer state do not fit on one GPU. If they fit, DDP is
            faster, unless the products of a layer take longer than the hooks of that layer.
 """

@@ -6,14 +6,14 @@ Problem    Compute x @ w.T in bf16, as `linear` does. x is (m, k), and the weigh
 Baseline   odd: `linear` on the unpadded operands. A row with an odd number of bf16 values may begin
            at any multiple of 2 bytes. Fast kernels use TMA or 16-byte copies, which need rows that
            begin at multiples of 16 bytes.
-Optimized  to_8: changes odd. The weight is padded with zeros to a multiple of 8 elements (16
+Optimized  to_8: changes `odd`. The weight is padded with zeros to a multiple of 8 elements (16
            bytes). Padding the weight is not timed. If k is odd, x is padded in each call. If n is
            odd, the result has padded rows, and the function returns a view of n columns.
-           to_64: changes to_8. The weight is padded to a multiple of 64 elements (128 bytes), which
-           is one step of the fast kernels' loop over k.
+           to_64: changes `to_8`. The weight is padded to a multiple of 64 elements (128 bytes),
+           which is one step of the fast kernels' loop over k.
 Bound      Tensor cores. `pad` fills the padded tensor with zeros and copies x into it, which takes
            little time compared with the matrix product.
-Seen       odd is far slower than predicted in both sizes. A profile shows why: cuBLAS chooses
+Seen       `odd` is far slower than predicted in both sizes. A profile shows why: cuBLAS chooses
            kernels made for Turing (`cutlass_75_tensorop_bf16_s1688gemm`), which do not use Hopper's
            tensor core instructions. The prediction assumes a bf16 rate that was measured with
            Hopper's instructions.

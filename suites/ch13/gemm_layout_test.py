@@ -4,11 +4,11 @@ Problem    Compute x @ w in bf16. x is (m, k) but is stored transposed, as (k, m
            in channels-first layout. The weight can be stored in either order.
 Baseline   nt: copies x to row-major (m, k) and multiplies. The weight is stored as (n, k), as in
            `linear`.
-Optimized  nn: changes nt. The weight is stored as (k, n). Reordering the weight is not timed.
-           tt: changes nt. There is no copy: x is a transposed view.
-           tn: changes tt. The weight is stored as (k, n).
-           The first letter of a name is the layout of x: n is (m, k), t is (k, m). The second
-           letter is the layout of the weight: n is (k, n), t is (n, k).
+Optimized  nn: changes `nt`. The weight is stored as (k, n). Reordering the weight is not timed.
+           tt: changes `nt`. There is no copy: x is a transposed view.
+           tn: changes `tt`. The weight is stored as (k, n). The first letter of a name is the
+           layout of x: n is (m, k), t is (k, m). The second letter is the layout of the weight: n
+           is (k, n), t is (n, k).
 Bound      Tensor cores. On Hopper, tensor cores read bf16 from shared memory in either order, and
            TMA loads either order, so all layouts take the same time. For fp8 and tf32, k must be
            the contiguous dimension.

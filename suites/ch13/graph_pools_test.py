@@ -10,9 +10,9 @@ Optimized  shared: all graphs are captured into one pool, the largest first. The
            referenced, so no graph overwrites them.
 Bound      Memory, not time: both sides replay the same kernels. At its peak, a layer holds its
            input, its output, and 3 tensors of the hidden width. `apart` needs this memory for every
-           batch size. The sum of the batch sizes is 4.5 times the largest batch size. shared needs
-           this memory only for the largest batch size. Both sides also need memory for the outputs
-           of all batch sizes.
+           batch size. The sum of the batch sizes is 4.5 times the largest batch size. `shared`
+           needs this memory only for the largest batch size. Both sides also need memory for the
+           outputs of all batch sizes.
 Use when   A program captures many graphs and replays them one after the other. Keep a reference to
            each graph's output while you capture the others, as this page does. If you drop the
            reference, another graph may overwrite the output. Graphs that may run at the same time

@@ -6,20 +6,20 @@ Problem    Train for one epoch of SGD on images of 3 x 32 x 32 bytes, in batches
 Baseline   files: the training process opens and reads the files of a batch one by one. The files
            were just written, so they are in the page cache, and the baseline only spends time on
            system calls and Python. Reading from a disk or a network would be slower.
-Optimized  in_memory: changes files. All files are read once, before the timed part, into one tensor
-           in host memory. A batch is selected from the tensor by index.
-           on_gpu: changes in_memory. The tensor and the epoch's order are on the GPU.
+Optimized  in_memory: changes `files`. All files are read once, before the timed part, into one
+           tensor in host memory. A batch is selected from the tensor by index.
+           on_gpu: changes `in_memory`. The tensor and the epoch's order are on the GPU.
 Bound      The host. files opens one file per image. All sides launch the same kernels in each
            training step. Running these kernels takes less time than launching them.
 Seen       We did not measure how long it takes to open a file, so the prediction for files leaves
-           out that time. in_memory and on_gpu take several times as long as their launches and
+           out that time. `in_memory` and `on_gpu` take several times as long as their launches and
            their waits for the GPU. Part of the extra time is Python time in autograd, modules and
            optimizer: on a CPU, a training step on tiny tensors takes as long as 340 to 410 calls of
            `Tensor.view`. 340 to 410 calls take about a third of the measured step. We cannot
-           explain the rest. All sides spend this Python time, so the speedup of in_memory is lower
-           than the time for the files suggests.
+           explain the rest. All sides spend this Python time, so the speedup of `in_memory` is
+           lower than the time for the files suggests.
 Use when   The whole data set fits in host memory. Put the data on the GPU only if the GPU has
-           memory to spare, because on_gpu only saves the small copies of the batches.
+           memory to spare, because `on_gpu` only saves the small copies of the batches.
 """
 
 import tempfile

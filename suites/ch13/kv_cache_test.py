@@ -7,26 +7,26 @@ Problem    Decode `steps` tokens of `batch` sequences with one attention layer i
            usual, so that about 40 keys get most of the weight. The check compares the outputs of
            all steps.
 Baseline   grown: `torch.cat` joins the cache and the new entry, as in caches without a fixed size.
-Optimized  by_words: changes grown. `cat` gets views of the bytes as int64. When PyTorch copies into
-           part of a tensor, each thread copies one element at a time, so with bf16 elements, a warp
-           moves only 64 bytes at a time.
-           preallocated: changes by_words. Memory for all tokens is allocated once, and each token
+Optimized  by_words: changes `grown`. `cat` gets views of the bytes as int64. When PyTorch copies
+           into part of a tensor, each thread copies one element at a time, so with bf16 elements, a
+           warp moves only 64 bytes at a time.
+           preallocated: changes `by_words`. Memory for all tokens is allocated once, and each token
            is written to its place. The prompt is copied as int64.
-           paged: changes preallocated. All sequences share a pool of pages of 64 tokens. A table
+           paged: changes `preallocated`. All sequences share a pool of pages of 64 tokens. A table
            says where the pages of each sequence are (PagedAttention, arXiv:2309.06180). PyTorch's
            attention cannot use such a table without another package. So this page has its own
            kernel, with one program per sequence and head. A tensor core product needs 16 rows, so
            all 16 rows hold the same query.
-Bound      DRAM. Every step reads all keys and values, which do not fit in the L2. In grown and
-           by_words, every step also copies all keys and values. preallocated and paged copy the
+Bound      DRAM. Every step reads all keys and values, which do not fit in the L2. In `grown` and
+           `by_words`, every step also copies all keys and values. `preallocated` and paged copy the
            prompt once per call.
-Seen       grown takes longer than its memory traffic alone. by_words moves the same bytes in the
-           same number of kernels and comes close to its prediction. So copying single bf16 elements
-           explains the extra time of grown.
+Seen       `grown` takes longer than its memory traffic alone. `by_words` moves the same bytes in
+           the same number of kernels and comes close to its prediction. So copying single bf16
+           elements explains the extra time of `grown`.
 Use when   Preallocate when the maximum length is known and fits in memory. Use pages when sequences
            end at different lengths, because pages allocate memory for 64 tokens at a time. On this
-           page, all sequences have the same length, so paged needs about as much memory as
-           preallocated. grown needs twice as much.
+           page, all sequences have the same length, so `paged` needs about as much memory as
+           `preallocated`. `grown` needs twice as much.
 """
 
 import functools

@@ -6,20 +6,21 @@ Problem    Run the forward pass of causal attention in bf16, with a head dimensi
            large as values.
 Baseline   eager: computes the scores by `matmul`, applies the mask, computes the softmax in fp32,
            rounds to bf16, and multiplies by the values.
-Optimized  flash: changes eager. One kernel does all steps: the FlashAttention-2 that comes with
+Optimized  flash: changes `eager`. One kernel does all steps: the FlashAttention-2 that comes with
            PyTorch. Tiles of scores stay in registers. Tiles above the diagonal are not computed.
-           cudnn: changes flash. The kernel is cuDNN's kernel for Hopper, which uses wgmma and TMA.
-           flex: changes flash. The kernel is compiled FlexAttention. The mask is a Python function.
-           A block mask, built before the timed part, lists the tiles to skip.
+           cudnn: changes `flash`. The kernel is cuDNN's kernel for Hopper, which uses wgmma and
+           TMA.
+           flex: changes `flash`. The kernel is compiled FlexAttention. The mask is a Python
+           function. A block mask, built before the timed part, lists the tiles to skip.
 Bound      DRAM limits eager: every step reads and writes all scores. The softmax also converts the
            scores to fp32 in a separate step. Tensor cores limit the variants, for the causal half
            of the matrix products. The exponentials take about a third of the time of these
            products.
-Seen       flash, cudnn and flex take longer than their matrix products alone. flash uses
+Seen       `flash`, `cudnn` and `flex` take longer than their matrix products alone. `flash` uses
            `mma.sync`, which does not reach the rate of wgmma on Hopper (ch10/gemm_test.py). If
-           exponentials and matrix products do not overlap, their sum explains the time of cudnn. We
-           did not measure the overlap, or the steps of eager one by one. We cannot fully explain
-           the times of flash, flex and eager.
+           exponentials and matrix products do not overlap, their sum explains the time of `cudnn`.
+           We did not measure the overlap, or the steps of eager one by one. We cannot fully explain
+           the times of `flash`, `flex` and `eager`.
 Use when   Use a fused kernel for every long context, also in training: the memory of eager grows
            with the square of the length. On Hopper, choose cudnn. Use flex when no library kernel
            supports the mask. The page leaves out FlashAttention-3, which had no wheel in November

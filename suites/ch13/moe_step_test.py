@@ -9,12 +9,12 @@ Problem    Run the forward and backward pass of a bf16 block like the blocks of 
            these coordinates are raised. So all sides and the reference choose the same experts
            despite rounding.
 Baseline   looped: for each expert, find and gather its tokens, compute, and add to the output.
-Optimized  sliced: changes looped. The tokens are sorted by expert once. Each expert processes its
+Optimized  sliced: changes `looped`. The tokens are sorted by expert once. Each expert processes its
            slice, and one gather puts the results back in order. The host reads the lengths of all
            slices at once, so it waits for the GPU only once.
-           grouped: changes sliced. `grouped_mm` processes all experts and reads the ends of the
+           grouped: changes `sliced`. `grouped_mm` processes all experts and reads the ends of the
            slices on the GPU. There are two matrix products in total, not two per expert.
-Bound      Kernel launches by the host. sliced makes fewer launches per expert than looped. For
+Bound      Kernel launches by the host. `sliced` makes fewer launches per expert than `looped`. For
            grouped, the number of launches does not depend on the number of experts. The matrix
            products take a small part of the time.
 Seen       All sides take longer than predicted from their launches and waits, most of all grouped.
@@ -23,7 +23,8 @@ Seen       All sides take longer than predicted from their launches and waits, m
            the difference.
 Use when   A layer has many experts, and each expert gets few tokens. With larger widths, the GPU
            has more work per launch. If the GPU takes longer than the host, the number of launches
-           does not matter for sliced and grouped. looped still waits for the GPU once per expert.
+           does not matter for `sliced` and `grouped`. `looped` still waits for the GPU once per
+           expert.
 """
 
 import torch

@@ -5,18 +5,19 @@ Problem    Take one AdamW step of `n` fp32 parameters. The initial parameters ar
 Baseline   library: fused `torch.optim.AdamW`, which keeps two fp32 moments, 8 bytes per parameter.
            A step reads parameter, gradient and moments, and writes parameter and moments, which
            takes 28 bytes per parameter.
-Optimized  fp32_moments: changes library. A Triton kernel of this page moves the same bytes, so the
-           variant shows the effect of the kernel without 8-bit moments.
-           eight_bits: changes fp32_moments. The kernel decodes 8-bit moments, updates them and
+Optimized  fp32_moments: changes `library`. A Triton kernel of this page moves the same bytes, so
+           the variant shows the effect of the kernel without 8-bit moments.
+           eight_bits: changes `fp32_moments`. The kernel decodes 8-bit moments, updates them and
            encodes them again. Each group of 256 encoded values shares one fp32 scale (block-wise
            quantization, Dettmers et al., arXiv:2110.02861). Per parameter, the moments take 2.03
            bytes, and a step moves 16.06 bytes.
 Bound      DRAM. Decoding and encoding take 68 instructions per parameter, counted with nvdisasm for
            sm90. The instructions take less time than the memory traffic, and overlap with it.
-Seen       On an H200, fp32_moments is about a sixth faster than library, although both move the
-           same bytes. fp32_moments and eight_bits take about as long as their memory traffic should
-           take. library takes a fifth longer. The cause was not measured. So less than a third of
-           the time that eight_bits saves comes from the kernel. The smaller moments save the rest.
+Seen       On an H200, `fp32_moments` is about a sixth faster than `library`, although both move the
+           same bytes. `fp32_moments` and `eight_bits` take about as long as their memory traffic
+           should take. `library` takes a fifth longer. The cause was not measured. So less than a
+           third of the time that `eight_bits` saves comes from the kernel. The smaller moments save
+           the rest.
 Use when   The moments do not fit next to the model, or the optimizer's step is a visible part of a
            training step. Do not use 8-bit moments if a run must match fp32 AdamW: the check on this
            page allows errors as large as the rounding errors of int8.

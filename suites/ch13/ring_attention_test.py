@@ -5,18 +5,18 @@ Problem    Compute causal attention over a sequence. The rows of the sequence ar
            that projections return. Each rank returns the attention output for its own rows.
 Baseline   gathered: each rank gathers the keys and values of all ranks, and computes the attention
            of its own rows over all rows up to its last row.
-Optimized  ring: changes gathered. Attention is computed in blocks. While a rank computes with one
+Optimized  ring: changes `gathered`. Attention is computed in blocks. While a rank computes with one
            block of keys and values, it sends this block to the next rank and receives another
            block. The partial results are merged by their log-sum-exp, as in an online softmax (Liu
            et al., arXiv:2310.01889). A rank forwards blocks of later rows without computing with
            them.
-           zigzag: changes ring. The rows are distributed so that all ranks have the same work. The
-           rows are cut into 2 * world chunks, and rank r gets chunks r and 2 * world - 1 - r. The
-           timed part includes moving the rows into this order, and moving the result back. If the
-           data loader already uses this order, neither move is needed.
+           zigzag: changes `ring`. The rows are distributed so that all ranks have the same work.
+           The rows are cut into 2 * world chunks, and rank r gets chunks r and 2 * world - 1 - r.
+           The timed part includes moving the rows into this order, and moving the result back. If
+           the data loader already uses this order, neither move is needed.
 Bound      The tensor cores of the last rank limit gathered and ring: the mask removes half of that
            rank's own block, and nothing of the earlier blocks. ring hides the transfer, but merging
-           the partial results takes time. On many ranks, zigzag gives the last rank about half as
+           the partial results takes time. On many ranks, `zigzag` gives the last rank about half as
            many matrix products.
 Seen       All sides take longer than predicted, because the cost assumes that attention multiplies
            as fast as `a @ b`. PyTorch's flash attention is far slower, as long_attention_test.py
@@ -24,7 +24,7 @@ Seen       All sides take longer than predicted, because the cost assumes that a
 Use when   One GPU cannot hold the keys and values of the whole sequence, or the link is slow. With
            ring, a rank holds only its own block and two more, no matter how many ranks there are.
            Use zigzag for causal attention. When the keys and values fit and the link is NVLink,
-           gathered is simpler and about as fast as ring.
+           `gathered` is simpler and about as fast as ring.
 """
 
 import torch

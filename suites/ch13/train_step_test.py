@@ -5,20 +5,20 @@ Problem    Take one AdamW step of a decoder of 2 or 4 blocks (RMS norm, rotary a
            uses torch's fused AdamW kernel.
 Baseline   eager: runs one operation after another. Attention and RMS norm are one kernel each.
            Rotation, SwiGLU and the residual sums are several kernels each.
-Optimized  compiled: changes eager. `torch.compile` compiles the whole model, including the loss.
-           regional: changes eager. `torch.compile` compiles one block. The compiled code is used
+Optimized  compiled: changes `eager`. `torch.compile` compiles the whole model, including the loss.
+           regional: changes `eager`. `torch.compile` compiles one block. The compiled code is used
            for all blocks. Embedding and loss stay eager.
-           captured: changes eager. The whole step is captured as one CUDA graph.
+           captured: changes `eager`. The whole step is captured as one CUDA graph.
 Bound      In the large model, tensor cores limit the matrix products, and DRAM limits the passes
            over activations. Compiling saves about half of those passes. Embedding and loss are
-           small, so regional saves nearly as much as compiled. In the small model, kernel launches
-           by the host are the limit. captured makes one launch, so the GPU limits it.
+           small, so `regional` saves nearly as much as `compiled`. In the small model, kernel
+           launches by the host are the limit. `captured` makes one launch, so the GPU limits it.
 Seen       In the large model, all sides take longer than predicted. Attention is one reason:
            long_attention_test.py shows that PyTorch's flash attention is far below the rate of
-           matrix products. We cannot explain the rest. In the small model, eager takes longer than
-           its launches predict. The predicted time of a launch was measured with an in-place
+           matrix products. We cannot explain the rest. In the small model, `eager` takes longer
+           than its launches predict. The predicted time of a launch was measured with an in-place
            addition. We did not measure the host time that autograd and the optimizer add to each
-           operation, so we cannot explain this. captured also takes longer than predicted. Nearly
+           operation, so we cannot explain this. `captured` also takes longer than predicted. Nearly
            all of its predicted time is the starts of about 300 kernels. The predicted time of a
            start was measured with an addition to one number. The prediction also assumes that every
            kernel fills the GPU. But matrix products of 256 rows have tiles for only a few of the

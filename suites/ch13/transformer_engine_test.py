@@ -6,27 +6,27 @@ Problem    Run the forward and backward pass of a linear layer. x (m, k), W (n, 
 Baseline   bf16: `torch.nn.functional.linear` and autograd.
 Optimized  All variants are layers of Transformer Engine. If Transformer Engine is not installed,
            the variants are skipped, and the message says how to install it.
-           te_bf16: changes bf16. The linear layer of Transformer Engine in bf16 shows the overhead
-           of the layer without FP8.
-           delayed: changes te_bf16. Operands are FP8. Each tensor has one scale, computed from its
-           maxima in earlier calls.
-           current: changes delayed. The scale is computed from the tensor's current maximum, which
-           needs one more pass.
-           blocks: changes current. There is one scale per 128 elements of x and dy, and per 128 x
+           te_bf16: changes `bf16`. The linear layer of Transformer Engine in bf16 shows the
+           overhead of the layer without FP8.
+           delayed: changes `te_bf16`. Operands are FP8. Each tensor has one scale, computed from
+           its maxima in earlier calls.
+           current: changes `delayed`. The scale is computed from the tensor's current maximum,
+           which needs one more pass.
+           blocks: changes `current`. There is one scale per 128 elements of x and dy, and per 128 x
            128 elements of W (Hopper).
-           mxfp8: changes blocks. There is one scale per 32 elements, and the tensor cores apply the
-           scales (Blackwell).
-           nvfp4: changes mxfp8. Elements have 4 bits. There is one scale per 16 elements, and one
+           mxfp8: changes `blocks`. There is one scale per 32 elements, and the tensor cores apply
+           the scales (Blackwell).
+           nvfp4: changes `mxfp8`. Elements have 4 bits. There is one scale per 16 elements, and one
            scale per tensor (Blackwell).
 Bound      Tensor cores: three matrix products. Hopper multiplies FP8 only if the summed dimension
            is contiguous in both operands. So each tensor is quantized into two copies, one of them
            transposed. The copies add DRAM traffic. On Hopper, exact accumulation adds partial sums
            on the CUDA cores every 128 terms. `delayed` and `current` accumulate in this way in the
            backward pass, and `blocks` does so in all three products.
-Use when   Layers are large enough for products to take most of the time. Start with current, which
-           needs no history and takes little more time than delayed. Use blocks when one outlier
-           would ruin the scale of a whole tensor. In small layers, quantization and Python overhead
-           take more time than FP8 saves.
+Use when   Layers are large enough for products to take most of the time. Start with `current`,
+           which needs no history and takes little more time than `delayed`. Use blocks when one
+           outlier would ruin the scale of a whole tensor. In small layers, quantization and Python
+           overhead take more time than FP8 saves.
 """
 
 import ctypes

@@ -5,22 +5,22 @@ Problem    Compute GELU, RMS norm with a weight, and a residual in fp32, for seq
            including compilation. test_dynamic_shapes_later times a pass after everything is
            compiled.
 Baseline   each_first: `dynamic=False`, so the code is compiled again for every new length.
-           each: like each_first, but compiled before the timed part. In each kernel, the length is
-           a constant.
-Optimized  automatic_first: like each_first, with the default `dynamic=None`. The first length is
+           each: like `each_first`, but compiled before the timed part. In each kernel, the length
+           is a constant.
+Optimized  automatic_first: like `each_first`, with the default `dynamic=None`. The first length is
            compiled. At the second length, the compiler makes the changed dimension symbolic, and
            later lengths use the same kernel. So there are two compilations instead of six.
-           marked_first: changes each_first. `torch._dynamo.mark_dynamic` makes the dimension
+           marked_first: changes `each_first`. `torch._dynamo.mark_dynamic` makes the dimension
            symbolic from the first length on. So there is one compilation instead of six.
-           marked: changes each. The kernel is the same as in marked_first, compiled before the
+           marked: changes `each`. The kernel is the same as in `marked_first`, compiled before the
            timed part.
-           eager: like each, but not compiled.
+           eager: like `each`, but not compiled.
 Bound      In the first pass, the limit is the compiler, on the host. We did not measure how long
            compilation takes, so the costs count only the kernels. All compiled sides take far
-           longer than predicted. each_first compiles six times, automatic_first twice, marked_first
-           once. All three start with empty Inductor and Triton caches, and their times include
-           importing the compiler. In later passes, the limit is DRAM: all compiled sides do the
-           same work and move the same bytes.
+           longer than predicted. `each_first` compiles six times, `automatic_first` twice,
+           `marked_first` once. All three start with empty Inductor and Triton caches, and their
+           times include importing the compiler. In later passes, the limit is DRAM: all compiled
+           sides do the same work and move the same bytes.
 Use when   Lengths vary. If you know which dimension varies, mark it to save one compilation. Dynamo
            stops compiling a function after `torch._dynamo.config.recompile_limit` recompilations,
            and then runs it eagerly. `TORCH_LOGS=recompiles` shows why it recompiled. If constant

@@ -6,30 +6,30 @@ Problem    Compute fp32 blocks x = clip(x + silu(x w)) on a few rows. If the RMS
 Baseline   broken: `torch.compile` compiles a block with `if rms > limit`. Dynamo makes two graphs:
            the code before the branch, and the scaling after it. Between the two graphs, the host
            waits for the RMS.
-Optimized  cond: changes broken. `torch.cond` keeps the branch in the graph, so the block is one
+Optimized  cond: changes `broken`. `torch.cond` keeps the branch in the graph, so the block is one
            graph. But Inductor's code for `torch.cond` still reads the condition on the host and
            branches in Python. A branch of `torch.cond` must not return its input, so a block that
            does not clip copies x.
-           where: changes broken. `torch.where` selects the factor, so the block is one graph, and
+           where: changes `broken`. `torch.where` selects the factor, so the block is one graph, and
            the host does not wait. `fullgraph=True` makes any graph break an error.
            whole: changes where. The loop over the blocks is also compiled, so the host calls
            compiled code once instead of once per block.
-           eager: like broken, but not compiled.
-Bound      The host. broken, cond and eager wait for the GPU once per block, and launch nothing
-           while they wait. `where` and `whole` never wait, and launch two kernels per block. The
-           host also takes time to check guards and to call compiled code. We did not measure this
-           time separately, so the costs leave it out, and `where` and `whole` have the same cost.
-           The costs of broken and eager assume that every block clips. Each limit is a separate
-           tensor. If the limits were elements of one tensor, most of them would not be aligned to
-           16 bytes, and compiled code copies unaligned inputs before it runs. Only `whole` would
-           avoid these copies, because its input would be the entire tensor.
-Seen       On an H100, eager is no slower than broken, although it launches three times as many
+           eager: like `broken`, but not compiled.
+Bound      The host. `broken`, `cond` and `eager` wait for the GPU once per block, and launch
+           nothing while they wait. `where` and `whole` never wait, and launch two kernels per
+           block. The host also takes time to check guards and to call compiled code. We did not
+           measure this time separately, so the costs leave it out, and `where` and `whole` have the
+           same cost. The costs of `broken` and eager assume that every block clips. Each limit is a
+           separate tensor. If the limits were elements of one tensor, most of them would not be
+           aligned to 16 bytes, and compiled code copies unaligned inputs before it runs. Only
+           `whole` would avoid these copies, because its input would be the entire tensor.
+Seen       On an H100, `eager` is no slower than `broken`, although it launches three times as many
            kernels. All compiled sides take longer than predicted. `where` and `whole` launch the
            same kernels, but `where` calls compiled code once per block. These calls explain the
-           difference between the two, which is more than half of the time of `where`. broken calls
-           compiled code twice per block, before and after the break, which explains its time. cond
-           calls compiled code once per block, but takes as long as broken. We did not measure what
-           Inductor's code for a branch does on the host.
+           difference between the two, which is more than half of the time of `where`. `broken`
+           calls compiled code twice per block, before and after the break, which explains its time.
+           `cond` calls compiled code once per block, but takes as long as `broken`. We did not
+           measure what Inductor's code for a branch does on the host.
 Use when   A branch on data chooses between two results that are cheap to compute. Compute both
            results and select one. Keep the branch if one path takes longer than the wait.
            `torch._dynamo.explain` and `TORCH_LOGS=graph_breaks` list the breaks of a model.

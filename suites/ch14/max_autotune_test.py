@@ -6,20 +6,20 @@ Problem    Compute x + silu(h w), a matrix product, an activation and a residual
 Baseline   compiled: `torch.compile` with its default mode. cuBLAS computes the matrix product. Then
            one kernel reads the product and x, and writes the result.
            library: `torch.matmul`, in test_max_autotune_alone.
-Optimized  autotuned: changes compiled. `mode="max-autotune-no-cudagraphs"` times Triton matmul
+Optimized  autotuned: changes `compiled`. `mode="max-autotune-no-cudagraphs"` times Triton matmul
            kernels and cuBLAS. A Triton kernel can apply activation and residual in its epilogue, so
            it neither writes nor rounds the product. Inductor also times this fused kernel. If
            cuBLAS and a pointwise kernel are faster, Inductor keeps those two. The mode also tunes
            pointwise kernels.
-           eager: like compiled, but without `torch.compile`.
-           autotuned_alone: changes library. The same mode as in autotuned compiles a matrix product
-           alone.
+           eager: like `compiled`, but without `torch.compile`.
+           autotuned_alone: changes `library`. The same mode as in autotuned compiles a matrix
+           product alone.
 Bound      With a short k, DRAM is the limit: the epilogue saves writing and reading the product.
            With a long k and for the product alone, tensor cores are the limit. If Inductor chooses
-           cuBLAS in a run, autotuned gains only what a tuned pointwise kernel saves. The costs of
-           autotuned assume a Triton kernel with an epilogue. The costs of autotuned_alone hold for
-           any kernel.
-Seen       Only test_max_autotune is recorded, on an H100. autotuned takes as long as compiled,
+           cuBLAS in a run, `autotuned` gains only what a tuned pointwise kernel saves. The costs of
+           autotuned assume a Triton kernel with an epilogue. The costs of `autotuned_alone` hold
+           for any kernel.
+Seen       Only test_max_autotune is recorded, on an H100. `autotuned` takes as long as `compiled`,
            which is much longer than predicted for a fused epilogue. So Inductor probably kept
            cuBLAS and the pointwise kernel. We did not record its choice.
 Use when   Pointwise operations follow matrix products, or cuBLAS is slow for your shapes. If cuBLAS

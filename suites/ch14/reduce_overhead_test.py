@@ -3,26 +3,27 @@
 Problem    Run a small fp32 pre-norm MLP of `layers` layers with a residual, for a few rows. The
            weights are the parameters of a module.
 Baseline   eager: the module launches four kernels per layer: norm, product, SiLU and sum.
-Optimized  compiled: changes eager. With the default mode of `torch.compile`, everything in a layer
-           except the matrix product becomes one kernel.
-           reduce_overhead: changes compiled. `mode="reduce-overhead"` captures the compiled code as
-           a CUDA graph and replays it. Each call copies x to the graph's input. The result is
+Optimized  compiled: changes `eager`. With the default mode of `torch.compile`, everything in a
+           layer except the matrix product becomes one kernel.
+           reduce_overhead: changes `compiled`. `mode="reduce-overhead"` captures the compiled code
+           as a CUDA graph and replays it. Each call copies x to the graph's input. The result is
            cloned, because the next call overwrites it. Parameters are not copied.
-           captured: changes compiled. The compiled code is captured by hand with
+           captured: changes `compiled`. The compiled code is captured by hand with
            `torch.cuda.graph`. The graph reads x at its original address, and the result is not
            cloned, so nothing is copied. No guards are checked.
-           eager_captured: like captured, but not compiled.
-Bound      The host limits eager, compiled and reduce_overhead. The GPU limits the captured sides:
-           small kernels run one after another. The costs count the weights as reads from the L2. We
-           did not measure how long the host takes to check guards and compare addresses, so the
-           costs leave out this time, and predict that the GPU also limits reduce_overhead.
-Seen       On an H100, captured takes three times as long as predicted from the starts of its
+           eager_captured: like `captured`, but not compiled.
+Bound      The host limits `eager`, `compiled` and `reduce_overhead`. The GPU limits the captured
+           sides: small kernels run one after another. The costs count the weights as reads from the
+           L2. We did not measure how long the host takes to check guards and compare addresses, so
+           the costs leave out this time, and predict that the GPU also limits `reduce_overhead`.
+Seen       On an H100, `captured` takes three times as long as predicted from the starts of its
            kernels. A matrix product of 8 rows has only a few tiles, and each tile loops over the
            whole inner dimension. So the product probably takes longer to run than to start.
-           reduce_overhead replays the same kernels and takes several times as long as captured, so
-           the guards, copies and address checks take more time than the kernels. The time of eager
-           varies by half from one result to the next, so these ratios are rough. The speedup of
-           compiled is within this variation, so the page claims only that compiled is not slower.
+           `reduce_overhead` replays the same kernels and takes several times as long as `captured`,
+           so the guards, copies and address checks take more time than the kernels. The time of
+           eager varies by half from one result to the next, so these ratios are rough. The speedup
+           of `compiled` is within this variation, so the page claims only that `compiled` is not
+           slower.
 Use when   The GPU waits for the host. Start with `mode="reduce-overhead"`. If a shape or a
            parameter's address changes, this mode captures a new graph. Code that cannot be captured
            runs outside the graph. Capture by hand if the shapes are fixed and every microsecond

@@ -9,7 +9,7 @@ Optimized  regional: changes whole. `torch.compile` compiles one block. All bloc
            eager: like `whole`, but not compiled.
 Bound      The compiler, on the host. We did not measure how long compilation takes, so the costs
            count only the kernels. Both compiled sides take far longer than predicted. `whole`
-           traces all blocks and generates code for them. regional does so for one block only. On
+           traces all blocks and generates code for them. `regional` does so for one block only. On
            both sides, identical kernels are compiled only once. Both times include importing the
            compiler, and both sides start with empty Inductor and Triton caches.
 Use when   A model repeats a block and start-up time matters, as in a server that scales out, a

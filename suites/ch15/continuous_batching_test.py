@@ -8,24 +8,24 @@ Problem    Serve `requests` requests with a decoder in bf16 (`suites/decoder.py`
            compares all tokens and their scores.
 Baseline   static: `slots` requests start together, and one call of the decoder computes their
            prompts. The next group starts when the longest answer of the group has ended.
-Optimized  continuous: changes static. A row starts the next request as soon as the row's answer has
-           ended (Orca, OSDI 2022). Both sides run the same loop. Only the schedule differs.
-           captured: changes continuous. The step is a CUDA graph. A step always computes all rows,
-           so one graph is enough. Prompts still run eagerly.
-Bound      The host's launches limit static and continuous. A step takes the same time in static as
-           in continuous. continuous makes fewer steps and more calls for prompts, because most
-           requests start alone. DRAM limits the steps of captured: each step reads all weights and
-           all rows of the cache, even rows without a request. Even in captured, launches limit the
-           prompts.
-Seen       static and continuous on an H100, and static on an H200, take two to three times as long
-           as predicted. The costs count only the launches, but the eager decoder also spends time
-           in Python. captured takes almost twice as long as predicted. Its prompts still run
+Optimized  continuous: changes `static`. A row starts the next request as soon as the row's answer
+           has ended (Orca, OSDI 2022). Both sides run the same loop. Only the schedule differs.
+           captured: changes `continuous`. The step is a CUDA graph. A step always computes all
+           rows, so one graph is enough. Prompts still run eagerly.
+Bound      The host's launches limit static and `continuous`. A step takes the same time in static
+           as in `continuous`. `continuous` makes fewer steps and more calls for prompts, because
+           most requests start alone. DRAM limits the steps of captured: each step reads all weights
+           and all rows of the cache, even rows without a request. Even in `captured`, launches
+           limit the prompts.
+Seen       `static` and `continuous` on an H100, and `static` on an H200, take two to three times as
+           long as predicted. The costs count only the launches, but the eager decoder also spends
+           time in Python. `captured` takes almost twice as long as predicted. Its prompts still run
            eagerly, and its graphs start many small kernels. We did not time these parts alone. The
-           gains of continuous and captured agree with the predictions within the confidence
+           gains of `continuous` and captured agree with the predictions within the confidence
            intervals.
 Use when   Answers differ in length, and the lengths are not known in advance. The gain is about the
            ratio of a group's longest answer to the average answer. There is no gain if all answers
-           are equally long. static would also be faster if its step were a graph. A new request's
+           are equally long. `static` would also be faster if its step were a graph. A new request's
            prompt delays the next token of all other rows (`chunked_prefill_test.py`). With both
            schedules, a server that checks in each step whether answers have ended also waits for
            the GPU in each step.

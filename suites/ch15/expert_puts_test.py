@@ -19,42 +19,42 @@ Optimized  gathered: NCCL without counts on the host. Every rank gathers all row
            never waits, and only needed rows are sent. Part of the gain comes from fusion: the
            product needs no kernel of its own. With a real expert, whose matrix products are
            kernels of their own, that part is lost.
-           signalled: changes puts. There is no barrier. Each kernel adds to a signal on the target
-           after its writes, and the second kernel waits for the signals of its source. A third
-           kernel waits until all results have arrived.
-           The buffers of puts and signalled are allocated once, for the largest batch. Each call
-           overwrites the results of the call before.
+           signalled: changes `puts`. There is no barrier. Each kernel adds to a signal on the
+           target after its writes, and the second kernel waits for the signals of its source. A
+           third kernel waits until all results have arrived. The buffers of `puts` and `signalled`
+           are allocated once, for the largest batch. Each call overwrites the results of the call
+           before.
 Bound      With few tokens, the host limits the first test, where all sides are timed as ordinary
-           calls because all_to_all cannot be captured. In the second test, everything runs in a
-           CUDA graph, and latency is the limit: launches, and the collectives, barriers or
-           signals. With many tokens, NVLink is the limit. The link into rank 0 is the busiest on
-           the way there, and the link out of rank 0 on the way back. The rows stay in the L2 if
-           they fit, as right after a layer has computed them. We record with NVLink multicast off
-           (see the README of chapter 4). The writes do not use multicast, but gathered may be
-           faster with it.
+           calls because `all_to_all` cannot be captured. In the second test, everything runs in a
+           CUDA graph, and latency is the limit: launches, and the collectives, barriers or signals.
+           With many tokens, NVLink is the limit. The link into rank 0 is the busiest on the way
+           there, and the link out of rank 0 on the way back. The rows stay in the L2 if they fit,
+           as right after a layer has computed them. We record with NVLink multicast off (see the
+           README of chapter 4). The writes do not use multicast, but `gathered` may be faster with
+           it.
 Seen       On two H200s with up to 1024 tokens, the host limits the first test: the times hardly
-           change with the number of tokens. puts and signalled gain about the same, more than three
-           times. all_to_all and gathered take two to seven times as long as predicted, puts up to
-           two and a half times, and signalled one and a half to over four times. The costs count a
-           call of torch.distributed as one launch, but the call probably keeps the host busy for
-           longer. We did not measure how long. A side's time also varies from case to case: with
-           128 tokens, all_to_all takes three quarters longer in one case than in another. So
-           compare only times of the same case. gathered is slower than all_to_all at every size,
-           although its host never waits.
-           With 16384 tokens, NVLink is the limit, and puts and signalled gain less than two times.
-           They take about a tenth longer than predicted. all_to_all takes a third longer than
-           predicted, and gathered over one and a half times as long. By the profiler, kernels run
-           nearly all of the time, so the host is not the cause. The prediction uses NCCL's rate for
-           an all-reduce of 512 MiB. We did not compare this rate with the rate of each kernel.
-           In graphs, puts and signalled gain five to six times. With 16 tokens, puts takes a third
-           of the predicted time, and with 256 tokens half. Its cost counts a barrier as NCCL's
-           smallest all-reduce. The barriers of symmetric memory are faster: if the rest of the
-           prediction is right, a barrier takes less than 3 us. With 16 tokens, signalled takes more
-           than twice as long as predicted, because its cost leaves out the signals. If the rest of
-           the prediction is right, a signal and the wait for it take about 2 us each way. puts
-           takes 1 to 2 us longer than signalled. With 256 tokens, gathered takes half as long again
-           as predicted, probably because NCCL is slower with smaller messages (see the plot in the
-           README of chapter 4). 64 tokens in graphs and four GPUs are not recorded.
+           change with the number of tokens. `puts` and `signalled` gain about the same, more than
+           three times. `all_to_all` and `gathered` take two to seven times as long as predicted,
+           puts up to two and a half times, and signalled one and a half to over four times. The
+           costs count a call of torch.distributed as one launch, but the call probably keeps the
+           host busy for longer. We did not measure how long. A side's time also varies from case to
+           case: with 128 tokens, `all_to_all` takes three quarters longer in one case than in
+           another. So compare only times of the same case. `gathered` is slower than `all_to_all`
+           at every size, although its host never waits. With 16384 tokens, NVLink is the limit, and
+           `puts` and `signalled` gain less than two times. They take about a tenth longer than
+           predicted. `all_to_all` takes a third longer than predicted, and gathered over one and a
+           half times as long. By the profiler, kernels run nearly all of the time, so the host is
+           not the cause. The prediction uses NCCL's rate for an all-reduce of 512 MiB. We did not
+           compare this rate with the rate of each kernel. In graphs, `puts` and `signalled` gain
+           five to six times. With 16 tokens, `puts` takes a third of the predicted time, and with
+           256 tokens half. Its cost counts a barrier as NCCL's smallest all-reduce. The barriers of
+           symmetric memory are faster: if the rest of the prediction is right, a barrier takes less
+           than 3 us. With 16 tokens, `signalled` takes more than twice as long as predicted,
+           because its cost leaves out the signals. If the rest of the prediction is right, a signal
+           and the wait for it take about 2 us each way. `puts` takes 1 to 2 us longer than
+           `signalled`. With 256 tokens, `gathered` takes half as long again as predicted, probably
+           because NCCL is slower with smaller messages (see the plot in the README of chapter 4).
+           64 tokens in graphs and four GPUs are not recorded.
 Use when   Experts are on GPUs that reach each other's memory, and the steps are short, as in
            decoding. DeepEP and other libraries for expert parallelism have such kernels. A rank
            must reserve memory for all rows that all ranks may send. See also `expert_exchange` in

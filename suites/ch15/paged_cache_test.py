@@ -7,24 +7,25 @@ Problem    Decode `steps` given tokens of `requests` requests with a decoder in 
 Baseline   masked: every request has a row with room for the longest request. PyTorch's attention
            reads all rows to their ends, and a mask hides all positions after a request's last
            token.
-Optimized  triton_rows: changes masked. Each program of a Triton kernel computes the attention of
-           one request and one group of heads. triton_rows still reads all rows to their ends, so it
-           shows the effect of the kernel alone.
-           bounded: changes triton_rows. The kernel stops at the request's last token.
-           paged: changes bounded. Keys and values are in pages of 64 tokens that all requests share
-           (PagedAttention, arXiv:2309.06180). The same kernel looks up each page's number in a
-           table.
-Bound      DRAM. masked and triton_rows read all rows to their ends. bounded and paged read only the
-           tokens that exist. For each page, which holds thousands of numbers, paged loads one
-           additional number from the table. All sides also read the weights and start many small
-           kernels, so the speedup of the whole step is smaller than the speedup of attention.
-Seen       On an H200, triton_rows is clearly faster than masked, although both read the same bytes.
-           So the kernel alone helps. masked takes about twice as long as predicted, and triton_rows
-           also takes longer than predicted. The costs count only the start of each small kernel,
-           and assume that attention reads at the DRAM rate. We did not time the kernels alone.
-           Without a CUDA graph, both sides take five to six times as long, because the host's
-           launches are the limit. Then most of the gain is lost. bounded and paged are not recorded
-           yet.
+Optimized  triton_rows: changes `masked`. Each program of a Triton kernel computes the attention of
+           one request and one group of heads. `triton_rows` still reads all rows to their ends, so
+           it shows the effect of the kernel alone.
+           bounded: changes `triton_rows`. The kernel stops at the request's last token.
+           paged: changes `bounded`. Keys and values are in pages of 64 tokens that all requests
+           share (PagedAttention, arXiv:2309.06180). The same kernel looks up each page's number in
+           a table.
+Bound      DRAM. `masked` and `triton_rows` read all rows to their ends. `bounded` and `paged` read
+           only the tokens that exist. For each page, which holds thousands of numbers, `paged`
+           loads one additional number from the table. All sides also read the weights and start
+           many small kernels, so the speedup of the whole step is smaller than the speedup of
+           attention.
+Seen       On an H200, `triton_rows` is clearly faster than `masked`, although both read the same
+           bytes. So the kernel alone helps. `masked` takes about twice as long as predicted, and
+           `triton_rows` also takes longer than predicted. The costs count only the start of each
+           small kernel, and assume that attention reads at the DRAM rate. We did not time the
+           kernels alone. Without a CUDA graph, both sides take five to six times as long, because
+           the host's launches are the limit. Then most of the gain is lost. `bounded` and `paged`
+           are not recorded yet.
 Use when   Requests have different lengths. Stopping at the last token saves time, and even a kernel
            over contiguous rows can stop there. Pages save memory: a request takes what it needs, 64
            tokens at a time, so more requests fit on the GPU. Many requests can share the pages of a

@@ -8,22 +8,22 @@ Problem    Compute `requests` prompts with a decoder in bf16 (`suites/decoder.py
            cache has a row for each prompt. Each row then computes one more token, which reads the
            whole row. The check also compares the logits of this token.
 Baseline   recomputed: all prompts are computed in full, as one batch.
-Optimized  copied: changes recomputed. The prefix is computed in one row, and its keys and values
+Optimized  copied: changes `recomputed`. The prefix is computed in one row, and its keys and values
            are copied to the other rows. Then the suffixes are computed as one batch. Nothing comes
            from an earlier request.
-           cached: changes copied. The prefix is not computed. The keys and values of the earlier
+           cached: changes `copied`. The prefix is not computed. The keys and values of the earlier
            request are copied to all rows.
-Bound      Tensor cores limit recomputed. The other sides compute few tokens. The starts of many
+Bound      Tensor cores limit `recomputed`. The other sides compute few tokens. The starts of many
            small kernels and two passes over the weights take a large part of their time.
-Seen       On an H200, recomputed takes about a third longer than predicted, and cached almost twice
-           as long. So cached gains less than predicted. The costs count only the start of each
-           small kernel, and assume that all products reach the peak of the tensor cores. We did not
-           time the kernels alone. Without a CUDA graph, cached takes more than four times as long,
-           because the host's launches are the limit. copied is not recorded yet.
+Seen       On an H200, `recomputed` takes about a third longer than predicted, and cached almost
+           twice as long. So `cached` gains less than predicted. The costs count only the start of
+           each small kernel, and assume that all products reach the peak of the tensor cores. We
+           did not time the kernels alone. Without a CUDA graph, `cached` takes more than four times
+           as long, because the host's launches are the limit. `copied` is not recorded yet.
 Use when   Many requests begin with the same instructions, documents or turns of a conversation. The
            time to the first token improves, but by less than the number of computed tokens
            suggests, because small batches use the GPU less efficiently. Later tokens take as long
-           as before. copied and cached save no memory, because each row holds its own copy of the
+           as before. `copied` and cached save no memory, because each row holds its own copy of the
            prefix. A paged cache also saves memory: the page tables of all rows can name the same
            pages (`paged_cache_test.py`).
 """

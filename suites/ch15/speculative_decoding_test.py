@@ -9,38 +9,38 @@ Problem    Generate `steps` greedy tokens for one sequence after a prompt of 8 t
            always right. Chance decides which guesses are right, so the number of verifications may
            differ by several percent between two prompts.
 Baseline   greedy: one token per step. The host launches all steps without waiting for the GPU.
-Optimized  speculative: changes greedy. The draft, a table of successors, guesses `drafted` tokens.
-           One call of the decoder computes the last token and all guesses. All guesses before the
-           first wrong guess are accepted, and the call gives one more token (arXiv:2211.17192). The
-           draft, the call and the acceptance are one graph of fixed shape. The host waits after
-           each graph to learn how many tokens there are.
-           fewer_waits: changes speculative. Before each wait, the host launches as many
+Optimized  speculative: changes `greedy`. The draft, a table of successors, guesses `drafted`
+           tokens. One call of the decoder computes the last token and all guesses. All guesses
+           before the first wrong guess are accepted, and the call gives one more token
+           (arXiv:2211.17192). The draft, the call and the acceptance are one graph of fixed shape.
+           The host waits after each graph to learn how many tokens there are.
+           fewer_waits: changes `speculative`. Before each wait, the host launches as many
            verifications as the remaining tokens need if all guesses are right. So the host waits
            only a few times, and never launches more verifications than needed.
-           draft_model: changes fewer_waits. The guesses come from a decoder of one layer and a
+           draft_model: changes `fewer_waits`. The guesses come from a decoder of one layer and a
            quarter of the width, which knows the same successors. The steps of this decoder are in
            the graph too.
 Bound      DRAM, and the time to start each kernel of the graphs. A verification reads the same
            weights as a step, for a few tokens instead of one, and gives all accepted guesses and
            one more token. If a draft is never right, each verification gives only one token, but
-           the tokens are still correct. draft_model adds the small kernels of its steps, one after
-           another.
+           the tokens are still correct. `draft_model` adds the small kernels of its steps, one
+           after another.
 Seen       All sides take almost half again as long as predicted on an H100, and more on an H200.
            The costs count only the start of each small kernel, and assume that products of a few
            rows read weights at the DRAM rate. We did not time these kernels or products alone.
-           speculative and fewer_waits differ by less than the confidence interval. draft_model
-           gains about a third less than fewer_waits, as predicted. In the curve on the H200,
-           speculation does not clearly gain until two guesses in five are right. A draft that is
-           never right makes as many calls as greedy makes steps, so at this point a verification
-           takes about a sixth longer than a step. The costs predict only a third of this
-           difference.
+           `speculative` and `fewer_waits` differ by less than the confidence interval.
+           `draft_model` gains about a third less than `fewer_waits`, as predicted. In the curve on
+           the H200, speculation does not clearly gain until two guesses in five are right. A draft
+           that is never right makes as many calls as `greedy` makes steps, so at this point a
+           verification takes about a sixth longer than a step. The costs predict only a third of
+           this difference.
 Use when   Few sequences are decoded at a time, and guesses are often right, as in code, in quotes
            from the prompt, and in answers of a fixed form. The table of successors stands for any
            draft that costs almost nothing, such as n-grams of the prompt. With a large batch,
            tensor cores are busy, so a rejected guess costs as much as an accepted one. Measure the
            acceptance rate on your own text. The curve shows how many guesses must be right before
            speculation pays. A server that sends each token immediately has to wait after each
-           verification, as in speculative.
+           verification, as in `speculative`.
 """
 
 import functools

@@ -9,27 +9,27 @@ Problem    Decode answers to `rows` prompts of 8 tokens, together and greedily, 
            score of 0. All sides compute the prompts and the steps in CUDA graphs.
 Baseline   every_step: the host calls `.item()` after each step. The GPU is idle until the host has
            read the flag and launched the next step.
-Optimized  every_eighth: changes every_step. The host checks after every 8 steps. Up to 7 extra
+Optimized  every_eighth: changes `every_step`. The host checks after every 8 steps. Up to 7 extra
            steps run, which change nothing.
-           one_behind: changes every_step. After each step, the flag is copied to pinned memory and
-           an event is recorded. The host launches a step, and then waits for the event of the
+           one_behind: changes `every_step`. After each step, the flag is copied to pinned memory
+           and an event is recorded. The host launches a step, and then waits for the event of the
            previous step. So the GPU always has work, and one extra step runs.
-Bound      DRAM and the starts of kernels in the graph limit the steps. every_step adds a wait to
-           each step. every_eighth saves 7 of 8 waits and runs 3.5 extra steps on average.
-           one_behind saves all waits and runs one extra step.
+Bound      DRAM and the starts of kernels in the graph limit the steps. `every_step` adds a wait to
+           each step. `every_eighth` saves 7 of 8 waits and runs 3.5 extra steps on average.
+           `one_behind` saves all waits and runs one extra step.
 Seen       On an H100, all sides take about twice as long as predicted. The costs count only the
            start of each small kernel, but a kernel probably takes longer. So a wait is a smaller
            share of a step than predicted. The gain of both variants is smaller than the confidence
            interval, even with a model of one layer. So the page claims only that neither variant is
-           slower than every_step.
+           slower than `every_step`.
 Use when   A loop decodes until an end token, and its steps are CUDA graphs. Expect little: the
            model of this page is tiny, and even its steps take many times as long as a wait. With a
            large model, the wait is an even smaller share of a step. If the host launches each
            kernel of a step separately, the host limits all sides, and the wait is a small part of
            the time. Checking rarely is simple, but helps only if answers are much longer than the
            interval. Extra steps after the end must be harmless, so the cache needs room for them. A
-           server that sends each token to the user can also use one_behind and send each token one
-           step late.
+           server that sends each token to the user can also use `one_behind` and send each token
+           one step late.
 """
 
 import pytest

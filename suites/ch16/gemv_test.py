@@ -5,23 +5,23 @@ Problem    Compute y = W x for one token of a decode step. x, W (n, k) and y are
 Baseline   library: `torch.nn.functional.linear`, which calls cuBLAS.
 Optimized  bf16: a CUDA C++ kernel. A warp computes four rows, and sums in fp32. This variant shows
            the gain of the kernel alone.
-           int8: changes bf16. There is one byte per weight, and one scale per row of W. The weights
-           are quantized once, before the timed part. Bit operations and a subtraction convert a
-           byte to a float.
-           int4: changes int8. There is half a byte per weight, and one fp32 scale per 128 weights
+           int8: changes `bf16`. There is one byte per weight, and one scale per row of W. The
+           weights are quantized once, before the timed part. Bit operations and a subtraction
+           convert a byte to a float.
+           int4: changes `int8`. There is half a byte per weight, and one fp32 scale per 128 weights
            of a row. The weights in a word are in an order in which one mask extracts two weights.
            The conversion adds an offset to each weight. The kernel subtracts the offsets from the
            sum, once per 32 weights.
-Bound      DRAM limits bf16 and int8. int4 reads half the bytes of int8 and needs about as many
+Bound      DRAM limits bf16 and int8. `int4` reads half the bytes of int8 and needs about as many
            instructions per weight, most of them for the conversion. So instructions and DRAM limit
            int4 about equally. `weight_only_test.py` in chapter 13 solves the same problem with
            tensor cores, whose products always have 16 rows. That kernel takes more instructions per
            weight.
-Seen       On an H100, int4 takes longer than its loads alone or its instructions alone would take,
-           but less than the sum of both. A warp loads its weights and then converts them, so loads
-           and conversions overlap only across warps. The kernel uses 80 registers, so an SM holds
-           three blocks. On 132 SMs, the 896 blocks do not fill the last wave, so many SMs then have
-           less to overlap. We did not measure each of these effects.
+Seen       On an H100, `int4` takes longer than its loads alone or its instructions alone would
+           take, but less than the sum of both. A warp loads its weights and then converts them, so
+           loads and conversions overlap only across warps. The kernel uses 80 registers, so an SM
+           holds three blocks. On 132 SMs, the 896 blocks do not fill the last wave, so many SMs
+           then have less to overlap. We did not measure each of these effects.
 Use when   One sequence is decoded at a time. Each additional row of x adds multiplications on the
            CUDA cores, so with more than a few rows, tensor cores are faster. 4-bit weights cost
            accuracy. This page has random weights, so it cannot show the loss (see

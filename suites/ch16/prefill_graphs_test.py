@@ -7,25 +7,25 @@ Problem    Serve `requests` requests, one after another, with a bf16 decoder (`s
            CUDA graph. The check compares all logits.
 Baseline   eager_prefill: prompts run without a graph, because a graph has a fixed shape and prompts
            have many lengths.
-Optimized  padded: changes eager_prefill. One graph computes `longest` tokens, and shorter prompts
+Optimized  padded: changes `eager_prefill`. One graph computes `longest` tokens, and shorter prompts
            are padded. Attention is causal, so no token attends to the padding after it. Logits are
            computed only at the last token. The graph reads this token's position from memory.
-           bucketed: changes padded. There are graphs for `smallest` tokens, for twice as many, and
-           so on. A prompt is padded to the next size.
-           piecewise: changes bucketed. Attention is not part of the graphs, and is launched with
+           bucketed: changes `padded`. There are graphs for `smallest` tokens, for twice as many,
+           and so on. A prompt is padded to the next size.
+           piecewise: changes `bucketed`. Attention is not part of the graphs, and is launched with
            the true length of the prompt. All work between the attention of two layers is one graph.
-Bound      The host limits eager_prefill, because it launches more than a hundred kernels per
-           prompt. The GPU limits padded, which always computes `longest` tokens. bucketed computes
-           less than twice the tokens of a prompt, but at least `smallest`. Even the smallest graph
-           must read all weights and start all kernels. piecewise launches a graph and four kernels
-           per layer.
-Seen       On an H100 and an H200, all sides take longer than predicted: eager_prefill two to
-           almost four times as long, padded and bucketed about one and a half times, and piecewise
-           about twice. The predicted time of a launch was measured with an addition, not with
-           products. For each small kernel of a graph, the costs count only the start. The time of
-           eager_prefill differs by a third between the recorded results. padded and bucketed are
-           recorded on an H100 only, and piecewise on an H200 only. So the results do not show
-           whether piecewise is faster or slower than bucketed.
+Bound      The host limits `eager_prefill`, because it launches more than a hundred kernels per
+           prompt. The GPU limits `padded`, which always computes `longest` tokens. `bucketed`
+           computes less than twice the tokens of a prompt, but at least `smallest`. Even the
+           smallest graph must read all weights and start all kernels. `piecewise` launches a graph
+           and four kernels per layer.
+Seen       On an H100 and an H200, all sides take longer than predicted: `eager_prefill` two to
+           almost four times as long, `padded` and bucketed about one and a half times, and
+           piecewise about twice. The predicted time of a launch was measured with an addition, not
+           with products. For each small kernel of a graph, the costs count only the start. The time
+           of `eager_prefill` differs by a third between the recorded results. `padded` and
+           `bucketed` are recorded on an H100 only, and `piecewise` on an H200 only. So the results
+           do not show whether piecewise is faster or slower than `bucketed`.
 Use when   The model is so small that its launches take longer than its work, and prompts are short
            or come in chunks of limited size. With long prompts, launches overlap with the work on
            the GPU, so padding only adds work. Each bucket needs its own capture and its own memory,

@@ -8,19 +8,19 @@ Problem    Sample a token for each of `rows` sequences from `vocabulary` fp32 lo
            tokens or the winner, but keeping one token too many or too few changes the winner. The
            check compares all tokens exactly.
 Baseline   sort_all: sort all logits, and mask the tokens that top-k and top-p exclude.
-Optimized  top_k_first: changes sort_all. `torch.topk` gives the best 50 tokens in order. All later
-           operations use only these 50.
-           fused: changes top_k_first. After `topk`, one Triton kernel does all the work, with one
+Optimized  top_k_first: changes `sort_all`. `torch.topk` gives the best 50 tokens in order. All
+           later operations use only these 50.
+           fused: changes `top_k_first`. After `topk`, one Triton kernel does all the work, with one
            program per row.
 Bound      Sorting limits sort_all: a sort moves all numbers and their indices several times. DRAM
            or the L2 limits the other sides, which read all logits a few times to find the best 50.
            The small kernels that follow take about as long as their starts.
-Seen       On an H100, all sides take about twice as long as predicted. In sort_all, `softmax` and
+Seen       On an H100, all sides take about twice as long as predicted. In `sort_all`, `softmax` and
            `cumsum` give each row to one block, so 64 blocks work and the other SMs are idle. The
            cost counts these operations as passes at the copy rate. A radix sort also ranks its keys
            in shared memory, so each pass is probably slower than a copy. We did not time these
-           parts separately. In top_k_first and fused, the kernels of `topk` load one number at a
-           time and count it with an atomic in shared memory. Each kernel waits for the previous
+           parts separately. In `top_k_first` and `fused`, the kernels of `topk` load one number at
+           a time and count it with an atomic in shared memory. Each kernel waits for the previous
            one. So these kernels probably do not reach the DRAM rate.
 Use when   A request uses top-k, alone or with top-p. Top-p alone may keep very many tokens, so it
            needs a sort, or a kernel that searches for a threshold, as in FlashInfer. If the

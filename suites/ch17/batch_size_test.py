@@ -4,7 +4,7 @@ Problem    Decode 8 tokens of each of `rows` sequences with a bf16 decoder (`sui
            The tokens are inputs, so both sides do the same work. Each sequence has a cache of 1024
            positions. Return the logits of all tokens. The page is a curve over `rows`.
 Baseline   alone: one sequence after another. A step is a CUDA graph.
-Optimized  batched: changes alone. One step advances all sequences, so each sequence waits for all
+Optimized  batched: changes `alone`. One step advances all sequences, so each sequence waits for all
            others. The time between two tokens of a sequence is the time of the call divided by 8.
 Bound      DRAM. A step reads all weights once, for one sequence or for many. The step also reads
            the whole cache of each sequence, because a captured step has fixed shapes and masks the
@@ -18,10 +18,10 @@ Seen       On an H100, both sides take one and a half times as long as predicted
            kernel, the costs count only the start. A kernel probably takes somewhat longer, because
            it waits for its first bytes and has work for only a few SMs, as in
            `prefill_decode_test.py`. With 64 and 256 sequences, reading the caches should take
-           longer than all kernel starts. But batched still takes one and a half times as long as
-           predicted. We did not time the attention of batched alone. With 1 sequence, both sides do
-           the same work, so nothing is gained. With 16, batched also needs less than a tenth of the
-           energy.
+           longer than all kernel starts. But `batched` still takes one and a half times as long as
+           predicted. We did not time the attention of `batched` alone. With 1 sequence, both sides
+           do the same work, so nothing is gained. With 16, `batched` also needs less than a tenth
+           of the energy.
 Use when   A server has an objective for the time between tokens. The largest batch that meets the
            objective is the cheapest, and the curve shows where larger batches no longer pay off. If
            even a step with one sequence takes longer than the objective, no batch size helps. Use

@@ -8,21 +8,21 @@ Problem    A mixture of experts keeps at most `factor` times the mean number of 
 Baseline   padded: each expert has a buffer, whose number of rows is `factor` times the mean. Tokens
            are copied into the buffers, `bmm` multiplies all buffers, and results are copied back.
            No shape depends on the tokens. Rows without a token are computed too.
-Optimized  grouped: changes padded. The kept tokens lie one after another, sorted by expert, and
-           `grouped_mm` reads from the GPU where each expert's tokens begin and end. grouped
-           computes no empty row, and drops the same tokens as padded. The page is a curve over
+Optimized  grouped: changes `padded`. The kept tokens lie one after another, sorted by expert, and
+           `grouped_mm` reads from the GPU where each expert's tokens begin and end. `grouped`
+           computes no empty row, and drops the same tokens as `padded`. The page is a curve over
            `factor`. The most popular expert gets 1.6 times the mean. So tokens are dropped at
            factors up to 1.5.
-Bound      At a large factor, tensor cores are the limit. padded has `factor` times as many rows as
-           tokens. grouped multiplies only the kept tokens. At a small factor, the sort, the copies
-           and the gate together take about as long as the products, and DRAM limits them.
-Seen       On an H100, both sides take longer than predicted at every factor. The time of padded has
-           a fixed part and a part that grows with `factor`. The fixed part, a sort and five copies
-           of tokens, takes more than twice as long as predicted. A sort of so few numbers is a
-           chain of short kernels, and a copy by index probably does not reach the copy rate. The
+Bound      At a large factor, tensor cores are the limit. `padded` has `factor` times as many rows
+           as tokens. `grouped` multiplies only the kept tokens. At a small factor, the sort, the
+           copies and the gate together take about as long as the products, and DRAM limits them.
+Seen       On an H100, both sides take longer than predicted at every factor. The time of `padded`
+           has a fixed part and a part that grows with `factor`. The fixed part, a sort and five
+           copies of tokens, takes more than twice as long as predicted. A sort of so few numbers is
+           a chain of short kernels, and a copy by index probably does not reach the copy rate. The
            growing part, the products and the gate, takes about a quarter longer than predicted. We
-           did not time the two parts alone. grouped gains nothing at a factor of 1, where padded
-           has few empty rows.
+           did not time the two parts alone. `grouped` gains nothing at a factor of 1, where
+           `padded` has few empty rows.
 Use when   All experts are on one GPU. With grouped products, a large factor costs little, so there
            is no reason to lose quality by dropping tokens. Fixed-size buffers are useful if other
            GPUs write into them, but make the factor a trade-off: near 1, few rows are empty, but

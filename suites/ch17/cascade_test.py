@@ -6,19 +6,19 @@ Problem    Label `rows` bf16 inputs. An easy input is near one of `classes` prot
            network has `layers` random layers. The head of this network is fitted to a training set
            by least squares, as part of the page's state. Every label must be right.
 Baseline   large: the large network labels all inputs.
-Optimized  cascade: changes large. A linear model, fitted to easy inputs, labels all inputs. If the
-           best score is less than 0.5 above the second best, the large network labels the input
+Optimized  cascade: changes `large`. A linear model, fitted to easy inputs, labels all inputs. If
+           the best score is less than 0.5 above the second best, the large network labels the input
            instead. The host waits for the number of such inputs.
-           early_exit: changes cascade. In place of the linear model, a second head is fitted to the
-           first layer of the large network. If this head is not sure of an input, the other layers
-           continue from the first layer's output. early_exit multiplies more than cascade, because
-           the first layer computes every input.
-Bound      Tensor cores. The large network multiplies each input by all its matrices. large runs the
-           network on all inputs, and cascade only on the hard inputs. The wait for the number of
-           hard inputs is the second largest part of the time.
-Seen       On an H200, large and cascade take about as long as predicted. On an H100, large takes as
-           long as predicted, and early_exit takes a third longer. We did not time the parts of
-           early_exit alone.
+           early_exit: changes `cascade`. In place of the linear model, a second head is fitted to
+           the first layer of the large network. If this head is not sure of an input, the other
+           layers continue from the first layer's output. `early_exit` multiplies more than
+           `cascade`, because the first layer computes every input.
+Bound      Tensor cores. The large network multiplies each input by all its matrices. `large` runs
+           the network on all inputs, and cascade only on the hard inputs. The wait for the number
+           of hard inputs is the second largest part of the time.
+Seen       On an H200, large and `cascade` take about as long as predicted. On an H100, `large`
+           takes as long as predicted, and `early_exit` takes a third longer. We did not time the
+           parts of `early_exit` alone.
 Use when   Most inputs are easy, and the small model's scores show when it is not sure. Measure the
            accuracy at your threshold, because a wrong label costs more than the time that it saves.
            `TestAccuracy` shows that labels are wrong without a threshold. An early exit needs no

@@ -11,10 +11,10 @@ Problem    Serve `requests` requests with a bf16 decoder (`suites/decoder.py`) t
            is a curve over `load`. The second test runs at the largest load.
 Baseline   static: when the batch is empty, up to `slots` requests that have arrived start together.
            The next group starts when the longest answer has ended.
-           continuous: the baseline of chunked.
-Optimized  continuous: changes static. A request starts as soon as it has arrived and a row is free.
-           One call computes the whole prompt, and all decoding rows wait for this call.
-           chunked: changes continuous. Prompts are computed in chunks, one prompt after another.
+           continuous: the baseline of `chunked`.
+Optimized  continuous: changes `static`. A request starts as soon as it has arrived and a row is
+           free. One call computes the whole prompt, and all decoding rows wait for this call.
+           chunked: changes `continuous`. Prompts are computed in chunks, one prompt after another.
            After each chunk, all decoding rows make a step. The total time is longer, but no token
            waits for more than one chunk. So the longest time between tokens (ITL) does not depend
            on the length of prompts. Serving engines put a chunk and a step into one call, which
@@ -23,19 +23,20 @@ Bound      Arrivals are the limit while a side keeps up with them, and all sides
            time. Above a side's capacity, requests wait in line, and a call takes `requests` divided
            by the capacity. In all sides, a step is a CUDA graph. DRAM and the starts of the graph's
            kernels limit the step. The capacity is limited by the number of steps, and by the host's
-           launches for the prompts. static makes more steps, and fewer calls for prompts. The curve
-           bends where static reaches its capacity.
+           launches for the prompts. `static` makes more steps, and fewer calls for prompts. The
+           curve bends where `static` reaches its capacity.
 Seen       At the largest load on an H200, static serves about 240 requests a second, and continuous
-           about 280. The gain is as predicted, but smaller than the confidence interval. chunked
-           takes about two fifths longer than continuous, also as predicted. But all sides take two
-           and a half times as long as predicted. The launches for prompts cannot be the only
-           reason: static makes less than half as many launches as continuous, and still exceeds its
-           prediction by more time. `prefill_decode_test.py` shows that a step as a CUDA graph takes
-           about twice as long as predicted. We did not time the host's work in each step alone. At
-           100 requests a second, both sides keep up, so continuous gains hardly anything. The gain
-           of continuous is smaller than the confidence interval at every load. So the curve does
-           not show at which load continuous gains most. The costs do not count the waits for
-           arrivals. So a side that keeps up with its load takes longer than predicted.
+           about 280. The gain is as predicted, but smaller than the confidence interval. `chunked`
+           takes about two fifths longer than `continuous`, also as predicted. But all sides take
+           two and a half times as long as predicted. The launches for prompts cannot be the only
+           reason: `static` makes less than half as many launches as `continuous`, and still exceeds
+           its prediction by more time. `prefill_decode_test.py` shows that a step as a CUDA graph
+           takes about twice as long as predicted. We did not time the host's work in each step
+           alone. At 100 requests a second, both sides keep up, so `continuous` gains hardly
+           anything. The gain of `continuous` is smaller than the confidence interval at every load.
+           So the curve does not show at which load continuous gains most. The costs do not count
+           the waits for arrivals. So a side that keeps up with its load takes longer than
+           predicted.
 Use when   A server has objectives for the time to the first token (TTFT) and between tokens. Above
            the capacity, the line grows, so no TTFT objective can be met for long. Below the
            capacity, chunks bound the time between tokens, for which chunked gives up some capacity.

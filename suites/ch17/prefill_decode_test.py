@@ -7,16 +7,16 @@ Baseline   decode: one token after another, as when text is generated. A step is
            attention reads the whole cache, and masks the later positions.
 Optimized  prefill: all tokens in one call, like a prompt. The call is a CUDA graph too. Outputs,
            weights and cache are the same on both sides.
-Bound      A step of decode does only 2 operations with each weight that it reads, so DRAM limits
-           it. prefill reads the weights once, and its number of operations grows with `tokens`.
-           Beyond the ridge point of the roofline, tensor cores limit prefill. Each token takes 2
+Bound      A step of `decode` does only 2 operations with each weight that it reads, so DRAM limits
+           it. `prefill` reads the weights once, and its number of operations grows with `tokens`.
+           Beyond the ridge point of the roofline, tensor cores limit `prefill`. Each token takes 2
            operations per weight. So the ridge point, in tokens, is half the number of operations
            that the tensor cores do while DRAM delivers one weight. The starts of the many small
            kernels add time. With two layers, they take longer than reading the weights.
 Seen       The result with 4 tokens is from an H100, and the others are from an H200. Both sides
            take from half again to a little more than twice as long as predicted. The costs count
            only the start of each small kernel. We did not time the kernels alone. From 16 to 64
-           tokens, the time of prefill hardly changes. With 256 tokens, prefill takes only about a
+           tokens, the time of prefill hardly changes. With 256 tokens, `prefill` takes only about a
            fifth longer. So up to 256 tokens, the speedup is at least four fifths of the number of
            tokens.
 Use when   You decide how many tokens to compute together. Up to the ridge point, more tokens in a

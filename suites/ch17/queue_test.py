@@ -7,25 +7,26 @@ Problem    `requests` prompts of 1 to `longest` tokens are waiting, and most are
            arrival.
 Baseline   fifo: 16 prompts at a time, in the order of arrival.
            by_length: the baseline of the second test, and a variant in the first (see below).
-Optimized  by_length: changes fifo. The queue is sorted by length, still 16 prompts at a time.
-           token_budget: changes by_length. A batch has no fixed number of prompts, but at most half
-           of 16 times `longest` tokens, including padding. So batches of short prompts are larger.
+Optimized  by_length: changes `fifo`. The queue is sorted by length, still 16 prompts at a time.
+           token_budget: changes `by_length`. A batch has no fixed number of prompts, but at most
+           half of 16 times `longest` tokens, including padding. So batches of short prompts are
+           larger.
 Bound      Tensor cores, which multiply the padding too. A length is `longest` times the cube of a
            uniform random number. So the mean is a quarter of `longest`, and the longest of 16
-           prompts is on average five sixths of `longest`. token_budget saves launches and fills the
-           GPU when prompts are short.
-Seen       On an H200, fifo and by_length take almost twice as long as predicted, and token_budget
-           more than twice. by_length gains a little less than predicted. In a separate run,
-           token_budget gains as much over fifo as by_length, so no gain over by_length shows. The
-           second test compares token_budget with by_length directly, and is not recorded yet. With
-           typical lengths, token_budget forms six batches instead of eight, but computes about a
-           tenth more tokens, because it pads more. Two things make fifo and token_budget slower
-           than predicted. First, the costs assume that all products reach the peak of the tensor
-           cores. By the profiler, the kernels take about one and a half times the predicted time.
-           Second, the GPU waits. The kernels of fifo take five sixths of its time, and those of
-           token_budget seven tenths. The GPU probably waits for the host between batches, because
-           the host copies a batch's indices to the GPU before it launches the batch's kernels. We
-           did not measure the gaps.
+           prompts is on average five sixths of `longest`. `token_budget` saves launches and fills
+           the GPU when prompts are short.
+Seen       On an H200, `fifo` and `by_length` take almost twice as long as predicted, and
+           `token_budget` more than twice. `by_length` gains a little less than predicted. In a
+           separate run, `token_budget` gains as much over fifo as `by_length`, so no gain over
+           `by_length` shows. The second test compares `token_budget` with `by_length` directly, and
+           is not recorded yet. With typical lengths, `token_budget` forms six batches instead of
+           eight, but computes about a tenth more tokens, because it pads more. Two things make fifo
+           and `token_budget` slower than predicted. First, the costs assume that all products reach
+           the peak of the tensor cores. By the profiler, the kernels take about one and a half
+           times the predicted time. Second, the GPU waits. The kernels of `fifo` take five sixths
+           of its time, and those of `token_budget` seven tenths. The GPU probably waits for the
+           host between batches, because the host copies a batch's indices to the GPU before it
+           launches the batch's kernels. We did not measure the gaps.
 Use when   Prompts wait and their lengths are known, as in offline inference or under load. A budget
            of tokens limits the memory of a batch, but saves no time here. The shortest prompts
            finish first, so the mean wait falls too. Limit the wait of long prompts, because under

@@ -8,18 +8,18 @@ Baseline   of_all: a softmax over all experts, `topk`, and a division by the sum
            looped: the baseline of a separate test, which routes requests instead of tokens. A
            function is called once per request, as in the first version of a server. Nobody would
            write such a loop for the tokens of a layer.
-Optimized  of_chosen: changes of_all. `topk` comes first, then a softmax over the 4 chosen scores.
+Optimized  of_chosen: changes `of_all`. `topk` comes first, then a softmax over the 4 chosen scores.
            The shares are the same, because the sum over all experts cancels out.
-           fused: changes of_chosen. One Triton kernel reads the scores once, then finds and removes
-           the largest score 4 times. The scores and shares stay in registers. In the test of
-           requests, of_chosen changes looped. Two calls process all requests at once.
+           fused: changes `of_chosen`. One Triton kernel reads the scores once, then finds and
+           removes the largest score 4 times. The scores and shares stay in registers. In the test
+           of requests, `of_chosen` changes `looped`. Two calls process all requests at once.
 Bound      With few tokens, the host limits all sides: it launches a few kernels per call, or in
-           looped, a few per request. With many tokens, DRAM limits fused. The other sides call
+           `looped`, a few per request. With many tokens, DRAM limits `fused`. The other sides call
            `topk` of torch, which starts a block of threads for each row. The block finds the fourth
            largest score digit by digit, with barriers in between.
-Seen       On an H100, with many tokens, of_chosen gains nothing over of_all, because both spend
+Seen       On an H100, with many tokens, `of_chosen` gains nothing over `of_all`, because both spend
            nearly all their time in `topk`. `topk` takes several times as long as predicted: the
-           cost counts only the starts of its blocks, and not the search. fused takes longer than
+           cost counts only the starts of its blocks, and not the search. `fused` takes longer than
            predicted from its bytes. fused searches a row 4 times for the largest score and its
            index. The cost does not count the instructions of this search. The predicted time of a
            launch was measured with an addition. With few tokens, the host takes longer to call

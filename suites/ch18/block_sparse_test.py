@@ -7,22 +7,22 @@ Problem    Compute bf16 attention of 16384 tokens, with 8 heads of 128. Tokens a
            list before the timed part.
 Baseline   biased: `scaled_dot_product_attention` with an additive bf16 mask for every head. PyTorch
            chooses the kernel.
-Optimized  tiled: changes biased. A Triton kernel reads one byte per tile instead of a mask value
+Optimized  tiled: changes `biased`. A Triton kernel reads one byte per tile instead of a mask value
            per score. The kernel computes all tiles, and masks the scores of tiles that are not
            kept.
-           listed: like tiled, but the kernel loops over a list of the kept tiles.
-           flex: changes biased. Compiled FlexAttention gets a block mask. By default, tiles have
-           128 queries and 128 keys. So flex computes more scores than listed, and masks parts of
-           its tiles.
-Bound      The L2 limits listed, because each program of 64 queries reads its kept tiles of keys and
-           values. The tensor cores take nearly as long. The L2 also limits tiled, for all tiles.
-           Tensor cores limit biased, for all tiles. biased also reads two bytes of its mask for
-           every score.
-Seen       On an H100, biased and flex take much longer than predicted. We did not record which
-           kernel PyTorch chose for biased. Nearly every tile of flex is kept only in part. In those
-           tiles, flex loads a flag for each score, and the cost leaves out these loads. The times
-           of listed at both sizes suggest that the start and end of a program take about as long as
-           two tiles. The cost leaves out the start and the end, too.
+           listed: like `tiled`, but the kernel loops over a list of the kept tiles.
+           flex: changes `biased`. Compiled FlexAttention gets a block mask. By default, tiles have
+           128 queries and 128 keys. So `flex` computes more scores than `listed`, and masks parts
+           of its tiles.
+Bound      The L2 limits `listed`, because each program of 64 queries reads its kept tiles of keys
+           and values. The tensor cores take nearly as long. The L2 also limits `tiled`, for all
+           tiles. Tensor cores limit `biased`, for all tiles. `biased` also reads two bytes of its
+           mask for every score.
+Seen       On an H100, `biased` and `flex` take much longer than predicted. We did not record which
+           kernel PyTorch chose for `biased`. Nearly every tile of `flex` is kept only in part. In
+           those tiles, `flex` loads a flag for each score, and the cost leaves out these loads. The
+           times of `listed` at both sizes suggest that the start and end of a program take about as
+           long as two tiles. The cost leaves out the start and the end, too.
 Use when   A pattern is known before the call and leaves out most blocks. The saving depends on the
            tiles, not on the scores: a pattern that keeps one score in every tile saves nothing. Use
            flex if its tiles fit the pattern. For a sliding window, see

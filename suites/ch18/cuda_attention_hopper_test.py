@@ -5,37 +5,38 @@ Problem    As in `cuda_attention_test.py`, compute forward attention in bf16, wi
            length.
 Baseline   mma_sync: FlashAttention-2, with `mma.sync`. A block of 4 warps takes 128 queries, and 64
            keys at a time. The next keys and values are copied while the tensor cores multiply.
-Optimized  tma: changes mma_sync. The tensor memory accelerator copies the same tiles.
-           wgmma: changes tma. There are four changes. Two warpgroups multiply with `wgmma`,
+Optimized  tma: changes `mma_sync`. The tensor memory accelerator copies the same tiles.
+           wgmma: changes `tma`. There are four changes. Two warpgroups multiply with `wgmma`,
            directly from shared memory. The warpgroups take 128 keys at a time, not 64. An SM has
            one block of 8 warps, not two blocks of 4. The last keys come first, so only the first
            tile needs a mask.
-           scores_ahead: changes wgmma. A warpgroup issues the scores of the next keys together with
-           the outputs of the current keys, and then waits once for all of them.
-           specialized: changes scores_ahead. A separate producer warpgroup loads the tiles, and no
-           barrier stops the whole block.
-           pingpong: changes specialized. The two warpgroups take turns on the tensor cores. One
+           scores_ahead: changes `wgmma`. A warpgroup issues the scores of the next keys together
+           with the outputs of the current keys, and then waits once for all of them.
+           specialized: changes `scores_ahead`. A separate producer warpgroup loads the tiles, and
+           no barrier stops the whole block.
+           pingpong: changes `specialized`. The two warpgroups take turns on the tensor cores. One
            warpgroup computes weights while the other warpgroup's products run.
-           overlapped: changes pingpong. A warpgroup computes weights as soon as its scores are
+           overlapped: changes `pingpong`. A warpgroup computes weights as soon as its scores are
            ready, while its own output products run. FlashAttention-3 has the same overlap, with
            larger blocks.
            flash: `SDPBackend.FLASH_ATTENTION`, which is FlashAttention-2.
            cudnn: `SDPBackend.CUDNN_ATTENTION`, which uses wgmma and TMA on Hopper.
-Bound      mma_sync, tma and flash are limited by `mma.sync`, which does not reach the rate of wgmma
-           on Hopper (`../ch10/gemm_test.py`), and then by the exponentials. wgmma and scores_ahead
-           are limited by products and then by exponentials, because block-wide barriers keep both
-           warpgroups in step. Tensor cores limit specialized, pingpong and overlapped. One
-           warpgroup can compute exponentials while the other warpgroup's products run. specialized
-           allows this overlap, and pingpong forces it.
-Seen       On an H100, pingpong and overlapped gain at most a little over specialized, and only with
-           1024 tokens. So the warpgroups of specialized must already alternate. mma_sync takes
-           longer than predicted, because its threads copy all tiles themselves, and the cost leaves
-           out these instructions. tma takes as long as predicted. With 1024 tokens, all sides take
-           longer than predicted. A block then has few tiles of keys. The times of wgmma at the
-           three lengths suggest that the start and end of a block take a fixed time, which the cost
-           leaves out. With 1024 tokens, cudnn is faster than every other side. With the causal
-           mask, all sides also lose time, most of it with short sequences. The reason is probably
-           that blocks have different numbers of tiles, so SMs are idle while the last blocks run.
+Bound      `mma_sync`, `tma` and `flash` are limited by `mma.sync`, which does not reach the rate of
+           `wgmma` on Hopper (`../ch10/gemm_test.py`), and then by the exponentials. `wgmma` and
+           `scores_ahead` are limited by products and then by exponentials, because block-wide
+           barriers keep both warpgroups in step. Tensor cores limit `specialized`, `pingpong` and
+           `overlapped`. One warpgroup can compute exponentials while the other warpgroup's products
+           run. specialized allows this overlap, and pingpong forces it.
+Seen       On an H100, `pingpong` and `overlapped` gain at most a little over specialized, and only
+           with 1024 tokens. So the warpgroups of `specialized` must already alternate. `mma_sync`
+           takes longer than predicted, because its threads copy all tiles themselves, and the cost
+           leaves out these instructions. `tma` takes as long as predicted. With 1024 tokens, all
+           sides take longer than predicted. A block then has few tiles of keys. The times of
+           `wgmma` at the three lengths suggest that the start and end of a block take a fixed time,
+           which the cost leaves out. With 1024 tokens, `cudnn` is faster than every other side.
+           With the causal mask, all sides also lose time, most of it with short sequences. The
+           reason is probably that blocks have different numbers of tiles, so SMs are idle while the
+           last blocks run.
 Use when   Call `scaled_dot_product_attention`, which chooses cuDNN on Hopper. Write your own kernel
            only for attention that no library has, and stop at `specialized`, the last change that
            gains.

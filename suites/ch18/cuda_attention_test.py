@@ -5,22 +5,22 @@ Problem    Compute forward attention in bf16, with heads of 128, with and withou
            deviation of 3, as in trained models.
 Baseline   naive: three kernels write all scores, turn them into weights, and multiply them by the
            values. The arithmetic is fp32 in tiles of 64 x 64. Tiles above the diagonal are skipped.
-Optimized  online: changes naive. One kernel computes the same tiles, keeps a running maximum and
+Optimized  online: changes `naive`. One kernel computes the same tiles, keeps a running maximum and
            sum of each row, and corrects the outputs. So no score leaves the chip.
-           mma_sync: changes online. There are three changes. The tensor cores multiply bf16, so
+           mma_sync: changes `online`. There are three changes. The tensor cores multiply bf16, so
            weights are rounded to bf16. A block takes 128 queries, not 64. The next keys and values
            are copied while the tensor cores multiply. This is FlashAttention-2.
            flash: `SDPBackend.FLASH_ATTENTION`, which is FlashAttention-2 too.
            cudnn: `SDPBackend.CUDNN_ATTENTION`, which uses wgmma and TMA on Hopper.
-Bound      Shared memory and fp32 multiply-adds limit naive and online. naive also writes and reads
-           all scores, which takes less time than the arithmetic. mma_sync and flash are limited by
-           `mma.sync`, which does not reach the rate of wgmma on Hopper (`../ch10/gemm_test.py`),
-           and then by the exponentials. Tensor cores limit cudnn.
-Seen       naive and online take at least one and a half times as long as predicted. Their costs
+Bound      Shared memory and fp32 multiply-adds limit naive and `online`. `naive` also writes and
+           reads all scores, which takes less time than the arithmetic. `mma_sync` and `flash` are
+           limited by `mma.sync`, which does not reach the rate of wgmma on Hopper
+           (`../ch10/gemm_test.py`), and then by the exponentials. Tensor cores limit `cudnn`.
+Seen       `naive` and `online` take at least one and a half times as long as predicted. Their costs
            assume that loads of shared memory, multiply-adds and exponentials overlap fully, which
-           we did not profile. mma_sync takes longer than predicted, as in
+           we did not profile. `mma_sync` takes longer than predicted, as in
            `cuda_attention_hopper_test.py`, because its threads copy all tiles themselves. With 1024
-           tokens, mma_sync and cudnn miss their predictions by more than with longer sequences.
+           tokens, `mma_sync` and cudnn miss their predictions by more than with longer sequences.
            With so few tokens, a block has few tiles of keys, so its start and end probably take a
            large share of its time. With the causal mask, every side misses its prediction by more
            than without the mask, probably because blocks have different numbers of tiles.

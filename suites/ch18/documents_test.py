@@ -2,23 +2,23 @@
 
 Problem    Documents are packed into one sequence for training. A token attends only to itself and
            to earlier tokens of its own document. Compute the forward pass in bf16, with 8 heads of
-           128. The lengths of the documents are between one token and about twice the mean. biased
-           and flex make their masks before the timed part.
+           128. The lengths of the documents are between one token and about twice the mean.
+           `biased` and flex make their masks before the timed part.
 Baseline   biased: `scaled_dot_product_attention` with an additive bf16 mask. PyTorch chooses the
            kernel.
-Optimized  looped: changes biased. There is one causal call per document, on a view of its tokens.
-           flex: changes biased. In compiled FlexAttention, a Python function compares the documents
-           of query and key. A block mask tells the kernel which tiles of 128 x 128 the function
-           hides completely, and the kernel skips them.
-Bound      Tensor cores limit flex, for the tiles that have at least one visible score. Tiles that
-           the function hides in part take extra instructions. biased computes all tiles and also
-           reads two bytes of the mask for every score and head. looped computes about the same
-           number of tiles as flex, in small calls that do not fill the GPU. A call takes at least
+Optimized  looped: changes `biased`. There is one causal call per document, on a view of its tokens.
+           flex: changes `biased`. In compiled FlexAttention, a Python function compares the
+           documents of query and key. A block mask tells the kernel which tiles of 128 x 128 the
+           function hides completely, and the kernel skips them.
+Bound      Tensor cores limit `flex`, for the tiles that have at least one visible score. Tiles that
+           the function hides in part take extra instructions. `biased` computes all tiles and also
+           reads two bytes of the mask for every score and head. `looped` computes about the same
+           number of tiles as `flex`, in small calls that do not fill the GPU. A call takes at least
            as long as its last tile of queries, which attends to the whole document.
 Seen       On an H100, all sides take longer than predicted. We did not record which kernel PyTorch
-           chose for biased and looped. flex has programs of different lengths, and its partly
+           chose for `biased` and `looped`. `flex` has programs of different lengths, and its partly
            hidden tiles take extra instructions. We did not measure the cost of these two effects. A
-           call of looped has few tiles if its document is short, so starting and ending the call
+           call of `looped` has few tiles if its document is short, so starting and ending the call
            probably takes longer than its products.
 Use when   Training packs short documents into long sequences. All layers of a step can share one
            block mask, but each batch needs a new mask. `varlen_test.py` has the same problem

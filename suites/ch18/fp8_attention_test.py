@@ -7,11 +7,11 @@ Problem    Compute forward attention without a mask, with heads of 128. Queries,
            wrongly, so a CPU checks fp16.
 Baseline   bf16: one Triton kernel with an online softmax, like `tuned` of
            `triton_attention_test.py`. All sides choose from the same tiles, with 2 or 3 stages.
-Optimized  fp8_scores and fp8_both run the same kernel on e4m3 operands. The call first quantizes
-           these operands, with one scale per head. One kernel finds the largest element of each
-           tile. A second kernel takes the maximum per head and rounds.
+Optimized  `fp8_scores` and `fp8_both` run the same kernel on e4m3 operands. The call first
+           quantizes these operands, with one scale per head. One kernel finds the largest element
+           of each tile. A second kernel takes the maximum per head and rounds.
            fp8_scores: Q and K are in e4m3, so QK^T runs in FP8. P and V stay in bf16.
-           fp8_both: changes fp8_scores. P and V are in e4m3 too, so both products run in FP8.
+           fp8_both: changes `fp8_scores`. P and V are in e4m3 too, so both products run in FP8.
            Hopper's tensor cores read FP8 only along the summed dimension, which is the tokens of V.
            So the quantizing kernel stores V transposed. Before it rounds P, the kernel multiplies
            the weights by 2^8, so the largest weight is 256. The largest e4m3 number is 448. Without
@@ -22,27 +22,27 @@ Bound      Tensor cores and exponentials, one after the other, because first all
            The number of exponentials stays the same, and each result needs a cast. Quantizing reads
            each input twice, and takes the same time at both lengths. The products take four times
            as long at 16384 tokens as at 4096, so FP8 gains more at 16384 tokens. At 4096 tokens,
-           quantizing should take about as much time as fp8_scores saves, so the page claims no
-           speedup for fp8_scores. cuDNN computes exponentials during the products. The costs
-           predict that cuDNN in bf16 is faster than fp8_both at 4096 tokens, and nearly as fast at
-           16384. On Hopper, the operand P of an FP8 product has a different register layout from
+           quantizing should take about as much time as `fp8_scores` saves, so the page claims no
+           speedup for `fp8_scores`. cuDNN computes exponentials during the products. The costs
+           predict that cuDNN in bf16 is faster than `fp8_both` at 4096 tokens, and nearly as fast
+           at 16384. On Hopper, the operand P of an FP8 product has a different register layout from
            the result of QK^T. So threads must exchange values. The costs leave out this exchange
            and the casts.
-Seen       fp8_scores gains a little, as predicted. fp8_both takes up to a quarter longer than
+Seen       `fp8_scores` gains a little, as predicted. `fp8_both` takes up to a quarter longer than
            predicted, with a larger gap at 4096 tokens than at 16384. We did not profile which step
-           of fp8_both takes longer than predicted.
+           of `fp8_both` takes longer than predicted.
 Use when   Sequences are long, the model tolerates the error, and no library has your form of
            attention. In all other cases, call cuDNN in bf16, because FP8 in Triton gains little
            over it. The check accepts the error that a relative rounding error of 2^-4 in Q, K, P, V
-           and the outputs would cause. The tolerance is the same for fp8_scores and fp8_both,
+           and the outputs would cause. The tolerance is the same for `fp8_scores` and `fp8_both`,
            because both declare `precision="fp8"`. The tolerance is wide: at 4096 tokens, results
            that are a tenth too large would pass. Most of the error comes from Q and K. A score sums
            128 products, each with two rounding errors. At a standard deviation of 3, a score is
            then off by up to 0.15 (rms), so its weight has a relative error of the same size.
-           Rounding P and V adds little error. So fp8_scores is hardly more accurate than fp8_both.
-           The tensor cores accumulate PV. On Hopper, they keep about 14 bits of a sum of FP8
-           products, many more bits than the operands have. One scale per head works if the tokens
-           of a head have similar magnitudes. Outlier channels need a rotation first
+           Rounding P and V adds little error. So `fp8_scores` is hardly more accurate than
+           `fp8_both`. The tensor cores accumulate PV. On Hopper, they keep about 14 bits of a sum
+           of FP8 products, many more bits than the operands have. One scale per head works if the
+           tokens of a head have similar magnitudes. Outlier channels need a rotation first
            (`../ch19/outliers_test.py`), which this page does not show. If the error is too large,
            call the library in bf16.
 """

@@ -7,21 +7,21 @@ Problem    Compute bf16 attention of one new token per sequence, with 64 query h
 Baseline   per_head: a Triton kernel with one program per sequence and query head. Each program
            reads all keys and values of its group. A tensor-core product has at least 16 rows, so 15
            rows are empty.
-Optimized  grouped: changes per_head. One program computes all query heads of a group as rows of one
-           product, so the cache is read once.
-           split: changes grouped. There is one program per `chunk` tokens of the context, and a
+Optimized  grouped: changes `per_head`. One program computes all query heads of a group as rows of
+           one product, so the cache is read once.
+           split: changes `grouped`. There is one program per `chunk` tokens of the context, and a
            second kernel joins the chunks' results (split-KV, also called Flash-Decoding).
            library: `scaled_dot_product_attention` with `enable_gqa=True`. PyTorch chooses the
            kernel.
-Bound      DRAM limits split, because the cache is read once. The L2 limits per_head, because the
-           programs of a group run at about the same time and read the same tiles. grouped has one
-           program per sequence and group. If there are fewer programs than SMs, the rate at which
-           an SM can read is the limit.
-Seen       On an H100, library takes one and a half times as long as predicted with one group of
-           heads and 16 sequences. In the same case, split reads at four fifths of the rate that
-           DRAM allows. With few sequences, grouped takes longer than predicted from each SM's share
-           of the L2 rate. An SM has only one program of 4 warps, which probably cannot keep enough
-           bytes in flight to use that share.
+Bound      DRAM limits `split`, because the cache is read once. The L2 limits `per_head`, because
+           the programs of a group run at about the same time and read the same tiles. `grouped` has
+           one program per sequence and group. If there are fewer programs than SMs, the rate at
+           which an SM can read is the limit.
+Seen       On an H100, `library` takes one and a half times as long as predicted with one group of
+           heads and 16 sequences. In the same case, `split` reads at four fifths of the rate that
+           DRAM allows. With few sequences, `grouped` takes longer than predicted from each SM's
+           share of the L2 rate. An SM has only one program of 4 warps, which probably cannot keep
+           enough bytes in flight to use that share.
 Use when   Always group the heads. Split the context if the number of sequences times groups is
            smaller than the number of SMs. Choose the number of splits by the batch size, because
            the result of every chunk is written and read again. The same kernel on a cache of 8 bits

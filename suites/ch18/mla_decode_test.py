@@ -7,19 +7,19 @@ Problem    Compute bf16 multi-head latent attention (DeepSeek-V2, arXiv:2405.044
            heads. With 8 GPUs, each GPU has 16 heads. Cache and weights are the page's state.
 Baseline   expanded: the cache holds keys and values of all heads, made before the timed part.
            `scaled_dot_product_attention` attends to them.
-Optimized  absorbed: changes expanded. The weights are applied to queries and outputs instead of to
-           the cache. The key weights multiply each query, and the value weights multiply each
+Optimized  absorbed: changes `expanded`. The weights are applied to queries and outputs instead of
+           to the cache. The key weights multiply each query, and the value weights multiply each
            weighted mean of latent numbers. So the cache holds only latent numbers. Scores, softmax
            and mean are `matmul`, `softmax` in fp32, and `matmul`.
-           fused: changes absorbed. A Triton kernel computes scores, softmax and mean, with a
+           fused: changes `absorbed`. A Triton kernel computes scores, softmax and mean, with a
            program for up to 64 heads and 1024 tokens. Each token is read once, for both the scores
            and the mean.
-           library: like absorbed, with `scaled_dot_product_attention` for scores, softmax and mean.
-           All heads become queries of a single head. PyTorch chooses the kernel.
-Bound      DRAM limits fused with 16 heads, because the latent cache is read once. With 128 heads,
+           library: like `absorbed`, with `scaled_dot_product_attention` for scores, softmax and
+           mean. All heads become queries of a single head. PyTorch chooses the kernel.
+Bound      DRAM limits `fused` with 16 heads, because the latent cache is read once. With 128 heads,
            each byte takes 8 times as many operations, so the tensor cores take about as long as
-           DRAM. DRAM limits expanded, which reads 320 numbers per token for each head. fused reads
-           576 per token for all heads together. The L2 limits library. Only PyTorch's
+           DRAM. DRAM limits `expanded`, which reads 320 numbers per token for each head. `fused`
+           reads 576 per token for all heads together. The L2 limits `library`. Only PyTorch's
            memory-efficient kernel supports this head dimension. The sums do not fit into this
            kernel's registers, so it writes and reads them once per 128 tokens.
 Seen       On an H100, fused with 128 heads takes more than twice as long as predicted. The sums of

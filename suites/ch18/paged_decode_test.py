@@ -8,16 +8,17 @@ Baseline   gathered: index the pool by the table, so every sequence gets a conti
            to the longest sequence. Then call `scaled_dot_product_attention`. The heads of a group
            become queries of one head, because PyTorch's fast kernels do not support grouped heads
            together with a mask. The mask is made before the timed part.
-Optimized  copied: like gathered, but a Triton kernel computes attention over the copy. There is one
-           program per sequence, group, and `chunk` tokens. A second kernel joins the chunks'
+Optimized  copied: like `gathered`, but a Triton kernel computes attention over the copy. There is
+           one program per sequence, group, and `chunk` tokens. A second kernel joins the chunks'
            results.
-           paged: like copied, without the copy. The kernel looks up each page in the table one step
-           before it reads the page. So Triton can prefetch keys and values, as it does in copied.
-           contiguous: changes paged. The cache is contiguous, and is made before the timed part.
+           paged: like `copied`, without the copy. The kernel looks up each page in the table one
+           step before it reads the page. So Triton can prefetch keys and values, as it does in
+           `copied`.
+           contiguous: changes `paged`. The cache is contiguous, and is made before the timed part.
            contiguous only shows what the table costs, because a server that uses pages has no
            contiguous cache.
-Bound      DRAM limits paged, because each page is read once. The numbers of a token and group are
-           256 contiguous bytes. The table adds 4 bytes per page. gathered reads the pool, writes
+Bound      DRAM limits `paged`, because each page is read once. The numbers of a token and group are
+           256 contiguous bytes. The table adds 4 bytes per page. `gathered` reads the pool, writes
            the padded copy, and reads the copy again.
 Use when   Always, when the cache has pages. The fused attention kernels of inference servers also
            look up pages in the table. Gather only if a kernel does not support a table, for example

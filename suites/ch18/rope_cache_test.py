@@ -8,17 +8,17 @@ Problem    Compute the step between the projection and the attention of a bf16 l
            tokens are a prefill.
 Baseline   eager: look up cosines and sines, rotate queries and keys as whole tensors, and write
            keys and values with `index_copy_`.
-Optimized  compiled: changes eager. The step runs through `torch.compile`.
-           fused: changes eager. One Triton kernel, with a program per token and 8 heads, reads the
-           projection once, and writes each number directly to its final place.
-Bound      DRAM limits fused at 16384 tokens, because it reads the projection once, and writes
-           queries and cache once. eager reads and writes fp32 copies of the queries several times.
-           At 64 tokens, the number of kernels is the limit. All sides are timed in CUDA graphs, but
-           even in a graph the GPU needs time to start each kernel.
+Optimized  compiled: changes `eager`. The step runs through `torch.compile`.
+           fused: changes `eager`. One Triton kernel, with a program per token and 8 heads, reads
+           the projection once, and writes each number directly to its final place.
+Bound      DRAM limits `fused` at 16384 tokens, because it reads the projection once, and writes
+           queries and cache once. `eager` reads and writes fp32 copies of the queries several
+           times. At 64 tokens, the number of kernels is the limit. All sides are timed in CUDA
+           graphs, but even in a graph the GPU needs time to start each kernel.
 Seen       On an H100, eager with 64 tokens takes longer than predicted from the starts of its
            kernels, which read and write little. Each kernel probably takes somewhat longer than its
-           start. compiled takes as long as the starts of its three kernels. fused is one kernel and
-           takes a third longer than its start.
+           start. `compiled` takes as long as the starts of its three kernels. `fused` is one kernel
+           and takes a third longer than its start.
 Use when   Every layer of a decoder has this step. Use compiled if the model is compiled anyway, and
            check that the cache is written in place. The kernel does not check slots, because they
            are on the GPU. Check slots on the host when you make them, as `paged_decode_test.py`

@@ -9,23 +9,24 @@ Problem    Speculative decoding verifies a tree of drafted tokens (SpecInfer, ar
            cache. The result is the attention of all nodes.
 Baseline   per_branch: for each branch, write the keys and values of its nodes after the context.
            Then call `scaled_dot_product_attention` with a causal mask for the last 4 tokens.
-Optimized  masked: changes per_branch. Write all nodes at once, and make one call. A mask hides all
-           nodes from a node except its ancestors and itself. The mask is made before the timed
+Optimized  masked: changes `per_branch`. Write all nodes at once, and make one call. A mask hides
+           all nodes from a node except its ancestors and itself. The mask is made before the timed
            part. The heads of a group become queries of one head, because PyTorch's fast kernels do
            not support grouped heads together with a mask.
-           fused: changes masked. A Triton kernel has one program per sequence, group, and `chunk`
+           fused: changes `masked`. A Triton kernel has one program per sequence, group, and `chunk`
            tokens. A second kernel joins the chunks' results. For each node, the kernel reads a
            32-bit word instead of a mask value per score.
-Bound      DRAM limits fused, because the context is read once. per_branch reads the context once
-           per branch, but the tensor cores take longer than these reads: for each head,
+Bound      DRAM limits `fused`, because the context is read once. `per_branch` reads the context
+           once per branch, but the tensor cores take longer than these reads: for each head,
            FlashAttention-2 computes a tile of 128 queries, and only 4 of these queries exist. With
-           2 sequences, masked has 16 programs, so most SMs are idle.
-Seen       masked takes two to three times as long as predicted, on an H100 and on an H200. We did
+           2 sequences, `masked` has 16 programs, so most SMs are idle.
+Seen       `masked` takes two to three times as long as predicted, on an H100 and on an H200. We did
            not record which kernel PyTorch chose. If it does not split the context, an SM has at
            most one program, which probably keeps too few bytes in flight. With 2 sequences on an
-           H100, masked gains about a third over per_branch. fused splits the context, and is many
-           times as fast as per_branch. In the same case, per_branch takes a third longer than
-           predicted. We did not measure why. fused is within about a fifth of its prediction.
+           H100, `masked` gains about a third over `per_branch`. fused splits the context, and is
+           many times as fast as `per_branch`. In the same case, `per_branch` takes a third longer
+           than predicted. We did not measure why. `fused` is within about a fifth of its
+           prediction.
 Use when   A draft has several candidates for a token, and the context is much longer than the tree.
            The gain of a tree also depends on how many drafted tokens are accepted, which this page
            does not measure.

@@ -6,33 +6,33 @@ Problem    Compute forward attention in bf16, with heads of 128, with and withou
            CPU checks fp16.
 Baseline   eager: computes scores by `matmul`, applies the mask, computes the softmax in fp32,
            rounds, and multiplies by the values with `matmul`.
-Optimized  tiled: changes eager. One kernel with an online softmax keeps the scores on the chip. A
+Optimized  tiled: changes `eager`. One kernel with an online softmax keeps the scores on the chip. A
            program takes 64 queries, and 64 keys at a time.
-           tuned: changes tiled. A program takes 128 queries. Autotuning chooses the faster of two
+           tuned: changes `tiled`. A program takes 128 queries. Autotuning chooses the faster of two
            forms: 64 keys at a time with 4 warps, or 128 keys with 8 warps.
-           descriptors: changes tuned. The tensor memory accelerator (TMA) loads and stores tiles.
+           descriptors: changes `tuned`. The tensor memory accelerator (TMA) loads and stores tiles.
            flash: `SDPBackend.FLASH_ATTENTION`, which is FlashAttention-2.
            cudnn: `SDPBackend.CUDNN_ATTENTION`, which uses wgmma and TMA on Hopper.
-Bound      DRAM limits eager, because each step reads and writes all scores. The L2 limits tiled,
-           because each program of 64 queries reads keys and values from it. Tensor cores limit
-           cudnn. The kernels in Triton use wgmma on Hopper. The costs assume that their
+Bound      DRAM limits `eager`, because each step reads and writes all scores. The L2 limits
+           `tiled`, because each program of 64 queries reads keys and values from it. Tensor cores
+           limit `cudnn`. The kernels in Triton use wgmma on Hopper. The costs assume that their
            exponentials run after the products, because first all warps of a program multiply, and
            then all compute exponentials. There is no variant with warps that only load: Triton 3.9
            fails to compile this loop with `warp_specialize`, for Hopper and for Blackwell.
-Seen       All cases were recorded on an H100. Without a mask, cudnn takes a fifth to a third longer
-           than predicted, and at 16384 tokens it takes longer than the same call in
+Seen       All cases were recorded on an H100. Without a mask, `cudnn` takes a fifth to a third
+           longer than predicted, and at 16384 tokens it takes longer than the same call in
            `cuda_attention_hopper_test.py`. The GPU's clock was probably lower in the timings with
-           eager. tuned takes a quarter to a half longer than predicted. descriptors differs from
-           tuned only in how tiles are loaded, and is closer to its prediction. eager takes up to a
-           quarter longer than predicted. We did not time the kernels of eager alone.
-           With the causal mask, every side misses its prediction by more: tiled takes up to two
-           fifths longer than predicted, and tuned takes up to twice as long. The misses of the
-           other sides lie in between. A causal program has between one tile and all tiles of keys,
-           and the costs do not count SMs that wait for the longest program. We did not measure
-           these waits. At 1024 tokens with the mask, tuned is slower than tiled, and descriptors is
-           hardly faster than tiled. A program of tuned or descriptors has twice as many queries as
-           a program of tiled, so there are half as many programs.
-           cudnn is the fastest side everywhere. flash is slower than every kernel in Triton.
+           `eager`. `tuned` takes a quarter to a half longer than predicted. descriptors differs
+           from tuned only in how tiles are loaded, and is closer to its prediction. `eager` takes
+           up to a quarter longer than predicted. We did not time the kernels of `eager` alone. With
+           the causal mask, every side misses its prediction by more: `tiled` takes up to two fifths
+           longer than predicted, and `tuned` takes up to twice as long. The misses of the other
+           sides lie in between. A causal program has between one tile and all tiles of keys, and
+           the costs do not count SMs that wait for the longest program. We did not measure these
+           waits. At 1024 tokens with the mask, `tuned` is slower than `tiled`, and `descriptors` is
+           hardly faster than `tiled`. A program of `tuned` or `descriptors` has twice as many
+           queries as a program of `tiled`, so there are half as many programs. `cudnn` is the
+           fastest side everywhere. `flash` is slower than every kernel in Triton.
 Use when   You need attention that no library has: Triton takes the least code. Use descriptors, and
            tune the tile sizes. For plain or causal attention, call the library. The same ladder in
            CUDA C++ is in `cuda_attention_hopper_test.py`.

@@ -8,32 +8,32 @@ Problem    Compute bf16 attention without a mask over a batch of sequences, as i
 Baseline   padded: copy the tokens to a batch as long as the longest sequence. Then call
            `scaled_dot_product_attention` with a mask for the padding, and copy the tokens back. The
            mask and indices are made before the timed part.
-Optimized  looped: changes padded. There is one call per sequence, on a view of its tokens. Nothing
-           is padded.
-           packed: changes looped. One Triton kernel computes all sequences. A program takes 64
+Optimized  looped: changes `padded`. There is one call per sequence, on a view of its tokens.
+           Nothing is padded.
+           packed: changes `looped`. One Triton kernel computes all sequences. A program takes 64
            queries of a head. A list, made before the timed part, gives the sequence of each
            program's queries.
-           nested: changes looped. `scaled_dot_product_attention` gets a nested tensor of jagged
+           nested: changes `looped`. `scaled_dot_product_attention` gets a nested tensor of jagged
            layout, which PyTorch's flash kernel handles as packed tokens.
-           varlen: changes looped. `torch.nn.attention.varlen.varlen_attn` passes the list of starts
-           to the kernel of nested.
-Bound      Tensor cores, except for short sequences. padded also computes the scores of the padding.
-           looped leaves SMs idle when a sequence has fewer tiles of queries than there are SMs, and
-           each call ends before the next one begins. In packed, a program has only 64 queries, so
-           reading keys and values from the L2 takes longer than the products. A program's
-           exponentials come after its products.
+           varlen: changes `looped`. `torch.nn.attention.varlen.varlen_attn` passes the list of
+           starts to the kernel of `nested`.
+Bound      Tensor cores, except for short sequences. `padded` also computes the scores of the
+           padding. `looped` leaves SMs idle when a sequence has fewer tiles of queries than there
+           are SMs, and each call ends before the next one begins. In packed, a program has only 64
+           queries, so reading keys and values from the L2 takes longer than the products. A
+           program's exponentials come after its products.
 Seen       On an H100 with sequences of up to 512 tokens, all sides take about twice as long as
-           predicted, and looped takes even longer. In packed, nested and varlen, a program has only
-           a few tiles of keys, so its start and end probably take as long as its products. A call
-           of looped has few programs, which do not fill the GPU. We did not record which kernel
-           PyTorch chose for padded, which has a mask. packed, nested and varlen take the same time.
-           With up to 4096 tokens, looped is the fastest side: it takes a third less time than
-           packed, nested and varlen, which again take the same time. nested and varlen take more
-           than twice as long as predicted, and reach the same share of the tensor cores' peak as
-           FlashAttention-2 in `triton_attention_test.py`. looped reaches a larger share, which only
-           cuDNN reaches on that page. So PyTorch probably chose cuDNN for looped, but we did not
-           record the kernel. packed takes almost one and a half times as long as predicted, and
-           padded almost twice as long.
+           predicted, and `looped` takes even longer. In `packed`, `nested` and `varlen`, a program
+           has only a few tiles of keys, so its start and end probably take as long as its products.
+           A call of `looped` has few programs, which do not fill the GPU. We did not record which
+           kernel PyTorch chose for `padded`, which has a mask. `packed`, `nested` and `varlen` take
+           the same time. With up to 4096 tokens, `looped` is the fastest side: it takes a third
+           less time than `packed`, `nested` and `varlen`, which again take the same time. `nested`
+           and `varlen` take more than twice as long as predicted, and reach the same share of the
+           tensor cores' peak as FlashAttention-2 in `triton_attention_test.py`. `looped` reaches a
+           larger share, which only cuDNN reaches on that page. So PyTorch probably chose cuDNN for
+           `looped`, but we did not record the kernel. `packed` takes almost one and a half times as
+           long as predicted, and padded almost twice as long.
 Use when   The sequences of a batch differ in length. The gain depends on how many scores belong to
            padding, and the number of scores grows with the square of the length. If each sequence
            fills the GPU, a call per sequence is enough, and may be faster, because it can use a

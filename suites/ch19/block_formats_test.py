@@ -9,26 +9,27 @@ Baseline   eager: the definition of MXFP8 in PyTorch, one kernel for each operat
            compiled_fp4: the definition of NVFP4 through `torch.compile`. An eager baseline would be
            too easy to beat: PyTorch has no cast to e2m1, so it would launch two kernels for each of
            seven comparisons.
-Optimized  compiled: like eager, through `torch.compile`.
-           fused: changes eager. One Triton kernel does all operations.
-           fused_fp4: changes compiled_fp4. One Triton kernel does all operations.
-Bound      DRAM limits MXFP8. One pass reads 2 bytes per element and writes about 1. eager writes
-           and reads its intermediate values, most of them in fp32. fused runs 19 instructions per
+Optimized  compiled: like `eager`, through `torch.compile`.
+           fused: changes `eager`. One Triton kernel does all operations.
+           fused_fp4: changes `compiled_fp4`. One Triton kernel does all operations.
+Bound      DRAM limits MXFP8. One pass reads 2 bytes per element and writes about 1. `eager` writes
+           and reads its intermediate values, most of them in fp32. `fused` runs 19 instructions per
            element on sm90. On an H200, these instructions take about as long as the reads and
-           writes. Instructions limit NVFP4: fused_fp4 runs 35 instructions per element, because it
-           compares each element with seven midpoints. Comparisons are exact, and a division would
-           round. On an H200, these instructions take almost twice as long as the reads and writes.
-           compiled_fp4 makes the same comparisons, but first stores each code in a byte. A second
-           kernel packs two codes into one byte.
-Seen       On an H100, compiled_fp4 takes more than twice as long as predicted, which explains most
-           of the gain of fused_fp4. The cost of compiled_fp4 assumes as many instructions per
-           element as fused_fp4 has. compiled_fp4 probably runs more, but we did not examine its GPU
-           code. eager takes longer than predicted from its passes. Two kinds of kernels are
-           probably slower than a copy: kernels that find the largest of 32 elements, and kernels
-           that multiply by a factor per block. We did not time the kernels of eager one by one.
+           writes. Instructions limit NVFP4: `fused_fp4` runs 35 instructions per element, because
+           it compares each element with seven midpoints. Comparisons are exact, and a division
+           would round. On an H200, these instructions take almost twice as long as the reads and
+           writes. `compiled_fp4` makes the same comparisons, but first stores each code in a byte.
+           A second kernel packs two codes into one byte.
+Seen       On an H100, `compiled_fp4` takes more than twice as long as predicted, which explains
+           most of the gain of `fused_fp4`. The cost of `compiled_fp4` assumes as many instructions
+           per element as `fused_fp4` has. `compiled_fp4` probably runs more, but we did not examine
+           its GPU code. `eager` takes longer than predicted from its passes. Two kinds of kernels
+           are probably slower than a copy: kernels that find the largest of 32 elements, and
+           kernels that multiply by a factor per block. We did not time the kernels of eager one by
+           one.
 Use when   You quantize in the call, as for activations. The time to quantize can decide whether the
            low-precision product is faster than bf16, so quantize in one pass. For MXFP8, compile
-           the definition, which takes one line and is as fast as fused. For NVFP4, write the
+           the definition, which takes one line and is as fast as `fused`. For NVFP4, write the
            kernel. The page accepts no error: codes and scales must match the definition bit for
            bit. The formats themselves lose accuracy. MXFP8 rounds an element by up to 2^-4 of its
            value. The scale is a power of two, and values above 448 times the scale are clamped to

@@ -6,35 +6,35 @@ Baseline   bf16: `torch.nn.functional.linear`, which calls cuBLAS.
 Optimized  All variants use one Triton kernel, which converts weights to bf16 in registers. x stays
            bf16. In fp8, fp6 and fp4, W is quantized once, before the timed part. Every 32 weights
            of a row share a scale, a power of two, as in the OCP's MX formats.
-           streamed: changes bf16. The Triton kernel reads bf16 weights, so the variant shows the
+           streamed: changes `bf16`. The Triton kernel reads bf16 weights, so the variant shows the
            effect of the kernel without quantization.
-           fp8: changes streamed. MXFP8: e4m3, one byte per weight.
-           fp6: changes fp8. MXFP6: e2m3, four weights in three bytes. Each byte holds the code of
+           fp8: changes `streamed`. MXFP8: e4m3, one byte per weight.
+           fp6: changes `fp8`. MXFP6: e2m3, four weights in three bytes. Each byte holds the code of
            one weight and two bits of the fourth code.
-           fp4: changes fp6. MXFP4: e2m1, two weights in a byte.
-Bound      DRAM limits bf16, streamed and fp8. The L2 of an H100 is too small for the weights of any
-           side. Instructions limit fp6 and fp4. No GPU before Blackwell converts codes of six or
-           four bits. So the kernel shifts the bits of a code to the place of fp32's exponent and
+           fp4: changes `fp6`. MXFP4: e2m1, two weights in a byte.
+Bound      DRAM limits `bf16`, `streamed` and fp8. The L2 of an H100 is too small for the weights of
+           any side. Instructions limit fp6 and fp4. No GPU before Blackwell converts codes of six
+           or four bits. So the kernel shifts the bits of a code to the place of fp32's exponent and
            mantissa, and multiplies by the scale. In nvdisasm's listing for sm90, the loop has 6
            instructions per weight for fp8, 11 for fp6 and 8 for fp4, with the autotuner's largest
            tile per warp. Smaller tiles take up to one more instruction per weight. So fp6 saves a
            quarter of fp8's memory but should take longer. A product always has 16 rows, so 1 row
            and 16 rows of x should take the same time.
-Seen       On an H100, streamed takes as long as bf16 and as long as predicted. fp8 takes a third
-           longer than predicted, and fp4 takes one and a half times as long as predicted. fp6 takes
-           almost twice as long as predicted and is slower than bf16. 1 row and 16 rows take the
-           same time, as expected. Loads and conversions probably overlap only in part. We did not
-           profile the loop. On an H200, bf16 gains from the faster DRAM, but fp4 takes as long as
-           on an H100, because instructions are its limit. So on an H200, fp4 is slightly slower
-           than bf16.
+Seen       On an H100, `streamed` takes as long as bf16 and as long as predicted. `fp8` takes a
+           third longer than predicted, and `fp4` takes one and a half times as long as predicted.
+           `fp6` takes almost twice as long as predicted and is slower than `bf16`. 1 row and 16
+           rows take the same time, as expected. Loads and conversions probably overlap only in
+           part. We did not profile the loop. On an H200, `bf16` gains from the faster DRAM, but
+           `fp4` takes as long as on an H100, because instructions are its limit. So on an H200,
+           `fp4` is slightly slower than `bf16`.
 Use when   A product has few rows and large weights, as in a decode step. Use fp6 if memory is
            scarce and four bits lose too much accuracy. e2m3 has as many mantissa bits as e4m3, and
            the scale for every 32 weights makes up for its smaller range. int4 with a scale per 128
            weights takes fewer instructions than fp4 (`../ch13/weight_only_test.py`), but the
            numbers of int4 are evenly spaced. Weights must be below 2^63. The check accepts the
            error that rounding each operand by 2^-4 of its value (fp8, fp6), or each weight by 2^-2
-           of its value (fp4), would cause. The page claims no speedup for fp6 and fp4: fp4 gains on
-           an H100 and loses on an H200.
+           of its value (fp4), would cause. The page claims no speedup for fp6 and fp4: `fp4` gains
+           on an H100 and loses on an H200.
 """
 
 import torch

@@ -3,65 +3,66 @@
 Problem    Compute y = x W^T in bf16, with x (m, k) and W (n, k). W is the page's state.
            The second test times only the product: x and W are already codes with a scale per row.
 Baseline   bf16: `torch.nn.functional.linear`, which is cuBLASLt.
-           library: in the second test, `torch._scaled_mm` with fast sums. As in by_rows, tensor
+           library: in the second test, `torch._scaled_mm` with fast sums. As in `by_rows`, tensor
            cores sum over all of k. On Hopper, `torch._scaled_mm` has called cuBLASLt since CUDA
            12.9.
 Optimized  All variants multiply in e4m3. Triton kernels quantize x in the call, multiply, and scale
            before they store. W is quantized once, before the timed part.
            by_rows: a scale for each row of x and of W. Tensor cores sum over all of k.
-           summed: changes by_rows. Tensor cores sum over 128 channels at a time, starting at 0.
+           summed: changes `by_rows`. Tensor cores sum over 128 channels at a time, starting at 0.
            CUDA cores add up these sums.
-           by_blocks: changes summed. There is one scale for every 128 elements of a row of x, and
+           by_blocks: changes `summed`. There is one scale for every 128 elements of a row of x, and
            one for every tile of 128 x 128 in W, as in DeepSeek-V3 (arXiv:2412.19437). Each sum over
            128 channels is multiplied by its two scales.
-           hopper_rows: changes by_rows. The product is a kernel in CUDA C++, with TMA, tiles of
+           hopper_rows: changes `by_rows`. The product is a kernel in CUDA C++, with TMA, tiles of
            128 x 256, a warp that only loads, and one block per SM.
-           hopper_summed: changes summed. The kernel is like hopper_rows, but tiles are 128 x 128,
-           and two blocks load each tile of W together.
-           hopper_blocks: changes by_blocks. The kernel is like hopper_summed.
-           product_by_rows: in the second test, the product of hopper_rows.
-           product_summed: in the second test, the product of hopper_summed.
-           library_summed: changes library, by `use_fast_accum=False`. cuBLASLt then promotes its
-           sums to a higher precision at intervals. Compare product_summed with library_summed.
-Bound      Tensor cores, at twice the rate of bf16. summed and by_blocks add one multiply-add on
+           hopper_summed: changes `summed`. The kernel is like `hopper_rows`, but tiles are 128 x
+           128, and two blocks load each tile of W together.
+           hopper_blocks: changes `by_blocks`. The kernel is like `hopper_summed`.
+           product_by_rows: in the second test, the product of `hopper_rows`.
+           product_summed: in the second test, the product of `hopper_summed`.
+           library_summed: changes `library`, by `use_fast_accum=False`. cuBLASLt then promotes its
+           sums to a higher precision at intervals. Compare `product_summed` with `library_summed`.
+Bound      Tensor cores, at twice the rate of bf16. `summed` and `by_blocks` add one multiply-add on
            CUDA cores for every 128 on tensor cores. These additions are little work, but a block's
            tensor cores wait for them. The registers for a second set of sums cost more. In the code
            for sm90, a thread of a 128 x 128 tile needs 170 registers instead of 117. So only one
            block fits on an SM, and no second block can use the tensor cores during the wait. Tiles
            of 64 x 128 leave room for two blocks, but read more bytes. So the page claims no speedup
-           over bf16 for summed and by_blocks. In hopper_summed and hopper_blocks, each of two
-           warpgroups has half of the tile. While one warpgroup adds up its sums, the other
+           over bf16 for `summed` and `by_blocks`. In `hopper_summed` and `hopper_blocks`, each of
+           two warpgroups has half of the tile. While one warpgroup adds up its sums, the other
            warpgroup's products can run.
 Seen       On an H100, the variants in Triton take longer than predicted. The predictions use the
-           rate `fp8`, which was measured with a library's product. by_rows does not reach this
-           rate, and we did not measure why. summed and by_blocks have one block per SM (see
-           *Bound*), so nothing hides the block's waits. summed is as fast as bf16, and by_blocks is
-           slower than bf16.
-           The kernels in CUDA C++ were recorded on an H200. hopper_rows is within a seventh of its
-           prediction, and hopper_summed takes a quarter longer than predicted. Both are faster than
-           bf16. hopper_blocks takes three fifths longer than predicted, and is hardly faster than
-           bf16. hopper_blocks differs from hopper_summed only in the scales: a thread reads three
-           scales in each step of 128 channels. We did not measure whether the thread waits for
-           these scales. In Triton, by_blocks is also slower than summed.
-           In the second test, on an H200, product_by_rows is a little slower than library, although
-           both should take the same time. cuBLASLt launches `nvjet_sm90_qqtst_128x128_128x6_2x1`,
-           whose name suggests tiles of 128 x 128 and six stages. We did not measure the cause of
-           the difference. product_summed is even slower, mostly as predicted, because its additions
-           take time. product_summed takes about a sixth longer than library_summed, for which
-           cuBLASLt launches another kernel. The costs assume that library_summed adds once per 128
-           channels. But library_summed loses less to library than these additions would cost, so it
-           may add less often.
-Use when   Use by_rows for speed, if the values along a row are similar in size. by_rows does not
-           wait for CUDA cores, and cuBLASLt offers it (`../ch13/fp8_linear_test.py`). summed and
-           by_blocks are for accuracy, and in Triton save no time over bf16. In CUDA C++ on an H200,
-           hopper_summed saves time, and hopper_blocks saves hardly any. Use summed for a long k:
-           Hopper's tensor cores keep about 14 bits of a sum of FP8 products, which may matter in
-           training. Use by_blocks if parts of a row differ in size by more than 2^15, the ratio of
-           e4m3's largest number to its smallest normal one. Outliers in a few channels do not need
-           by_blocks, because e4m3's steps are relative to each value. The check accepts the error
-           that rounding each operand by 2^-4 of its value would cause. On these normally
-           distributed inputs, all variants lose about the same accuracy. In the second test,
-           products may differ from library by the same amount, because tensor cores round the sums.
+           rate `fp8`, which was measured with a library's product. `by_rows` does not reach this
+           rate, and we did not measure why. `summed` and `by_blocks` have one block per SM (see
+           *Bound*), so nothing hides the block's waits. `summed` is as fast as bf16, and
+           `by_blocks` is slower than `bf16`. The kernels in CUDA C++ were recorded on an H200.
+           `hopper_rows` is within a seventh of its prediction, and `hopper_summed` takes a quarter
+           longer than predicted. Both are faster than `bf16`. `hopper_blocks` takes three fifths
+           longer than predicted, and is hardly faster than `bf16`. `hopper_blocks` differs from
+           `hopper_summed` only in the scales: a thread reads three scales in each step of 128
+           channels. We did not measure whether the thread waits for these scales. In Triton,
+           `by_blocks` is also slower than `summed`. In the second test, on an H200,
+           `product_by_rows` is a little slower than `library`, although both should take the same
+           time. cuBLASLt launches `nvjet_sm90_qqtst_128x128_128x6_2x1`, whose name suggests tiles
+           of 128 x 128 and six stages. We did not measure the cause of the difference.
+           `product_summed` is even slower, mostly as predicted, because its additions take time.
+           `product_summed` takes about a sixth longer than `library_summed`, for which cuBLASLt
+           launches another kernel. The costs assume that `library_summed` adds once per 128
+           channels. But `library_summed` loses less to library than these additions would cost, so
+           it may add less often.
+Use when   Use `by_rows` for speed, if the values along a row are similar in size. `by_rows` does
+           not wait for CUDA cores, and cuBLASLt offers it (`../ch13/fp8_linear_test.py`). `summed`
+           and `by_blocks` are for accuracy, and in Triton save no time over bf16. In CUDA C++ on an
+           H200, `hopper_summed` saves time, and `hopper_blocks` saves hardly any. Use summed for a
+           long k: Hopper's tensor cores keep about 14 bits of a sum of FP8 products, which may
+           matter in training. Use `by_blocks` if parts of a row differ in size by more than 2^15,
+           the ratio of e4m3's largest number to its smallest normal one. Outliers in a few channels
+           do not need `by_blocks`, because e4m3's steps are relative to each value. The check
+           accepts the error that rounding each operand by 2^-4 of its value would cause. On these
+           normally distributed inputs, all variants lose about the same accuracy. In the second
+           test, products may differ from library by the same amount, because tensor cores round the
+           sums.
 """
 
 import torch

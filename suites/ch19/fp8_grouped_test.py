@@ -11,28 +11,28 @@ Baseline   looped: copies the ends to the host, which waits for the GPU. For eac
 Optimized  All variants multiply in e4m3, with a scale for each row of x and of W. W is quantized
            once, before the timed part. x is quantized in the call, with the same Triton kernel in
            all variants.
-           looped_fp8: changes looped. `torch._scaled_mm` for each expert.
-           grouped: changes looped_fp8. One Triton kernel computes all experts. The grid covers the
-           largest possible number of tiles. Each program finds its expert from the ends, and
+           looped_fp8: changes `looped`. `torch._scaled_mm` for each expert.
+           grouped: changes `looped_fp8`. One Triton kernel computes all experts. The grid covers
+           the largest possible number of tiles. Each program finds its expert from the ends, and
            programs without a tile exit.
            library: `torch._scaled_grouped_mm`, which reads the ends on the GPU too.
 Bound      The host limits the loops at 64 experts. FP8 cannot gain if the host is the limit, so the
-           page claims no speedup for looped_fp8. With 8 experts, the products take longer than
+           page claims no speedup for `looped_fp8`. With 8 experts, the products take longer than
            their launches, so a loop loses only the wait for the ends and the tail of each product.
-           DRAM limits grouped at 512 rows, because each weight is read for few rows. With more
-           rows, tensor cores limit grouped. With few rows, the autotuner may choose tiles of 16
+           DRAM limits `grouped` at 512 rows, because each weight is read for few rows. With more
+           rows, tensor cores limit `grouped`. With few rows, the autotuner may choose tiles of 16
            rows. On Hopper, Triton multiplies such tiles in fp16, which is exact and fast enough to
            keep up with DRAM. The second test compares the GPU time of FP8 and bf16. FP8 halves the
            bytes of W and doubles the rate of the tensor cores, but has to quantize x. In this test,
-           library differs from bf16 only in the type. grouped also has a different kernel.
+           library differs from bf16 only in the type. `grouped` also has a different kernel.
 Seen       On an H100, the loops at 64 experts take two to four times as long as predicted. The
            prediction uses the rate `launch`. Calling `torch.mm` takes the host longer than this
-           rate says, and calling `torch._scaled_mm` takes even longer. So at 64 experts, looped_fp8
-           is slower than the loop in bf16. With few rows, the host limits grouped and library, too.
-           The second test excludes the host's time. With many rows, all grouped products, including
-           bf16, take about one and a half times as long as predicted. The costs assume the rate of
-           one large product and do not count empty rows of tiles. We did not measure which
-           assumption matters. grouped is about as fast as library.
+           rate says, and calling `torch._scaled_mm` takes even longer. So at 64 experts,
+           `looped_fp8` is slower than the loop in bf16. With few rows, the host limits grouped and
+           library, too. The second test excludes the host's time. With many rows, all grouped
+           products, including bf16, take about one and a half times as long as predicted. The costs
+           assume the rate of one large product and do not count empty rows of tiles. We did not
+           measure which assumption matters. `grouped` is about as fast as library.
 Use when   There are many experts, or the layer is part of a captured graph. A loop cannot be
            captured, because the host reads where groups end. Outside a graph, a loop is enough for
            a few large experts. No side gets the groups' sizes on the host. If you need these sizes

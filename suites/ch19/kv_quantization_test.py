@@ -5,25 +5,25 @@ Problem    Compute attention of one new token per sequence, with 64 heads of 128
            is the page's state.
 Baseline   library: `torch.nn.functional.scaled_dot_product_attention`.
 Optimized  streamed: two Triton kernels. The first attends to 1024 tokens per program and the second
-           joins the results. streamed reads as many bytes as library, so it shows the effect of the
-           kernels alone.
-           int8_cache: changes streamed. Keys and values have one byte per number, and one fp32
+           joins the results. `streamed` reads as many bytes as library, so it shows the effect of
+           the kernels alone.
+           int8_cache: changes `streamed`. Keys and values have one byte per number, and one fp32
            scale per token and group.
-           fp8_cache: like int8_cache, with e4m3 instead of integers. int8_cache and fp8_cache
+           fp8_cache: like `int8_cache`, with e4m3 instead of integers. `int8_cache` and `fp8_cache`
            quantize the cache before the timed part, because a real decode step quantizes only its
            own token.
-Bound      DRAM, because the cache is read once. int8_cache and fp8_cache read about half of the
+Bound      DRAM, because the cache is read once. `int8_cache` and `fp8_cache` read about half of the
            bytes, and instructions turn each byte into bf16 for the tensor cores. In the code for
-           sm90, the loop of streamed has 2.7 instructions per number of the cache, and the loops of
-           int8_cache and fp8_cache have about 6.5. At 6.5, an H200 takes about as long to issue the
-           instructions as to read the bytes. fp8_cache converts each number with an instruction
-           (F2F) whose rate we did not measure. The scales cost little: the scales of keys multiply
-           the scores, and the scales of values multiply the probabilities.
-Seen       On an H100, int8_cache takes somewhat longer than predicted, and fp8_cache exceeds its
-           prediction by more. The main difference between their loops is fp8_cache's F2F
-           conversion, so F2F is the likely reason. int8_cache and fp8_cache are clearly faster than
-           library. streamed is a little slower than library, so the gain comes from fewer bytes and
-           not from the kernels.
+           sm90, the loop of `streamed` has 2.7 instructions per number of the cache, and the loops
+           of `int8_cache` and `fp8_cache` have about 6.5. At 6.5, an H200 takes about as long to
+           issue the instructions as to read the bytes. `fp8_cache` converts each number with an
+           instruction (F2F) whose rate we did not measure. The scales cost little: the scales of
+           keys multiply the scores, and the scales of values multiply the probabilities.
+Seen       On an H100, `int8_cache` takes somewhat longer than predicted, and `fp8_cache` exceeds
+           its prediction by more. The main difference between their loops is fp8_cache's F2F
+           conversion, so F2F is the likely reason. `int8_cache` and `fp8_cache` are clearly faster
+           than `library`. `streamed` is a little slower than `library`, so the gain comes from
+           fewer bytes and not from the kernels.
 Use when   Contexts are long, or there are many sequences, so the cache takes more memory and time
            than the weights. Eight bits also double the number of tokens that fit into memory. The
            check accepts the error that rounding q, k, p and v to the declared format would cause:

@@ -8,25 +8,25 @@ Baseline   bf16: `torch.nn.functional.linear`, which is cuBLASLt. Outliers do no
 Optimized  All variants multiply in int8, with a scale for each row of x and of W. Triton kernels
            quantize the rows of x in the call, multiply, and rescale before they store. W is
            quantized once, before the timed part.
-           apart: changes bf16. The int8 product treats the outliers as zero. A second product
+           apart: changes `bf16`. The int8 product treats the outliers as zero. A second product
            multiplies the outliers in bf16, and the int8 kernel adds this result (LLM.int8(),
            arXiv:2208.07339).
-           smoothed: changes apart. Instead of a second product, each channel of x is divided by a
+           smoothed: changes `apart`. Instead of a second product, each channel of x is divided by a
            factor, and the same channel of W is multiplied by that factor. The factor is 8 for
            outliers, and 1 for the others. So x and W share the difference in size (SmoothQuant,
            arXiv:2211.10438).
-           rotated: changes smoothed. Instead of factors, every 64 channels of x and of W are
+           rotated: changes `smoothed`. Instead of factors, every 64 channels of x and of W are
            multiplied by the same Hadamard matrix, which leaves y unchanged and spreads an outlier
-           over its 64 channels (QuaRot, arXiv:2404.00456). rotated does not need to know the
+           over its 64 channels (QuaRot, arXiv:2404.00456). `rotated` does not need to know the
            outliers' channels.
 Bound      Tensor cores, at twice the rate of bf16 at best. Triton uses Hopper's own instruction for
            int8 (`wgmma` with s8), unlike cuBLAS in `../ch13/dynamic_int8_test.py`. DRAM limits the
            quantizing of x. In smoothed, the quantizing kernel also reads the factors. In rotated,
            it also multiplies by the matrix, on tensor cores. `apart` has to gather the outlier
            channels first, and the result of the second product is written to DRAM and read again.
-Seen       On an H100, smoothed and rotated take less time than predicted. The rate `int8` was
+Seen       On an H100, `smoothed` and `rotated` take less time than predicted. The rate `int8` was
            measured with `torch._int_mm`, and the Triton kernel multiplies faster than that call. So
-           a result can exceed 100 % of the limit. rotated is as fast as smoothed. `apart` is
+           a result can exceed 100 % of the limit. `rotated` is as fast as `smoothed`. `apart` is
            slower, because of its second product, and gains only a little over bf16.
 Use when   Your GPU or its memory requires int8, and activations have outliers. Plain int8 with a
            scale per row is not on this page, because the check rejects its results: the outliers

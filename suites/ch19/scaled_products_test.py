@@ -6,8 +6,8 @@ Optimized  Both variants quantize x in the call, with the kernels of block_forma
            quantized once, before the timed part. One Triton kernel multiplies, with
            `tl.dot_scaled`.
            mxfp8: e4m3 codes, and one power-of-two scale for every 32 elements of a row.
-           nvfp4: changes mxfp8. There are e2m1 codes, two per byte, and an e4m3 scale for every 16
-           elements. The scale of the whole tensor is 1 here.
+           nvfp4: changes `mxfp8`. There are e2m1 codes, two per byte, and an e4m3 scale for every
+           16 elements. The scale of the whole tensor is 1 here.
 Bound      Tensor cores, at twice the rate of bf16 for mxfp8 and at four times that rate for nvfp4.
            Tensor cores also apply the scales. In fp8_blocks_test.py, CUDA cores apply them. The
            scales increase the bytes of mxfp8 by a 32nd, and the bytes of nvfp4 by an eighth. x is
@@ -15,7 +15,7 @@ Bound      Tensor cores, at twice the rate of bf16 for mxfp8 and at four times t
            a B200's data sheet, the pass takes almost half as long as the product.
 Use when   You have a Blackwell GPU, and the layers tolerate four or eight bits. Other GPUs have no
            instruction for these products, and Triton first converts both operands to bf16. These
-           conversions make the variants slower than bf16, so they are not timed on other GPUs.
+           conversions make the variants slower than `bf16`, so they are not timed on other GPUs.
            cuBLASLt has these products too, through `torch.nn.functional.scaled_mm`. cuBLASLt takes
            scales in the order in which tensor cores read them. Our kernel takes scales in plain
            order and reorders them during the load. We chose the tile size without a GPU. The

@@ -7,31 +7,32 @@ Optimized  All variants use the same two Triton kernels. One kernel splits an op
            multiplies. The first part is the rounded number. Each further part is the rounded
            remainder.
            tf32: one part of 11 bits, which shows the time and the error of a single product.
-           tf32x3: changes tf32. Two parts have 22 bits. There are three products: high with high,
+           tf32x3: changes `tf32`. Two parts have 22 bits. There are three products: high with high,
            high with low, and low with high.
-           bf16x3: changes tf32x3. Two bf16 parts have 16 bits. The three products are as in tf32x3.
-           bf16x6: changes bf16x3. Three bf16 parts have 24 bits, as in fp32. There are six of the
+           bf16x3: changes `tf32x3`. Two bf16 parts have 16 bits. The three products are as in
+           `tf32x3`.
+           bf16x6: changes `bf16x3`. Three bf16 parts have 24 bits, as in fp32. There are six of the
            nine products, because the other three are below the last bit of fp32. A tensor core
            truncates the bits that its sum cannot hold. So tensor cores sum only the products of one
            step of the loop. CUDA cores add the sums of the steps, with rounding.
 Bound      Tensor cores, with three or six times as many operations as one product. The number of
            products and the rate of the type determine the time. TF32 runs at half the rate of bf16,
-           so tf32x3 should take about as long as bf16x6. DRAM limits the splitting, which takes
+           so `tf32x3` should take about as long as `bf16x6`. DRAM limits the splitting, which takes
            little time compared with the products. Two sums per output take many registers, so tiles
            are at most 128 x 128. The kernel also waits for each of its products.
-Seen       tf32 and tf32x3 are recorded on an H100, bf16x3 and bf16x6 on an H200. All four take
-           longer than predicted: tf32 about one and a half times as long, and the others about a
-           third longer. The rates `tf32` and `bf16` were measured with a library's products. The
+Seen       tf32 and `tf32x3` are recorded on an H100, `bf16x3` and `bf16x6` on an H200. All four
+           take longer than predicted: tf32 about one and a half times as long, and the others about
+           a third longer. The rates `tf32` and `bf16` were measured with a library's products. The
            Triton kernel waits for each product and adds the sums on CUDA cores, so it does not
-           reach those rates. We did not measure the waits and the additions separately. bf16x3 is
-           still almost four times as fast as fp32 on CUDA cores, and tf32x3 and bf16x6 are almost
-           twice as fast. tf32x3 and bf16x6 take about the same time, as predicted.
-Use when   fp32 products take most of the time, and TF32 is not accurate enough. For tf32x3 and
-           bf16x6, the check accepts fp32's error: the error of an fp32 sum that is rounded at each
-           step. For bf16x3 and tf32, the check accepts the error of operands with 11 bits. bf16x3
-           keeps 16 bits, so its error is far smaller than accepted, but larger than the error of
-           fp32. Parts in bf16 have the same exponent range as fp32, but very small numbers lose
-           their low parts. Infinity splits into infinity and NaN, so these sides turn infinite
+           reach those rates. We did not measure the waits and the additions separately. `bf16x3` is
+           still almost four times as fast as fp32 on CUDA cores, and `tf32x3` and `bf16x6` are
+           almost twice as fast. `tf32x3` and `bf16x6` take about the same time, as predicted.
+Use when   fp32 products take most of the time, and TF32 is not accurate enough. For `tf32x3` and
+           `bf16x6`, the check accepts fp32's error: the error of an fp32 sum that is rounded at
+           each step. For `bf16x3` and tf32, the check accepts the error of operands with 11 bits.
+           `bf16x3` keeps 16 bits, so its error is far smaller than accepted, but larger than the
+           error of fp32. Parts in bf16 have the same exponent range as fp32, but very small numbers
+           lose their low parts. Infinity splits into infinity and NaN, so these sides turn infinite
            values into NaN.
 """
 

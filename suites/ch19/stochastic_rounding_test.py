@@ -6,18 +6,18 @@ Problem    test_stochastic_rounding takes one step of gradient descent for n bf1
            average distance by which each group of 16384 weights has moved.
 Baseline   fp32_copy: one Triton kernel updates an fp32 copy of the weights and rounds it to bf16.
            in_fp32: all 32 steps in fp32.
-Optimized  stochastic: changes fp32_copy. There is no copy. The new weight rounds up or down at
+Optimized  stochastic: changes `fp32_copy`. There is no copy. The new weight rounds up or down at
            random. The closer the exact weight is to the upper number, the more often it rounds up.
            The kernel draws the random bits with Philox, from the step number and a seed, which is
            an input.
-           many_stochastic: changes in_fp32. Each step rounds stochastically.
-Bound      DRAM. fp32_copy moves 12 bytes per weight, stochastic 6. In the code for sm90, stochastic
-           has 28 instructions per weight and fp32_copy has 16. These instructions overlap with DRAM
-           traffic. One call of Philox gives the random bits for four weights. With one call per
-           weight, instructions would be the limit. The second test has little DRAM traffic, checks
-           only the result, and claims no speedup.
-Seen       On an H100, in_fp32 takes as long as its DRAM traffic plus its steps. So traffic and
-           steps probably do not overlap, although the cost of in_fp32 assumes that they do.
+           many_stochastic: changes `in_fp32`. Each step rounds stochastically.
+Bound      DRAM. `fp32_copy` moves 12 bytes per weight, stochastic 6. In the code for sm90,
+           `stochastic` has 28 instructions per weight and `fp32_copy` has 16. These instructions
+           overlap with DRAM traffic. One call of Philox gives the random bits for four weights.
+           With one call per weight, instructions would be the limit. The second test has little
+           DRAM traffic, checks only the result, and claims no speedup.
+Seen       On an H100, `in_fp32` takes as long as its DRAM traffic plus its steps. So traffic and
+           steps probably do not overlap, although the cost of `in_fp32` assumes that they do.
 Use when   Memory has no room for fp32 copies, or the optimizer's step takes long. A single weight
            is less accurate: stochastic rounding has an error of up to one last bit, and rounding to
            nearest has an error of at most half a last bit. But the error of stochastic rounding is

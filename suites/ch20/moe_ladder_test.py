@@ -10,22 +10,22 @@ Problem    Compute one mixture-of-experts block in inference, in bf16. After an 
            compares the first rung with the last.
 Baseline   masked: for each expert, find its tokens, gather them, compute, and add to the result.
            Early MoE models in public libraries did the same.
-           sorted_slices: the baseline of grouped.
-           grouped: the baseline of captured.
-Optimized  sorted_slices: changes masked. The pairs (token, expert) are sorted by expert once. Each
-           expert then computes one slice of the pairs. The host waits once to read where all slices
-           end.
-           grouped: changes sorted_slices. `grouped_mm` computes all experts in two products and
+           sorted_slices: the baseline of `grouped`.
+           grouped: the baseline of `captured`.
+Optimized  sorted_slices: changes `masked`. The pairs (token, expert) are sorted by expert once.
+           Each expert then computes one slice of the pairs. The host waits once to read where all
+           slices end.
+           grouped: changes `sorted_slices`. `grouped_mm` computes all experts in two products and
            reads the ends of the slices on the GPU. The host waits for nothing.
-           captured: changes grouped. The whole block is a CUDA graph. Code that waits for the GPU
+           captured: changes `grouped`. The whole block is a CUDA graph. Code that waits for the GPU
            cannot be captured, so this rung needs grouped.
 Bound      The host limits masked and sorted_slices: it launches kernels for each expert and waits
-           for the GPU. The number of launches of grouped does not depend on the number of experts.
-           Two things limit captured: DRAM, because each expert's weights are read for only a few
-           tokens, and the starts of about thirty graph nodes.
-Seen       On an H100 machine, masked takes about twice as long as predicted. sorted_slices and
-           grouped take three to four times as long as predicted. The costs count launches, but not
-           the time of the Python code between them. captured takes three quarters longer than
+           for the GPU. The number of launches of `grouped` does not depend on the number of
+           experts. Two things limit captured: DRAM, because each expert's weights are read for only
+           a few tokens, and the starts of about thirty graph nodes.
+Seen       On an H100 machine, `masked` takes about twice as long as predicted. `sorted_slices` and
+           `grouped` take three to four times as long as predicted. The costs count launches, but
+           not the time of the Python code between them. `captured` takes three quarters longer than
            predicted from its bytes and graph nodes. We did not time its kernels one by one.
            `moe_dispatch_test.py` in chapter 15 measures the same layers.
 Use when   A model with experts serves few tokens at a time, as in decode. Take the rungs in this
