@@ -27,8 +27,11 @@ HEADERS = (
     *("cuda/std/utility",),
 )
 """CUDA headers that a .cu file may include. `emulated.h` defines their contents."""
-PREFETCH = r'\basm volatile\(\s*"prefetch\.global\.L[12] \[%0\];"\s*:\s*:\s*"l"\([^;]*\)\s*\);'
-"""An instruction in inline assembly that changes no value, so the emulator leaves it out."""
+PREFETCH = (
+    r'\basm volatile\(\s*"(?:cp\.async\.bulk\.prefetch\.L2\.global \[%0\], %1'
+    r'|prefetch\.global\.L[12] \[%0\]);"\s*:\s*:\s*"l"\([^;]*\);'
+)
+"""Inline assembly that changes no value. The emulator leaves it out."""
 UNSUPPORTED = {
     "inline assembly": r"\basm\b",
     "tensor maps": r"\bCUtensorMap\b",
@@ -52,7 +55,7 @@ def unsupported(module: CudaModule) -> str:
 
 def _plain(source: str) -> str:
     """Return `source` without comments and without prefetches."""
-    return re.sub(PREFETCH, "", without_comments(source))
+    return re.sub(PREFETCH, ";", without_comments(source))
 
 
 def library_of(module: CudaModule, kernel: str) -> ctypes.PyDLL:

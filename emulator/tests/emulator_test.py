@@ -404,8 +404,16 @@ def test_unsupported_features_are_named(kernel, what):
         k[1, 1](torch.zeros(1))
 
 
-def test_a_prefetch_is_left_out(kernel):
-    body = 'asm volatile("prefetch.global.L2 [%0];" ::"l"(x + 99)); x[threadIdx.x] = 1;'
+@pytest.mark.parametrize(
+    "prefetch",
+    [
+        'asm volatile("prefetch.global.L2 [%0];" ::"l"(x + 99));',
+        'asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(x + 96), "r"(16));',
+    ],
+    ids=["line", "bulk"],
+)
+def test_a_prefetch_is_left_out(kernel, prefetch):
+    body = f"if (threadIdx.x == 0) {prefetch} x[threadIdx.x] = 1;"
     k, x = kernel("float* x", body), torch.zeros(32)
     assert not unsupported(k.module)
     with emulated():

@@ -11,7 +11,8 @@
 // In a product, a block computes a range of rows. Its warps share the rows in segments of 1024
 // columns. A warp loads a segment of weights while it multiplies another one. Weights do not depend
 // on other blocks, so each warp loads two segments of the next product before the barrier. It also
-// prefetches `prefetched` more segments into the L2, so that DRAM keeps working while blocks wait.
+// prefetches up to `prefetched` more segments into the L2, of this product and of the one after it,
+// so that DRAM keeps working while blocks wait.
 //
 // Weights and the inputs of products are bf16, and all sums are fp32.
 
@@ -50,12 +51,19 @@ struct Product {
   }
 };
 
-// Brings the 128 bytes around `address` into the L2, without waiting for them.
-__device__ void prefetch(const uint4* address) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+// Brings `octets` octets into the L2, without waiting for them.
+__device__ void prefetch(const uint4* from, unsigned octets) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(16 * octets));
+#else
+  for (unsigned i = 0; i < octets; i += 8) {  // a line of the L2 has 8 octets
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(from + i));
+  }
+#endif
 }
 
-// The weights that a lane has loaded ahead, of two units. `prefetched` more are in the L2.
+// The weights that a lane has loaded ahead, of two units. Up to `prefetched` more units are in the
+// L2. `prefetched` is at most 32, because each lane prefetches one unit.
 struct Ahead {
   uint4 held[2][LOADS];
   unsigned prefetched;
@@ -76,14 +84,24 @@ struct Ahead {
     }
   }
 
-  __device__ void begin(const Product& p) {
+  __device__ static void bring(const Product& p, unsigned unit) {
+    const unsigned octet = unit % p.segments * SEGMENT;
+    if (unit < p.units) prefetch(row(p, unit) + octet, min(SEGMENT, p.octets - octet));
+  }
+
+  // Loads the first units of `p`, and prefetches more of them. If this warp has no more units of
+  // `p`, it prefetches units of the next product, whose arguments are those of `Product`.
+  __device__ void begin(const Product& p, const uint4* weights, unsigned all_rows, unsigned columns,
+                        unsigned second = 0) {
     fetch(0, p, warp());
     fetch(1, p, warp() + WARPS);
-    // A line has 8 octets, so a segment has 16 lines. A warp prefetches two segments at once.
-    for (unsigned i = lane() / 16; i < prefetched; i += 2) {
-      const unsigned unit = warp() + (2 + i) * WARPS;
-      const unsigned octet = unit % p.segments * SEGMENT + lane() % 16 * 8;
-      if (unit < p.units && octet < p.octets) prefetch(row(p, unit) + octet);
+    const unsigned turn = 2 + lane();
+    const unsigned own = max(2u, p.units > warp() ? (p.units - warp() + WARPS - 1) / WARPS : 0);
+    if (lane() >= prefetched) return;
+    if (turn < own) {
+      bring(p, warp() + turn * WARPS);
+    } else {
+      bring(Product(weights, all_rows, columns, second), warp() + (turn - own) * WARPS);
     }
   }
 
@@ -252,7 +270,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   unsigned token = unsigned(*first_token);
   Ahead ahead;
   ahead.prefetched = prefetched;
-  ahead.begin(Product(weights[1], width + 2 * kv, width));
+  ahead.begin(Product(weights[1], width + 2 * kv, width), weights[2], width, width);
   for (unsigned step = 0; step < count; ++step, ++position) {
     const __nv_bfloat16* embedded = embedding + size_t(token) * width;
     for (unsigned layer = 0; layer < layers; ++layer) {
@@ -265,7 +283,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       for (unsigned i = threadIdx.x; i < project.rows; i += THREADS)
         qkv[project.first + i] = row_sum(project, i, sums);
       const Product output(of[2], width, width);
-      ahead.begin(output);
+      ahead.begin(output, of[4], hidden, width, hidden);
       grid.sync();
 
       for (unsigned head = blockIdx.x; head < heads; head += gridDim.x) {
@@ -282,7 +300,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       for (unsigned i = threadIdx.x; i < output.rows; i += THREADS)
         x[output.first + i] = before.at(output.first + i) + row_sum(output, i, sums);
       const Product gate_up(of[4], hidden, width, hidden);
-      ahead.begin(gate_up);
+      ahead.begin(gate_up, of[5], width, hidden);
       grid.sync();
 
       normalize(after, reinterpret_cast<const __nv_bfloat16*>(of[3]), width, elements);
@@ -293,17 +311,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         activated[gate_up.first + i] = __float2bfloat16(gate / (1.0f + __expf(-gate)) * up);
       }
       const Product down(of[5], width, hidden);
-      ahead.begin(down);
+      const bool last = layer + 1 == layers;
+      ahead.begin(down, last ? lm_head : of[6 + 1], last ? vocabulary : width + 2 * kv, width);
       grid.sync();
 
       copy(reinterpret_cast<const uint4*>(activated), hidden, vector);
       ahead.multiply(down, vector, sums);
       for (unsigned i = threadIdx.x; i < down.rows; i += THREADS)
         x[down.first + i] += row_sum(down, i, sums);
-      if (layer + 1 < layers) {
-        ahead.begin(Product(of[6 + 1], width + 2 * kv, width));  // of the next layer
+      if (last) {
+        ahead.begin(Product(lm_head, vocabulary, width), weights[1], width + 2 * kv, width);
       } else {
-        ahead.begin(Product(lm_head, vocabulary, width));
+        ahead.begin(Product(of[6 + 1], width + 2 * kv, width), of[6 + 2], width, width);
       }
       grid.sync();
     }
@@ -313,7 +332,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     ahead.multiply(head, vector, sums);
     for (unsigned i = threadIdx.x; i < head.rows; i += THREADS)
       logits[head.first + i] = row_sum(head, i, sums);
-    if (step + 1 < count) ahead.begin(Product(weights[1], width + 2 * kv, width));
+    if (step + 1 < count)
+      ahead.begin(Product(weights[1], width + 2 * kv, width), weights[2], width, width);
     grid.sync();
 
     float score;

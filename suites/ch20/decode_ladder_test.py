@@ -4,44 +4,44 @@ Problem    Generate `steps` greedy tokens for one sequence with a bf16 decoder
            (`suites/decoder.py`). The KV cache already holds 16 tokens, and each new token is the
            input of the next step. The check compares the tokens, their scores, and the keys and
            values that the steps add to the cache. Each rung has its own test. The last test
-           compares eager with captured and with prefetched.
+           compares eager with captured and with `prefetched`.
 Baseline   eager: one operation after another. Positions and tokens stay on the GPU.
-           compiled: the baseline of captured.
-           captured: the baseline of persistent.
-           persistent: the baseline of prefetched.
-Optimized  compiled: changes eager. `torch.compile` compiles a step. Norms, rotation and SwiGLU
+           compiled: the baseline of `captured`.
+           captured: the baseline of `persistent`.
+           persistent: the baseline of `prefetched`.
+Optimized  compiled: changes `eager`. `torch.compile` compiles a step. Norms, rotation and SwiGLU
            become one kernel each. Products and attention are the same library kernels as before.
-           captured: changes compiled. A step is a CUDA graph.
-           eager_captured: changes eager. A step is a CUDA graph, and nothing is compiled.
-           persistent: changes captured. One cooperative kernel computes all steps. A layer has five
-           phases. All blocks run at the same time, and wait for each other after each phase. Before
-           it waits, each warp loads its first weights of the next product. No library kernel is
-           left in a step: products, attention and the search for the best token are written by
-           hand, and numbers that captured rounds to bf16 between kernels stay in fp32. So more than
-           the starts of kernels changes, and the speedup does not say what the barriers alone gain.
-           prefetched: changes persistent. Before it waits, each warp also prefetches up to four
-           more segments of the next product, 2 KB each, into the L2. So DRAM keeps working for
-           longer during barriers and norms. With 132 SMs, a warp has at most two segments of the
-           output product and one of the LM head, which persistent also loads ahead. So nothing is
-           prefetched during attention and before the LM head.
+           captured: changes `compiled`. A step is a CUDA graph.
+           eager_captured: changes `eager`. A step is a CUDA graph, and nothing is compiled.
+           persistent: changes `captured`. One cooperative kernel computes all steps. A layer has
+           five phases. All blocks run at the same time, and wait for each other after each phase.
+           Before it waits, each warp loads its first weights of the next product. No library kernel
+           is left in a step: products, attention and the search for the best token are written by
+           hand, and numbers that `captured` rounds to bf16 between kernels stay in fp32. So more
+           than the starts of kernels changes, and the speedup does not say what the barriers alone
+           gain.
+           prefetched: changes `persistent`. Before it waits, each warp also prefetches four more
+           segments of weights, 2 KB each, into the L2. If the warp has fewer segments of the next
+           product, it continues with the product after that. So DRAM keeps working for longer
+           during barriers, norms and attention.
 Bound      The host limits eager and compiled: a step computes one token, but launches more than a
            hundred small kernels. Two things limit captured: DRAM, because each step reads all
            weights, and the starts of the kernels in the graph. DRAM limits persistent and
-           prefetched. Their cost has the bytes and the instructions of the products. The cost
+           `prefetched`. Their cost has the bytes and the instructions of the products. The cost
            leaves out the barriers, whose wait was not measured. It also leaves out norms and
            attention, during which persistent reads only the weights that it loads ahead.
 Seen       The stored results are of an older version of this page. It computed a prompt in each
-           call, and its check did not compare the cache. In that version, eager_captured and
-           captured took much longer than predicted. The rate `graph_node` was measured with a
+           call, and its check did not compare the cache. In that version, `eager_captured` and
+           `captured` took much longer than predicted. The rate `graph_node` was measured with a
            kernel that adds to one number, and the kernels of a step do more. Products with one row
            probably do not read their weights at the full rate of DRAM, either. We did not time any
-           kernel alone. eager and compiled took about twice as long as predicted, or longer. The
-           rate `launch` was measured with an addition, and most other operators probably take the
-           host longer. On an H100, eager took longer when timed with eager_captured than when timed
-           with compiled. The host was probably slower at that time. Such differences explain the
-           wide intervals of the speedups. persistent was about a third faster than captured on an
-           H200, although the eager prompt, which both sides computed, probably took much of the
-           call.
+           kernel alone. `eager` and `compiled` took about twice as long as predicted, or longer.
+           The rate `launch` was measured with an addition, and most other operators probably take
+           the host longer. On an H100, `eager` took longer when timed with `eager_captured` than
+           when timed with `compiled`. The host was probably slower at that time. Such differences
+           explain the wide intervals of the speedups. `persistent` was about a third faster than
+           `captured` on an H200, although the eager prompt, which both sides computed, probably
+           took much of the call.
 Use when   A model generates for few users at a time. Capture first, because a graph removes all
            launches and needs no compiler. Compile as well if the starts of small kernels still take
            a noticeable part of a captured step. With large batches or large models, kernels take
@@ -364,8 +364,12 @@ def test_decode_ladder_captured(pair):
 @rung(
     baseline=captured,
     optimized=[persistent],
-    # Several layers and key heads, rows of several segments, and several keys per warp.
-    check_sizes=[{"layers": 2, "width": 512, "steps": 3}],
+    # Several key heads, rows of several segments, and several keys per warp. With three layers, the
+    # new keys of the last layer depend on the attention of two layers.
+    check_sizes=[
+        {"layers": 2, "width": 512, "steps": 3},
+        {"layers": 3, "width": 128, "steps": 3},
+    ],
     costs={captured: captured_cost, persistent: persistent_cost},
 )
 def test_decode_ladder_persistent(pair):
