@@ -23,7 +23,7 @@ ERRORS = 5
 
 
 def steps_of(path):
-    """Return the rungs and the whole of a ladder: the first side, the last, and the key."""
+    """Return the rungs and the wholes of a ladder: each has its first side, last side and key."""
     page = load_page(str(path), str(ROOT), f"ladders.{path.stem}")
     named = {name: pair_of(thing) for name, thing in vars(page).items() if callable(thing)}
     whole_name = f"test_{path.stem.removesuffix('_test')}"
@@ -34,8 +34,8 @@ def steps_of(path):
                 ends = pair.baseline.__name__, case.variant.name
                 steps[name == whole_name, ends] = f"{path.name}::{name}[{case.id}]"
     rungs = {ends: key for (is_whole, ends), key in steps.items() if not is_whole}
-    ((ends, whole),) = ((ends, key) for (is_whole, ends), key in steps.items() if is_whole)
-    return rungs, ends, whole
+    wholes = {ends: key for (is_whole, ends), key in steps.items() if is_whole}
+    return rungs, wholes
 
 
 def chain(rungs, ends):
@@ -61,19 +61,25 @@ def difference(results, keys, whole):
 
 @pytest.mark.parametrize("path", LADDERS.values(), ids=LADDERS.keys())
 def test_rungs_lead_from_the_first_side_to_the_last(path):
-    rungs, ends, _ = steps_of(path)
-    assert len(chain(rungs, ends) or []) >= 2
+    rungs, wholes = steps_of(path)
+    assert wholes
+    for ends in wholes:
+        assert len(chain(rungs, ends) or []) >= 2
 
 
 @pytest.mark.parametrize("file", STORED, ids=lambda file: file.parent.name)
 @pytest.mark.parametrize("path", LADDERS.values(), ids=LADDERS.keys())
 def test_product_of_the_stored_rungs_is_the_stored_whole(path, file):
-    rungs, ends, whole = steps_of(path)
-    results, keys = store.load(file).results, chain(rungs, ends)
-    if any(key not in results or results[key].value is None for key in (*keys, whole)):
+    rungs, wholes = steps_of(path)
+    results, compared = store.load(file).results, 0
+    for ends, whole in wholes.items():
+        keys = chain(rungs, ends)
+        if all(key in results and results[key].value is not None for key in (*keys, whole)):
+            off, allowed = difference(results, keys, whole)
+            assert abs(off) <= allowed
+            compared += 1
+    if not compared:
         pytest.skip("not all rungs are stored")
-    off, allowed = difference(results, keys, whole)
-    assert abs(off) <= allowed
 
 
 def test_a_whole_that_is_no_product_is_found():
