@@ -51,7 +51,7 @@ def rewritten(path, out, change):
     return out
 
 
-FIRST, *OTHERS = RECORDINGS
+*OTHERS, FIRST = RECORDINGS
 
 
 @pytest.mark.parametrize(
