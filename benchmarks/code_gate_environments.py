@@ -20,10 +20,6 @@ PLANTED = 0.02
 """The slowdown to plant. The gate of two environments promises to see 1.5 %."""
 
 
-class TrialError(Exception):
-    """A process could not answer a task of a trial."""
-
-
 @dataclass
 class Environments:
     """A process of each environment. Tasks that are not held windows go to today's process."""
@@ -69,11 +65,7 @@ class EnvironmentsRecorder(Recorder):
             seconds[f"{kernel}@other"] = seconds[kernel]
             seconds[kernel] *= 1 + asked
         pair = self.worker.there, self.worker.here
-        try:
-            samples = time_in_turn(client, pair, rng, "optimized", planted=asked, **options)
-        except TrialError as error:
-            self._failed(kernel, *error.args)
-            return None
+        samples = time_in_turn(client, pair, rng, "optimized", planted=asked, **options)
         counted = samples.details["counted"]
         extra = extra_calls(counted[1], asked)
         calls = counted[1] * (1 + asked) if self.plan.simulated else counted[1] + extra
@@ -82,13 +74,6 @@ class EnvironmentsRecorder(Recorder):
 
     def _others(self) -> None:
         """Other tools do not compare environments."""
-
-    def _failed(self, kernel: str, error: str, message: list[str]) -> None:
-        self.failed += 1
-        self.errors[kernel] += 1
-        self.write("error", kernel=kernel, error=error, message=message)
-        print(f"{kernel}: {error}: {' '.join(message)}", flush=True)
-        raise Lost  # a process may still hold a side
 
 
 @dataclass
@@ -106,5 +91,6 @@ class KernelClient:
     def ask(self, task: CaseTask, kind: type[Result], worker: Worker | None = None) -> Result:
         reply: Reply = (worker or self.recorder.worker).ask(task, SILENCE, lambda doing: None)
         if reply.error is not None:
-            raise TrialError(reply.error, reply.message.splitlines()[:3])
+            self.recorder.write_error(self.kernel, reply)
+            raise Lost  # a process may still hold a side
         return reply.read(kind)

@@ -293,14 +293,18 @@ class Recorder:
         reply: Reply = self.worker.ask(task, SILENCE, lambda doing: None)
         if reply.error is None:
             return dict(plain(reply.result))
-        self.failed += 1
-        self.errors[task.variant] += 1
-        message = reply.message.splitlines()[:3]
-        self.write("error", kernel=task.variant, error=reply.error, message=message)
-        print(f"{task.variant}: {reply.error}: {' '.join(message)}", flush=True)
+        self.write_error(task.variant, reply)
         if reply.error in ("died", "timeout"):
             raise Lost
         return None
+
+    def write_error(self, kernel: str, reply: Reply) -> None:
+        """Write, print and count the error of a trial."""
+        self.failed += 1
+        self.errors[kernel] += 1
+        message = reply.message.splitlines()[:3]
+        self.write("error", kernel=kernel, error=reply.error, message=message)
+        print(f"{kernel}: {reply.error}: {' '.join(message)}", flush=True)
 
     def write(self, kind: str, **row: Any) -> None:
         """Append one line and flush it."""
