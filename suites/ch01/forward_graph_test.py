@@ -7,7 +7,8 @@ Optimized  captured: changes `eager`. A CUDA graph is replayed with one launch. 
            same kernels on the same addresses, so new rows and weights are written in place. The
            time includes neither these writes nor the capture. If a caller's rows are at another
            address, an additional copy is needed.
-Bound      The host limits `eager`. The GPU limits captured: 60 small kernels run one after another.
+Bound      The host limits `eager`. The GPU limits `captured`: 60 small kernels run one after
+           another.
 Seen       `captured` takes longer than its cost predicts. The cost counts the starts of its 60
            kernels, and assumes that bytes and FLOPs run at the rates of a full GPU. But products of
            16 rows leave most SMs idle. We did not time the kernels individually. The speedup varies

@@ -12,7 +12,7 @@ Bound      The host on every side except captured: Python, autograd and launches
            the kernels. `captured` has a single launch, so the limit is the GPU, which runs the 28
            kernels one after another.
 Seen       On an H200, `captured` is more than ten times as fast as `first_draft`. `fused_optimizer`
-           and `no_item` are not measurably faster than first_draft: the differences are smaller
+           and `no_item` are not measurably faster than `first_draft`: the differences are smaller
            than the noise of the host's time. All sides take longer than predicted: the first three
            about six times as long, and captured nearly four times. The costs of the first three
            sides count launches, calls that create a tensor, and the wait. The costs leave out the

@@ -13,10 +13,11 @@ Optimized  sent: the prefill rank computes all layers, then sends the whole cach
            pipelined: the prefill rank sends each layer's cache on NCCL's stream while it computes
            the next layer.
 Bound      Tensor cores. pipelined hides every message except the last behind the products of a
-           layer. PCIe limits staged: each layer's cache crosses PCIe before the next layer begins.
-           These layers have no attention and no MLP. A whole transformer layer would compute about
-           nine times as much for a cache of this size, so both gains are smaller in a real model.
-           NVLink multicast was off (README). A message to one GPU does not use multicast.
+           layer. PCIe limits `staged`: each layer's cache crosses PCIe before the next layer
+           begins. These layers have no attention and no MLP. A whole transformer layer would
+           compute about nine times as much for a cache of this size, so both gains are smaller in a
+           real model. NVLink multicast was off (README). A message to one GPU does not use
+           multicast.
 Seen       All sides take as long as predicted. `sent` gains mostly because `staged` waits for each
            copy, not because NVLink is faster. Copying a layer's cache to the host takes about as
            long as computing a layer. If staged copied on a separate stream during the next layer,

@@ -10,10 +10,10 @@ Optimized  sent: NCCL's send and receive, as one batch. An engineer would write 
            written: a copy into the next rank's symmetric memory, between two barriers. After the
            first barrier, the next rank's buffer is free. After the second, this rank's buffer is
            full. The memory is allocated once.
-Bound      NVLink, in both directions at once. PCIe limits staged: the data crosses PCIe twice, one
-           crossing after the other. `sent` copies with kernels on the SMs, and written with a copy
-           engine. The barriers of written matter only for small messages. NVLink multicast was off
-           (README). A message to one GPU does not use multicast.
+Bound      NVLink, in both directions at once. PCIe limits `staged`: the data crosses PCIe twice,
+           one crossing after the other. `sent` copies with kernels on the SMs, and written with a
+           copy engine. The barriers of written matter only for small messages. NVLink multicast was
+           off (README). A message to one GPU does not use multicast.
 Seen       `sent` takes longer than predicted at 64 MiB. The prediction uses the rate of a peer
            copy, and NCCL comes close to this rate only with larger messages. The README's plot
            includes an NCCL all-to-all that also sends and receives 64 MiB on two GPUs. The time of

@@ -17,9 +17,9 @@ Bound      The host limits `launches`, because launching a step takes longer tha
            blocks. This way is not a variant, because it works only if a cell depends on nearby
            cells alone. On this page, the stencil stands for steps that may depend on the whole
            previous step.
-Seen       `grid_sync` is slower than captured: a barrier takes longer than the start of a kernel in
-           a graph. If the cost is right, the atomics take about a third of a barrier's time. At a
-           barrier, a block waits three times: until its stores have reached the L2, until its
+Seen       `grid_sync` is slower than `captured`: a barrier takes longer than the start of a kernel
+           in a graph. If the cost is right, the atomics take about a third of a barrier's time. At
+           a barrier, a block waits three times: until its stores have reached the L2, until its
            atomic has returned, and until it reads that the last block has arrived. We did not
            measure any of these waits. `launches` takes longer than predicted: a launch through
            `cuda_module` takes the host more than twice as long as the rate `launch` says. That rate

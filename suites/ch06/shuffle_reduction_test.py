@@ -12,7 +12,7 @@ Optimized  shuffle: changes `shared_tree`. Each warp adds up its 32 sums with fi
            several of them at once. So part of the gain comes from more loads in flight, and part
            from fewer instructions per element.
            library: `torch.sum`.
-Bound      DRAM limits warp_per_row: every element is read once. On rows of 256 elements,
+Bound      DRAM limits `warp_per_row`: every element is read once. On rows of 256 elements,
            instruction issue limits the other kernels: a thread loads one element, but issues dozens
            of instructions to find it and to add up the block. These instructions alone take longer
            than the transfers from DRAM. Starting one block per row also takes longer than the

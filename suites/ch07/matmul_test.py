@@ -14,11 +14,11 @@ Optimized  tiled: changes `naive`. The values come from 32 x 32 tiles in shared 
            the next operands are loaded during the products, and a tile needs one barrier instead of
            two.
            library: `torch.matmul`, which calls cuBLAS. TF32 is off.
-Bound      The fp32 units limit prefetched and library. Shared memory limits tiled: it delivers one
-           word per lane and cycle, and a product needs two words, so the fp32 units are idle most
-           of the time. The compiler loads four values of A at once, which saves instructions, but
-           shared memory delivers the same number of words. The L1 uses the same data path as shared
-           memory, so `naive` has the same limit.
+Bound      The fp32 units limit prefetched and library. Shared memory limits `tiled`: it delivers
+           one word per lane and cycle, and a product needs two words, so the fp32 units are idle
+           most of the time. The compiler loads four values of A at once, which saves instructions,
+           but shared memory delivers the same number of words. The L1 uses the same data path as
+           shared memory, so `naive` has the same limit.
 Seen       `naive` takes longer than its loads would take at the rate of shared memory. We cannot
            explain this. `register_tiled` and `vectorized` take longer than their products alone
            would take. Per iteration of the loop over tiles, `register_tiled` has 1375 instructions

@@ -12,8 +12,8 @@ Optimized  flag: changes `accurate`. The same kernel is compiled with `--use_fas
            root_and_flag: changes `reciprocal_root`. The same kernel is compiled with the flag, so
            rsqrtf is one instruction, without a test for subnormal numbers. There is no library
            variant, because PyTorch would write all m * n distances.
-Bound      Instruction issue limits accurate: a pair takes about 30 instructions, most of them to
-           round the root and the quotient correctly. The special function unit limits flag: each
+Bound      Instruction issue limits `accurate`: a pair takes about 30 instructions, most of them to
+           round the root and the quotient correctly. The special function unit limits `flag`: each
            pair needs a root and a reciprocal. An SM computes 16 special functions per cycle, an
            eighth of its rate of multiply-adds. The flag does not merge the root and the reciprocal
            into one function. Instruction issue limits `reciprocal_root` and `root_and_flag`, with

@@ -17,10 +17,10 @@ Optimized  four_blocks: changes `no_limit`. `__launch_bounds__(128, 4)` allows 1
            matrix to be contiguous, so its time includes a transposing copy.
 Bound      DRAM limits `no_limit` and four_blocks: the lower triangle is read once. A thread has
            many independent loads in flight, so 12 warps per SM are enough, and 16 gain nothing. The
-           L2 limits eight_blocks: the local memory of an SM's 1024 threads does not fit in the L1.
-           The costs count every spill as a transfer to or from the L2. All SMs together use 70 MB
-           of local memory. The L2 of an H200 has only 50 MB, so some of this traffic goes to DRAM.
-           The costs leave out this DRAM traffic.
+           L2 limits `eight_blocks`: the local memory of an SM's 1024 threads does not fit in the
+           L1. The costs count every spill as a transfer to or from the L2. All SMs together use 70
+           MB of local memory. The L2 of an H200 has only 50 MB, so some of this traffic goes to
+           DRAM. The costs leave out this DRAM traffic.
 Seen       `eight_blocks` takes longer than predicted, because part of its local memory goes to
            DRAM. We did not measure how large that part is. `library` takes many times as long as
            predicted from its bytes. We did not examine which kernels its batched factorization

@@ -11,7 +11,7 @@ Optimized  Each variant calls `scaled_dot_product_attention` and selects one of 
            flash: changes `math`. `SDPBackend.FLASH_ATTENTION`, which is FlashAttention-2, also
            keeps tiles of scores on the chip. Its warps exchange less data through shared memory.
            cudnn: changes `math`. `SDPBackend.CUDNN_ATTENTION`, which on Hopper uses wgmma and TMA.
-Bound      DRAM limits math: each step reads and writes all scores, so the time grows with heads
+Bound      DRAM limits `math`: each step reads and writes all scores, so the time grows with heads
            times tokens squared. Tensor cores and exponentials limit the variants, and both times
            also grow with heads times tokens squared. With 64 elements per head, the tensor cores do
            256 operations for each exponential. On an H200, the exponentials alone take almost as

@@ -7,7 +7,7 @@ Optimized  captured: changes `eager`. One CUDA graph contains the same kernels, 
            launches the graph once. The capture is not timed. The run prints after how many calls
            the capture pays off. The page times a curve over the number of kernels.
 Bound      The host limits `eager`, with one launch per kernel. The kernels do very little work, so
-           the GPU waits for the host. The GPU limits captured: a kernel starts when the previous
+           the GPU waits for the host. The GPU limits `captured`: a kernel starts when the previous
            kernel has ended, and each start takes time. So the times of both sides grow in
            proportion to the number of kernels. For any number of kernels, `captured` also has one
            launch of the graph.

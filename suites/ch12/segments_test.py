@@ -21,7 +21,7 @@ Optimized  captured: changes `launch_each`. A CUDA graph contains the same launc
            library: `torch.segment_reduce`, which takes the same table as int64.
 Bound      The host limits `launch_each`, which launches from Python. A loop in C++ should take the
            host less time, but its kernels would run one after another, as in `captured`. So compare
-           `device_launches` with `captured`, too. The GPU limits captured: its kernels use one SM
+           `device_launches` with `captured`, too. The GPU limits `captured`: its kernels use one SM
            each, and run one after another. Launches limit `block_per_segment` and library, because
            reading the elements takes less time than a launch. The longest segment, several times as
            long as the average, decides when `warp_per_segment` ends, because a single warp has few

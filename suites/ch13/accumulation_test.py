@@ -8,7 +8,7 @@ Optimized  accumulated: changes whole. The batch is processed in 4 micro-batches
            mean loss of each micro-batch is divided by 4, and each backward pass adds to `.grad`.
            `.grad` is bf16, so each gradient is rounded 4 times.
 Bound      Tensor cores. But the page is about memory. checkpointing_test.py counts the peak memory
-           of whole: 180 units of activations and temporaries. A unit is one bf16 value per token
+           of `whole`: 180 units of activations and temporaries. A unit is one bf16 value per token
            and column. At any time, `accumulated` holds a quarter of these activations and
            temporaries. From the second micro-batch on, `accumulated` also holds the gradients of
            all weights. The predicted peak of `accumulated` is 961 MB, or 32 % of the peak of

@@ -12,9 +12,9 @@ Optimized  flash: changes `eager`. One kernel does all steps: the FlashAttention
            TMA.
            flex: changes `flash`. The kernel is compiled FlexAttention. The mask is a Python
            function. A block mask, built before the timed part, lists the tiles to skip.
-Bound      DRAM limits eager: every step reads and writes all scores. The softmax also converts the
-           scores to fp32 in a separate step. Tensor cores limit the variants, for the causal half
-           of the matrix products. The exponentials take about a third of the time of these
+Bound      DRAM limits `eager`: every step reads and writes all scores. The softmax also converts
+           the scores to fp32 in a separate step. Tensor cores limit the variants, for the causal
+           half of the matrix products. The exponentials take about a third of the time of these
            products.
 Seen       `flash`, `cudnn` and `flex` take longer than their matrix products alone. `flash` uses
            `mma.sync`, which does not reach the rate of wgmma on Hopper (ch10/gemm_test.py). If

@@ -12,7 +12,7 @@ Optimized  top_k_first: changes `sort_all`. `torch.topk` gives the best 50 token
            later operations use only these 50.
            fused: changes `top_k_first`. After `topk`, one Triton kernel does all the work, with one
            program per row.
-Bound      Sorting limits sort_all: a sort moves all numbers and their indices several times. DRAM
+Bound      Sorting limits `sort_all`: a sort moves all numbers and their indices several times. DRAM
            or the L2 limits the other sides, which read all logits a few times to find the best 50.
            The small kernels that follow take about as long as their starts.
 Seen       On an H100, all sides take about twice as long as predicted. In `sort_all`, `softmax` and

@@ -18,11 +18,11 @@ Optimized  compiled: changes `eager`. `torch.compile` compiles the model and its
            Other recipes use e5m2 for dy, which has more range and less precision. Each tensor has
            one scale, from its maximum. Weights, gradients and moments stay bf16, as do attention
            and the head.
-Bound      DRAM limits eager: it makes passes over activations, and the optimizer makes passes over
-           weights. `compiled` saves about half of the passes over activations. `fused` saves more
-           than half of the passes over weights. Tensor cores and DRAM limit `captured`, which never
-           waits for the host. fp8 doubles the rate of most products, but quantizing makes more
-           passes over inputs, weights and gradients. So its test has wider layers.
+Bound      DRAM limits `eager`: it makes passes over activations, and the optimizer makes passes
+           over weights. `compiled` saves about half of the passes over activations. `fused` saves
+           more than half of the passes over weights. Tensor cores and DRAM limit `captured`, which
+           never waits for the host. fp8 doubles the rate of most products, but quantizing makes
+           more passes over inputs, weights and gradients. So its test has wider layers.
 Seen       On H100 and H200 machines, `eager` takes about four times as long as predicted, and
            compiled two to three times. The host limits both: the costs count launches, but not the
            time that Python takes in modules, autograd and the optimizer. The host also limits
