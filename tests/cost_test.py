@@ -25,7 +25,7 @@ PEAKS = Peaks(
             "blocks": 1e9,
             "pcie_both": 6e10,
         },
-        **{"host_step": 1e-6, "sync": 2e-5},
+        **{"host_step": 1e-6, "sync": 2e-5, "barrier": 3e-6},
     },
 )
 
@@ -47,6 +47,7 @@ PEAKS = Peaks(
         (Cost(sent=4e8), True, 1e-3, "peer"),
         (Cost(nccl=3e8), True, 1e-3, "busbw"),
         (Cost(sent=4e8, collectives=2), True, 1.02e-3, "peer"),
+        (Cost(launches=1, barriers=2), True, 7e-6, "barrier"),
         (Cost(read=4e6, launches=3), True, 4e-6, "graph_node"),
         (Cost(read=4e6, launches=3), False, 3e-5, "launch"),
         (Cost(read=4e9, launches=3), False, 1e-3, "read"),
@@ -76,6 +77,7 @@ def test_a_measured_time_is_explained_within_a_quarter():
         (Cost(ops={"fp8": 1}), "fp8", "machine peak"),
         (Cost(sent=1), "peer", "links bandwidth"),
         (Cost(collectives=1), "all_reduce", "links nccl"),
+        (Cost(barriers=1), "barrier", "links nccl"),
     ],
 )
 def test_a_rate_that_was_not_measured_is_named(cost, rate, command):

@@ -220,6 +220,18 @@ def test_peaks_of_the_all_reduce_are_stored(ranks, tmp_path, capsys):
     assert stored.facts["busbw"].startswith("512 MiB, 2 ranks, NVIDIA H200, nccl 2.28.9, torch")
 
 
+def test_the_time_of_a_barrier_is_shown_and_stored(ranks, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(Ranks, "reply", Reply(result={**ANSWER, "barrier": 2e-6}))
+    assert app.main(["nccl", "--store", f"--baselines={tmp_path}"]) == 0
+    output = capsys.readouterr()
+    assert output.out.splitlines()[-1] == "a barrier in symmetric memory takes 2 us"
+    path = tmp_path / "nvidia-h200-x2" / "peaks.json"
+    assert output.err.splitlines()[-1] == f"stored in {path}: barrier 2 us"
+    stored = peaks.load(path)
+    assert stored.rates["barrier"] == 2e-6
+    assert stored.facts["barrier"].startswith("symmetric memory, 2 ranks, NVIDIA H200")
+
+
 def test_small_all_reduces_are_not_stored(ranks, monkeypatch, tmp_path, capsys):
     for rows in (ROWS[:1], ROWS[2:3]):
         monkeypatch.setattr(Ranks, "reply", Reply(result={**ANSWER, "rows": rows}))

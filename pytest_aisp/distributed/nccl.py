@@ -45,6 +45,7 @@ class Sweep:
         device: ``cuda`` or ``cpu``.
         backend: the versions of NCCL and torch, and the GPU's name.
         notes: notes about features that were not available.
+        barrier: seconds of a barrier in symmetric memory, or None if there is no such memory.
     """
 
     ranks: int
@@ -52,6 +53,7 @@ class Sweep:
     rows: Sequence[SweepRow]
     backend: Mapping[str, str]
     notes: Sequence[str]
+    barrier: float | None = None
 
     def of(self, op: str) -> list[SweepRow]:
         """Return the rows of one collective in ascending order of size."""
@@ -117,11 +119,11 @@ def measure_collectives(
     task = CollectivesTask(device=device, ops=tuple(ops), sizes=tuple(sizes))
     reply = ask_ranks(machine, count, task, timeout, progress)
     backend = dict(reply.result)
-    rows, notes = [], backend.pop("notes")
+    rows, notes, barrier = [], backend.pop("notes"), backend.pop("barrier", None)
     for row in backend.pop("rows"):
         algbw, busbw = bandwidths(row, count)
         rows.append(row | {"algbw": algbw, "busbw": busbw})
-    return Sweep(count, device, rows, backend, notes)
+    return Sweep(count, device, rows, backend, notes, barrier)
 
 
 def ask_ranks(
@@ -164,14 +166,17 @@ def nccl_result(sweep: Sweep) -> CliResult:
             cells += ["", ""]
         table.append(cells)
     how = f"slowest rank, median of {WINDOWS} windows"
-    return CliResult([f"{sweep.title}; {how}", *columns(table), *sweep.notes])
+    lines = [f"{sweep.title}; {how}", *columns(table)]
+    if sweep.barrier is not None:
+        lines.append(f"a barrier in symmetric memory takes {duration(sweep.barrier)}")
+    return CliResult([*lines, *sweep.notes])
 
 
 def collective_peaks(sweep: Sweep) -> tuple[dict[str, float], dict[str, str]]:
     """Return the peak rates to store, and a description of each measurement.
 
-    The peaks are ``busbw``, the bus bandwidth of the largest all-reduce, and ``all_reduce``, the
-    seconds of the smallest all-reduce.
+    The peaks are ``busbw``, the bus bandwidth of the largest all-reduce, ``all_reduce``, the
+    seconds of the smallest all-reduce, and ``barrier``, the seconds of a barrier.
 
     Raises:
         CliError: if the ranks used no GPU, or no large all-reduce was measured.
@@ -187,7 +192,10 @@ def collective_peaks(sweep: Sweep) -> tuple[dict[str, float], dict[str, str]]:
     first, last = reduced[0], reduced[-1]
     rates = {"busbw": last["busbw"], "all_reduce": first["seconds"]}
     rows = {"busbw": last, "all_reduce": first}
-    return rates, {k: f"{size_text(row['size'])}, {sweep.title}" for k, row in rows.items()}
+    facts = {k: f"{size_text(row['size'])}, {sweep.title}" for k, row in rows.items()}
+    if sweep.barrier is not None:
+        rates["barrier"], facts["barrier"] = sweep.barrier, f"symmetric memory, {sweep.title}"
+    return rates, facts
 
 
 PREFIXES = ("NCCL_", "TORCH_NCCL_", "TORCH_SYMM_MEM_", "NVSHMEM_")

@@ -27,7 +27,7 @@ HOST = {"launches": "launch", "host_steps": "host_step"}
 """The attributes of `Cost` that take time on the host, each with the name of a rate."""
 AMOUNTS = (
     *("read", "write", *UNITS, "h2d", "d2h", "sent", "nccl"),
-    *(*HOST, "graph_nodes", "syncs", "collectives"),
+    *(*HOST, "graph_nodes", "syncs", "collectives", "barriers"),
 )
 """All attributes of `Cost` that are plain numbers."""
 
@@ -56,7 +56,8 @@ class Cost:
         graph_nodes: kernels in the CUDA graphs that the side itself replays.
         host_steps: calls of torch that launch nothing, such as views.
         syncs: number of times that the host waits for the GPU, as in `.item()`.
-        collectives: number of barriers and collectives to wait for. Count the bytes in `nccl`.
+        collectives: number of NCCL collectives to wait for. Count the bytes in `nccl`.
+        barriers: number of times that a kernel waits for signals from other GPUs.
         then: the costs that follow, one after another, as ``+`` and ``*`` set them.
 
     Raises:
@@ -80,6 +81,7 @@ class Cost:
     host_steps: float = 0
     syncs: float = 0
     collectives: float = 0
+    barriers: float = 0
     then: tuple[Cost, ...] = ()
 
     def __post_init__(self) -> None:

@@ -90,7 +90,8 @@ def sweep(
     """Return the time (s) and clock of each collective at each size, and the library versions.
 
     A size is the number of bytes in the buffer that is reduced, gathered into, scattered from, or
-    exchanged. Sizes are rounded down so that each rank gets a whole number of elements.
+    exchanged. Sizes are rounded down so that each rank gets a whole number of elements. If GPUs
+    have symmetric memory, the result also has the seconds of a ``barrier``.
     """
     import torch
     import torch.distributed as dist
@@ -100,12 +101,15 @@ def sweep(
         raise PageError(f"collectives need several ranks; this is one process{how}")
     rows: list[CollectiveTime] = []
     notes: list[str] = []
+    barrier: dict[str, float] = {}
     makers: dict[str, Callable[[int, str], Collective]]
     makers = {op: partial(known_collective, op) for op in ops}
     if "all_reduce" in ops:
         refusal = _one_shot_refusal(device)
         if refusal is None:
             makers[ONE_SHOT] = _one_shot
+            progress("barriers")
+            barrier["barrier"] = barrier_seconds(device)
         else:
             notes.append(f"one-shot all-reduce in symmetric memory is not available: {refusal}")
     cases = [(op, n) for op in makers for n in sizes if op != ONE_SHOT or n <= ONE_SHOT_MOST]
@@ -117,7 +121,7 @@ def sweep(
         versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
         versions["device"] = torch.cuda.get_device_name()
     world, backend = current_group().world, dist.get_backend()
-    return {"rows": rows, "notes": notes, "ranks": world, "backend": backend, **versions}
+    return {"rows": rows, "notes": notes, "ranks": world, "backend": backend, **versions, **barrier}
 
 
 def known_collective(op: str, nbytes: int, device: str) -> Collective:
@@ -203,6 +207,22 @@ def _one_shot(nbytes: int, device: str) -> Collective:
     fill = torch.full((1,), current_group().rank + 1.0, device=device).expand_as(buffer)
     sums = torch.full((1,), world * (world + 1) / 2, device=device)
     return Collective(ONE_SHOT, count * ITEM, run, buffer, fill, lambda: last[0], sums)
+
+
+def barrier_seconds(device: str) -> float:
+    """Return the seconds of a barrier in symmetric memory, including the start of its kernel.
+
+    In a barrier, a rank writes a signal into the memory of every other rank, and waits for theirs.
+    """
+    import torch
+    import torch.distributed as dist
+    import torch.distributed._symmetric_memory as symmetric
+
+    group = dist.group.WORLD
+    assert group is not None
+    mine = torch.device(device, torch.cuda.current_device())
+    handle = symmetric.rendezvous(symmetric.empty(4, device=mine), group.group_name)
+    return _seconds(BoundSide(partial(handle.barrier, channel=0), [()]), device)[1]
 
 
 def _timed(collective: Collective, device: str) -> CollectiveTime:

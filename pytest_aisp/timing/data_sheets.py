@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .peaks import MATRIX, SECONDS, TOLERANCE, Peaks
+from .peaks import MATRIX, MEETINGS, SECONDS, TOLERANCE, Peaks
 
 REFERENCE = "nvidia-h200"
 """The product with measured rates and a data sheet."""
@@ -117,7 +117,7 @@ def estimate(product: str, measured: Peaks) -> Peaks:
     theirs, ours = SHEETS[product].figures, SHEETS[REFERENCE].figures
     rates = {rate: value for rate, value in measured.rates.items() if rate in SECONDS}
     if "nvlink" not in theirs:
-        rates.pop("all_reduce", None)
+        rates = {rate: value for rate, value in rates.items() if rate not in MEETINGS}
     for rate, figure in _FIGURES.items():
         if rate in measured.rates and figure in theirs:
             rates[rate] = measured.rates[rate] * theirs[figure] / ours[figure]

@@ -27,7 +27,8 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16", "tf32": "float32", "fp32": "flo
 """Types of the matrix products. The slowest type is last, because a hot GPU lowers its clocks."""
 LINKS = ("peer", "busbw")
 """Rates at which a rank sends: in a copy to a peer, and in the largest all-reduce (busbw)."""
-SECONDS = ("launch", "host_step", "sync", "graph_node", "all_reduce")
+MEETINGS = ("all_reduce", "barrier")
+SECONDS = ("launch", "host_step", "sync", "graph_node", *MEETINGS)
 MEMORY = ("copy", "read", "write", *UNITS[:2])
 MATRIX = (*DTYPES, "fp8", "int8")
 RATES = (*MEMORY, *MATRIX, *UNITS[2:], *PCIE, "pcie_both", *LINKS, "peer_both", *SECONDS)
@@ -51,7 +52,8 @@ class Peaks:
             (``launch``) and in a graph (``graph_node``), a call of torch that launches nothing
             (``host_step``), and `Tensor.item` (``sync``). A machine with several GPUs has more
             rates. In bytes/s: copies to a ``peer`` or in both directions (``peer_both``), and the
-            largest all-reduce (``busbw``). In seconds: the smallest ``all_reduce``.
+            largest all-reduce (``busbw``). In seconds: the smallest ``all_reduce``, and a ``barrier``
+            in symmetric memory.
         facts: the fastest kernel of each rate, and the GPU, versions, clocks and date.
     """
 
@@ -117,7 +119,7 @@ def joined(one: Peaks | None, several: Peaks | None) -> Peaks | None:
     """Return the peaks of one GPU, plus the peaks of the links if they are known."""
     if one is None or several is None:
         return one or several
-    links = {key: rate for key, rate in several.rates.items() if key in (*LINKS, "all_reduce")}
+    links = {key: rate for key, rate in several.rates.items() if key in (*LINKS, *MEETINGS)}
     return Peaks(several.product, {**one.rates, **links}, one.facts)
 
 

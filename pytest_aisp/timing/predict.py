@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..page.cost import HOST, UNITS, Cost, memory_rates
-from .peaks import RATES, SECONDS, Peaks
+from .peaks import MEETINGS, RATES, SECONDS, Peaks
 
 EXPLAINED = 0.25
 """A time is unexplained if it differs from the predicted time by more than this share."""
@@ -48,8 +48,9 @@ def how_to_measure(rate: str) -> str:
     """Return the command that measures and stores `rate`, or "" for a type without a peak."""
     if rate not in RATES:
         return ""
-    links = {"peer": "bandwidth", "peer_both": "bandwidth", "busbw": "nccl", "all_reduce": "nccl"}
-    return f"aisp links {links[rate]} --store" if rate in links else "aisp machine peak --store"
+    if rate in ("peer", "peer_both"):
+        return "aisp links bandwidth --store"
+    return f"aisp {'links nccl' if rate in (*MEETINGS, 'busbw') else 'machine peak'} --store"
 
 
 def predict(cost: Cost, peaks: Peaks, *, graph: bool) -> Prediction:
@@ -66,7 +67,11 @@ def predict(cost: Cost, peaks: Peaks, *, graph: bool) -> Prediction:
     parts: dict[str, float] = {}
     for phase in cost.phases():
         resources = _seconds(phase, peaks)
-        waits = {"all_reduce": phase.collectives, "graph_node": phase.graph_nodes}
+        waits = {
+            "all_reduce": phase.collectives,
+            "barrier": phase.barriers,
+            "graph_node": phase.graph_nodes,
+        }
         waiting = _divide(waits, peaks)
         work += max((sum(times.values()) for times in resources), default=0.0)
         work += sum(waiting.values())
