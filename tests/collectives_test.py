@@ -122,6 +122,14 @@ def test_graph_clock_falls_back_to_the_host_clock(monkeypatch):
     assert collectives._seconds(side(), "cuda") == ("host", 1e-4)
 
 
+def test_windows_are_so_long_that_late_ranks_do_not_matter(monkeypatch):
+    late = 50e-6
+    monkeypatch.setattr(collectives, "GraphWindow", lambda side, calls: lambda: 2e-6 + late / calls)
+    clock, seconds = collectives._seconds(side(), "cuda")
+    assert clock == "graph"
+    assert seconds == pytest.approx(2e-6, rel=0.03)
+
+
 def test_a_failed_capture_on_one_rank_stops_all(monkeypatch):
     class Other(process_group.SingleProcess):
         def first_message(self, text):
@@ -143,6 +151,7 @@ class Symmetric:
 
     def rendezvous(self, buffer, group):
         self.met.append(buffer.numel())
+        return self
 
 
 @pytest.fixture
@@ -166,6 +175,28 @@ def test_one_shot_has_the_size_of_the_all_reduce(symmetric):
     assert collective.nbytes == collectives.known_collective("all_reduce", 4 * KIB, "cpu").nbytes
     assert symmetric.met == [1020]
     collective.check()  # the fake triples the 2 of this rank; the sum of 1, 2 and 3 is 6 too
+
+
+@pytest.mark.parametrize("refusal", [None, "no peer access"])
+def test_latencies_leave_out_the_copy_and_the_start_of_a_kernel(symmetric, monkeypatch, refusal):
+    calls, times = [], iter([1e-6, 9e-6, 4e-6])
+
+    def seconds(bound, device):
+        bound.cycle(1, 0)
+        return "graph", next(times)
+
+    monkeypatch.setattr(collectives, "_one_shot_refusal", lambda device: refusal)
+    monkeypatch.setattr(collectives, "_seconds", seconds)
+    monkeypatch.setattr(dist, "all_reduce", lambda buffer: calls.append("all_reduce"))
+    symmetric.barrier = lambda channel: calls.append("barrier")
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *shape, device=None: zeros(*shape))
+    least = collectives.latencies("cuda")
+    names = ["all_reduce"] if refusal else ["all_reduce", "barrier"]
+    assert calls == names
+    assert least == {
+        name: pytest.approx(each) for name, each in zip(names, (7e-6, 2e-6), strict=False)
+    }
 
 
 def test_a_wrong_one_shot_sum_is_detected(symmetric, monkeypatch):

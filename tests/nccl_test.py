@@ -105,6 +105,7 @@ ROWS = [
 ANSWER = {
     "rows": ROWS,
     "notes": [],
+    "latencies": {"all_reduce": 8e-6, "barrier": 2e-6},
     "ranks": 2,
     "backend": "cuda:nccl,cpu:gloo",
     **{"torch": "2.11.0", "nccl": "2.28.9", "device": "NVIDIA H200"},
@@ -135,6 +136,7 @@ def test_two_gpus_are_locked_and_measured(ranks, tmp_path, capsys):
         "all_reduce  4 KiB    10 us  0.4096 GB/s  0.4096 GB/s  graph  4 us      1.024 GB/s",
         "all_reduce  512 MiB  2 ms   268.4 GB/s   268.4 GB/s   graph",
         "all_gather  4 KiB    10 us  0.4096 GB/s  0.2048 GB/s  graph",
+        "beyond the start of a kernel: all-reduce of 4 KiB 8 us, barrier in symmetric memory 2 us",
     ]
 
 
@@ -212,24 +214,15 @@ def test_peaks_of_the_all_reduce_are_stored(ranks, tmp_path, capsys):
     assert app.main(["nccl", "--store", f"--baselines={tmp_path}"]) == 0
     assert capsys.readouterr().err.splitlines() == [
         f"stored in {path}: busbw 268.4 GB/s",
-        f"stored in {path}: all_reduce 10 us",
+        f"stored in {path}: all_reduce 8 us",
+        f"stored in {path}: barrier 2 us",
     ]
     stored = peaks.load(path)
-    assert stored.rates == {"peer": 3.9e11, "busbw": 2.684e11, "all_reduce": 1e-5}
+    latencies = ANSWER["latencies"]
+    assert stored.rates == {"peer": 3.9e11, "busbw": 2.684e11, **latencies}
+    assert stored.facts["barrier"].startswith("barrier in symmetric memory, 2 ranks, NVIDIA H200")
     assert stored.facts["peer"] == "GPU 0"
     assert stored.facts["busbw"].startswith("512 MiB, 2 ranks, NVIDIA H200, nccl 2.28.9, torch")
-
-
-def test_the_time_of_a_barrier_is_shown_and_stored(ranks, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(Ranks, "reply", Reply(result={**ANSWER, "barrier": 2e-6}))
-    assert app.main(["nccl", "--store", f"--baselines={tmp_path}"]) == 0
-    output = capsys.readouterr()
-    assert output.out.splitlines()[-1] == "a barrier in symmetric memory takes 2 us"
-    path = tmp_path / "nvidia-h200-x2" / "peaks.json"
-    assert output.err.splitlines()[-1] == f"stored in {path}: barrier 2 us"
-    stored = peaks.load(path)
-    assert stored.rates["barrier"] == 2e-6
-    assert stored.facts["barrier"].startswith("symmetric memory, 2 ranks, NVIDIA H200")
 
 
 def test_small_all_reduces_are_not_stored(ranks, monkeypatch, tmp_path, capsys):
@@ -246,7 +239,7 @@ def test_small_all_reduces_are_not_stored(ranks, monkeypatch, tmp_path, capsys):
 
 def test_cpu_results_are_not_stored():
     with pytest.raises(CliError, match=r"^nothing is stored: Gloo on a CPU"):
-        nccl.collective_peaks(Sweep(2, "cpu", ROWS, {}, []))
+        nccl.collective_peaks(Sweep(2, "cpu", ROWS, {}, [], {}))
 
 
 def test_store_is_refused_under_ci(ranks, monkeypatch, capsys):

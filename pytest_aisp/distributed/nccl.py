@@ -15,7 +15,7 @@ from typing import TypedDict
 
 from ..results.messages import CollectivesTask, Reply, Task
 from ..results.row import duration
-from ..timing.collectives import ONE_SHOT, OPS, WINDOWS, bandwidths
+from ..timing.collectives import ONE_SHOT, OPS, SMALLEST, WINDOWS, bandwidths
 from ..util.cli_result import CliError, CliResult, columns, rate_text, size_text
 from ..util.device import Machine
 from ..util.gpu_lease import lease_gpus
@@ -45,7 +45,7 @@ class Sweep:
         device: ``cuda`` or ``cpu``.
         backend: the versions of NCCL and torch, and the GPU's name.
         notes: notes about features that were not available.
-        barrier: seconds of a barrier in symmetric memory, or None if there is no such memory.
+        latencies: seconds of the smallest ``all_reduce`` and of a ``barrier`` (`latencies`).
     """
 
     ranks: int
@@ -53,7 +53,7 @@ class Sweep:
     rows: Sequence[SweepRow]
     backend: Mapping[str, str]
     notes: Sequence[str]
-    barrier: float | None = None
+    latencies: Mapping[str, float]
 
     def of(self, op: str) -> list[SweepRow]:
         """Return the rows of one collective in ascending order of size."""
@@ -119,11 +119,11 @@ def measure_collectives(
     task = CollectivesTask(device=device, ops=tuple(ops), sizes=tuple(sizes))
     reply = ask_ranks(machine, count, task, timeout, progress)
     backend = dict(reply.result)
-    rows, notes, barrier = [], backend.pop("notes"), backend.pop("barrier", None)
+    rows, notes, least = [], backend.pop("notes"), backend.pop("latencies")
     for row in backend.pop("rows"):
         algbw, busbw = bandwidths(row, count)
         rows.append(row | {"algbw": algbw, "busbw": busbw})
-    return Sweep(count, device, rows, backend, notes, barrier)
+    return Sweep(count, device, rows, backend, notes, least)
 
 
 def ask_ranks(
@@ -167,16 +167,16 @@ def nccl_result(sweep: Sweep) -> CliResult:
         table.append(cells)
     how = f"slowest rank, median of {WINDOWS} windows"
     lines = [f"{sweep.title}; {how}", *columns(table)]
-    if sweep.barrier is not None:
-        lines.append(f"a barrier in symmetric memory takes {duration(sweep.barrier)}")
+    if sweep.latencies:
+        least = [f"{what} {duration(sweep.latencies[key])}" for key, what in _least(sweep).items()]
+        lines.append(f"beyond the start of a kernel: {', '.join(least)}")
     return CliResult([*lines, *sweep.notes])
 
 
 def collective_peaks(sweep: Sweep) -> tuple[dict[str, float], dict[str, str]]:
     """Return the peak rates to store, and a description of each measurement.
 
-    The peaks are ``busbw``, the bus bandwidth of the largest all-reduce, ``all_reduce``, the
-    seconds of the smallest all-reduce, and ``barrier``, the seconds of a barrier.
+    The peaks are ``busbw``, the bus bandwidth of the largest all-reduce, and the `latencies`.
 
     Raises:
         CliError: if the ranks used no GPU, or no large all-reduce was measured.
@@ -189,13 +189,19 @@ def collective_peaks(sweep: Sweep) -> tuple[dict[str, float], dict[str, str]]:
             f"nothing is stored: the peak needs an all-reduce of {size_text(SMALLEST_PEAK)} or more"
             "\n    aisp links nccl --ops=all_reduce --sizes=4KiB:512MiB --store"
         )
-    first, last = reduced[0], reduced[-1]
-    rates = {"busbw": last["busbw"], "all_reduce": first["seconds"]}
-    rows = {"busbw": last, "all_reduce": first}
-    facts = {k: f"{size_text(row['size'])}, {sweep.title}" for k, row in rows.items()}
-    if sweep.barrier is not None:
-        rates["barrier"], facts["barrier"] = sweep.barrier, f"symmetric memory, {sweep.title}"
-    return rates, facts
+    largest = reduced[-1]
+    facts = {"busbw": size_text(largest["size"]), **_least(sweep)}
+    rates = {"busbw": largest["busbw"], **sweep.latencies}
+    return rates, {rate: f"{what}, {sweep.title}" for rate, what in facts.items()}
+
+
+def _least(sweep: Sweep) -> dict[str, str]:
+    """Return what each of the sweep's latencies is."""
+    what = {
+        "all_reduce": f"all-reduce of {size_text(SMALLEST)}",
+        "barrier": "barrier in symmetric memory",
+    }
+    return {key: what[key] for key in sweep.latencies}
 
 
 PREFIXES = ("NCCL_", "TORCH_NCCL_", "TORCH_SYMM_MEM_", "NVSHMEM_")

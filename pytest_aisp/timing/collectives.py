@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from ..checking.inputs import BoundSide
 from ..checking.numerics import Wrong
@@ -21,7 +21,6 @@ from ..util.cli_result import size_text, with_progress
 from ..util.process_group import current_group
 from .cpu_timer import HostWindow
 from .cuda_graph import GraphWindow, Uncapturable, on_all_ranks
-from .cuda_timer import WINDOW
 from .schedule import Window, calls_for
 
 if TYPE_CHECKING:
@@ -32,6 +31,10 @@ ONE_SHOT = "one_shot"
 ONE_SHOT_MOST = 16 << 20
 """Largest size in bytes for one-shot, in which every rank reads the whole buffer of every rank."""
 WINDOWS = 7
+LONG_WINDOW = 5e-3
+"""Seconds of a window. Ranks start some microseconds apart, which must not matter."""
+SMALLEST = 4 << 10
+"""Bytes of the smallest all-reduce."""
 ITEM = 4
 """Bytes of a float32."""
 
@@ -90,8 +93,8 @@ def sweep(
     """Return the time (s) and clock of each collective at each size, and the library versions.
 
     A size is the number of bytes in the buffer that is reduced, gathered into, scattered from, or
-    exchanged. Sizes are rounded down so that each rank gets a whole number of elements. If GPUs
-    have symmetric memory, the result also has the seconds of a ``barrier``.
+    exchanged. Sizes are rounded down so that each rank gets a whole number of elements. On GPUs,
+    the result has the `latencies`, too.
     """
     import torch
     import torch.distributed as dist
@@ -101,15 +104,12 @@ def sweep(
         raise PageError(f"collectives need several ranks; this is one process{how}")
     rows: list[CollectiveTime] = []
     notes: list[str] = []
-    barrier: dict[str, float] = {}
     makers: dict[str, Callable[[int, str], Collective]]
     makers = {op: partial(known_collective, op) for op in ops}
     if "all_reduce" in ops:
         refusal = _one_shot_refusal(device)
         if refusal is None:
             makers[ONE_SHOT] = _one_shot
-            progress("barriers")
-            barrier["barrier"] = barrier_seconds(device)
         else:
             notes.append(f"one-shot all-reduce in symmetric memory is not available: {refusal}")
     cases = [(op, n) for op in makers for n in sizes if op != ONE_SHOT or n <= ONE_SHOT_MOST]
@@ -120,8 +120,11 @@ def sweep(
     if device.startswith("cuda"):
         versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
         versions["device"] = torch.cuda.get_device_name()
+        progress("the smallest all-reduce and a barrier")
+    least = latencies(device) if device.startswith("cuda") else {}
     world, backend = current_group().world, dist.get_backend()
-    return {"rows": rows, "notes": notes, "ranks": world, "backend": backend, **versions, **barrier}
+    found = {"rows": rows, "notes": notes, "latencies": least}
+    return {**found, "ranks": world, "backend": backend, **versions}
 
 
 def known_collective(op: str, nbytes: int, device: str) -> Collective:
@@ -188,17 +191,12 @@ def _one_shot(nbytes: int, device: str) -> Collective:
     """Return torch's one-shot all-reduce: each rank reads and sums the buffers of all ranks."""
     import torch
     import torch.distributed as dist
-    import torch.distributed._symmetric_memory as symmetric
 
     group, world = dist.group.WORLD, current_group().world
     assert group is not None
     all_reduce = torch.ops.symm_mem.one_shot_all_reduce
-    count, mine = (
-        world * _elements_per_rank(nbytes),
-        torch.device(device, torch.cuda.current_device()),
-    )
-    buffer = symmetric.empty(count, dtype=torch.float32, device=mine)
-    symmetric.rendezvous(buffer, group.group_name)
+    count = world * _elements_per_rank(nbytes)
+    buffer, _ = _symmetric_buffer(count, device)
     last: list[torch.Tensor] = []
 
     def run() -> None:
@@ -209,20 +207,43 @@ def _one_shot(nbytes: int, device: str) -> Collective:
     return Collective(ONE_SHOT, count * ITEM, run, buffer, fill, lambda: last[0], sums)
 
 
-def barrier_seconds(device: str) -> float:
-    """Return the seconds of a barrier in symmetric memory, including the start of its kernel.
-
-    In a barrier, a rank writes a signal into the memory of every other rank, and waits for theirs.
-    """
+def _symmetric_buffer(count: int, device: str) -> tuple[torch.Tensor, Any]:
+    """Return `count` fp32 numbers in symmetric memory, and torch's handle of this memory."""
     import torch
     import torch.distributed as dist
     import torch.distributed._symmetric_memory as symmetric
 
-    group = dist.group.WORLD
+    group, mine = dist.group.WORLD, torch.device(device, torch.cuda.current_device())
     assert group is not None
-    mine = torch.device(device, torch.cuda.current_device())
-    handle = symmetric.rendezvous(symmetric.empty(4, device=mine), group.group_name)
-    return _seconds(BoundSide(partial(handle.barrier, channel=0), [()]), device)[1]
+    buffer = symmetric.empty(count, dtype=torch.float32, device=mine)
+    return buffer, symmetric.rendezvous(buffer, group.group_name)
+
+
+def latencies(device: str) -> dict[str, float]:
+    """Return the seconds of the smallest ``all_reduce`` and, in symmetric memory, a ``barrier``.
+
+    A copy runs before each, because on pages a kernel does, and NCCL's all-reduces take longer
+    right after one another. The times of the copy and of starting a kernel are subtracted. The copy
+    is so small that both take equally long.
+    """
+    import torch
+    import torch.distributed as dist
+
+    source, buffer = torch.zeros(2, SMALLEST // ITEM, device=device)
+    runs: dict[str, Callable[[], object]]
+    runs = {"copy": lambda: None, "all_reduce": partial(dist.all_reduce, buffer)}
+    if _one_shot_refusal(device) is None:
+        _, handle = _symmetric_buffer(SMALLEST // ITEM, device)
+        runs["barrier"] = partial(handle.barrier, channel=0)
+
+    def after_a_copy(run: Callable[[], object]) -> None:
+        buffer.copy_(source)
+        run()
+
+    sides = {name: BoundSide(partial(after_a_copy, run), [()]) for name, run in runs.items()}
+    seconds = {name: _seconds(side, device)[1] for name, side in sides.items()}
+    copy = seconds.pop("copy")
+    return {name: max(each - 2 * copy, 1e-9) for name, each in seconds.items()}
 
 
 def _timed(collective: Collective, device: str) -> CollectiveTime:
@@ -238,9 +259,11 @@ def _seconds(side: BoundSide, device: str) -> tuple[str, float]:
     """Return the clock and the slowest rank's seconds per call, as the median over the windows."""
     for clock, make in _clocks(device):
         try:
-            probe = on_all_ranks(partial(make, side, 1))
-            calls = calls_for(min(probe() for _ in range(3)), WINDOW[clock], 1)
-            window = on_all_ranks(partial(make, side, calls))
+            window, calls = on_all_ranks(partial(make, side, 1)), 0
+            # The first windows have few calls, so they mostly show how late a rank starts.
+            while (more := calls_for(min(window() for _ in range(3)), LONG_WINDOW, 1)) > 2 * calls:
+                calls = more
+                window = on_all_ranks(partial(make, side, calls))
         except Uncapturable:
             continue
         window()

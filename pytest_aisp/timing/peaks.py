@@ -52,8 +52,8 @@ class Peaks:
             (``launch``) and in a graph (``graph_node``), a call of torch that launches nothing
             (``host_step``), and `Tensor.item` (``sync``). A machine with several GPUs has more
             rates. In bytes/s: copies to a ``peer`` or in both directions (``peer_both``), and the
-            largest all-reduce (``busbw``). In seconds: the smallest ``all_reduce``, and a ``barrier``
-            in symmetric memory.
+            largest all-reduce (``busbw``). In seconds, beyond the start of a kernel: the smallest
+            ``all_reduce``, and a ``barrier`` in symmetric memory.
         facts: the fastest kernel of each rate, and the GPU, versions, clocks and date.
     """
 
