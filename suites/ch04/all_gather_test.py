@@ -15,10 +15,9 @@ Bound      NVLink. A copy reads and writes the whole result in DRAM, which takes
 Seen       On two GPUs, all three sides take about the same amount longer than predicted. The
            predictions use the rate of NCCL's all-reduce. NCCL's all-gather is slower, as the
            README's plot shows for this size. At the plot's rate, all three predictions are within 5
-           % of the measured times. On four GPUs, the gains are almost the same. No link rates are
-           stored for four GPUs, but predictions at the all-reduce rate of two GPUs are within a few
-           percent of all three times. So NCCL's all-gather comes closer to the all-reduce rate on
-           four GPUs than on two.
+           % of the measured times. On four GPUs, the gains are almost the same. All three sides
+           take about a tenth longer than predicted there. So NCCL's all-gather comes closer to the
+           all-reduce rate on four GPUs than on two.
 Use when   Always gather into one tensor if the next kernel reads one tensor. A list costs two
            additional copies of the whole result.
 """

@@ -17,9 +17,8 @@ Seen       On two GPUs, `fp32` takes slightly longer than predicted, and the gap
            `bf16` sends smaller messages, and int8 uses all-to-all and all-gather, so both run at a
            lower rate. With the rates that the README's plot shows for these sizes, the predictions
            are within 20 % of the measured times. On four GPUs, both variants gain more, because
-           each rank sends more bytes, and casts and scales take a smaller part of the time. No link
-           rates are stored for four GPUs, but predictions at the rates of two GPUs are within a
-           tenth of the times on four.
+           each rank sends more bytes, and casts and scales take a smaller part of the time. There,
+           all sides are closer to the predictions.
 Use when   The links limit the step, and the optimizer tolerates the error. Data-parallel training
            usually tolerates bf16 gradients. On NVLink, `int8` is rarely worth its error. `int8`
            pays off between machines, where links are many times slower.

@@ -110,7 +110,7 @@ def written(x):
             + Cost(h2d=4 * numel, launches=2, collectives=1)
         ),
         sent: lambda numel: Cost(sent=4 * numel, launches=1, collectives=1),
-        written: lambda numel: Cost(sent=4 * numel, launches=3, collectives=2),
+        written: lambda numel: Cost(sent=4 * numel, launches=3, barriers=2),
     },
     conditions=Conditions(gpus=(2, 4)),
 )

@@ -25,7 +25,8 @@ Seen       On four H200s, a switch gives every ring the same number of links. So
            peer rate of two GPUs, the predicted time is half of the time of numbered and two thirds
            of the time of `linked`. Each step sends only 16 MiB, and NCCL's sends reach the peer
            rate only with larger messages (peer_copy_test.py). `library` is nearly twice as fast as
-           `numbered`. `library` takes a tenth longer than predicted with NCCL's rate on two GPUs.
+           `numbered`. `library` takes about a fifth longer than predicted. The prediction uses
+           NCCL's rate at 512 MiB, and NCCL is slower with smaller messages.
 Use when   You write your own ring, and no switch joins all GPUs of the machine (see `aisp links
            topology`). In all other cases, let NCCL choose: `library` is the fastest side.
 """

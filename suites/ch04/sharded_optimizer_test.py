@@ -17,8 +17,7 @@ Seen       On two GPUs, `sharded` takes longer than predicted. The prediction us
            NCCL's all-reduce. NCCL's reduce-scatter and all-gather are slower. With the rates of
            these two from the README's plot, the prediction is within 5 % of the measured time. On
            four GPUs, `sharded` gains more than on two, because a rank updates only a quarter of the
-           parameters. No link rates are stored for four GPUs, but predictions at the rate of two
-           GPUs are within a few percent of the times on four.
+           parameters. There, both sides take less than a tenth longer than predicted.
 Use when   Moments and master weights limit the size of the model or the batch. Without multicast,
            sharding cost no time on two or four GPUs. If you need still more memory, also shard
            gradients and parameters (ZeRO stages 2 and 3, FSDP).

@@ -25,23 +25,22 @@ Bound      Up to 1 MiB, latency: launches, handshakes, and one crossing of NVLin
            L2, as right after a layer has computed them. NVLink multicast was off (README), so
            torch's `multimem_all_reduce_` is not compared here, and ring and `windowed` have fewer
            kernels to choose from.
-Seen       On two GPUs up to 64 KiB, all sides except pushed take only a third to two thirds of the
-           predicted time, as does `two_shot` at 1 MiB. The prediction uses the time of NCCL's
-           smallest all-reduce in peaks.json. This time was measured in a graph that contains only
-           all-reduces. Here, a copy comes before each all-reduce, and even ring takes less than the
-           time in peaks.json. We cannot explain why. At every size, `pushed` takes less than 2 us
-           longer than predicted. peaks.json has no rate for the latency of a crossing of NVLink. At
-           16 MiB, ring and `gathered` take longer than predicted. The prediction uses NCCL's rate
-           at 512 MiB, and NCCL is slower with smaller messages (see the README's plot). `windowed`
-           uses NCCL kernels whose rate is not in peaks.json. On four GPUs, peaks.json has no link
-           rates, so nothing is predicted. Up to 64 KiB, `ring` takes over two fifths longer than on
-           two GPUs. The other sides slow down less than `ring`. So all variants gain more than on
-           two GPUs, except pushed at 64 KiB, which gains as much. From 1 MiB on, `gathered` takes
-           twice as long as ring, because a rank receives three inputs. `one_shot` also reads three
-           inputs, and is a little slower than `ring` at 1 MiB. `fused_copy` and `windowed` are
-           within three percent of ring at 1 MiB. `pushed` is faster than `ring` at 1 MiB, but gains
-           far less than on two GPUs. Only `two_shot` is clearly faster than `ring` at both 1 and 16
-           MiB.
+Seen       On two GPUs up to 64 KiB, all sides take about as long as predicted, except `windowed`:
+           with 4 KiB, it takes less, because NCCL's kernels for windows are faster than the
+           all-reduce in peaks.json. At 1 MiB, `ring`, `gathered`, `one_shot`, `fused_copy` and
+           `windowed` take a third to four fifths longer than predicted, because kernels and NCCL
+           are slower with 1 MiB than with the large messages that give the rates. `two_shot` and
+           `pushed` are close to the prediction. At 16 MiB, all sides take longer than predicted.
+           The prediction uses NCCL's rate at 512 MiB, and NCCL is slower with smaller messages (see
+           the README's plot). On four GPUs, peaks.json lacks the rate of a peer copy, so the sides
+           that write into other ranks' memory have no prediction. Up to 64 KiB, `ring` takes over
+           two fifths longer than on two GPUs. The other sides slow down less than `ring`. So all
+           variants gain more than on two GPUs, except `pushed` at 64 KiB, which gains as much. From
+           1 MiB on, `gathered` takes twice as long as `ring`, because a rank receives three inputs.
+           `one_shot` also reads three inputs, and is a little slower than `ring` at 1 MiB.
+           `fused_copy` and `windowed` are within three percent of ring at 1 MiB. `pushed` is faster
+           than `ring` at 1 MiB, but gains far less than on two GPUs. Only `two_shot` is clearly
+           faster than `ring` at both 1 and 16 MiB.
 Use when   Small all-reduces follow each other on the critical path, as in decoding with tensor
            parallelism, and run in a CUDA graph. In a graph, torch's one-shot is about as fast as
            NCCL on two GPUs, and faster on four up to 64 KiB. Without a graph, in a run on two GPUs
@@ -56,7 +55,7 @@ import torch.distributed._symmetric_memory as symmetric
 
 from pytest_aisp import Conditions, Cost, Sweep, Variant, Work, compare, cuda_module
 
-from .wire_costs import all_reduce_of, all_reduced, collective, exchange
+from .wire_costs import all_reduce_of, all_reduced, exchange, through_memory
 
 kernels = cuda_module("symmetric_all_reduce.cu")
 BLOCK, GENERATIONS = 256, 3
@@ -168,13 +167,13 @@ def parts_and_sum(numel, world):
 
 
 def whole_inputs(numel, world):
-    """Return the cost of a kernel that sends the whole input to every other rank."""
-    return collective(4 * (world - 1) * numel)
+    """Return the cost of a kernel that reads the other ranks' whole inputs between handshakes."""
+    return through_memory(4 * (world - 1) * numel, signals=3)
 
 
 def two_shots(numel, world):
-    """Return the cost of a kernel that sends the sum of its share and the terms of other shares."""
-    return collective(all_reduced(4 * numel, world))
+    """Return the cost of a kernel that reads its share, and sends the sum, between handshakes."""
+    return through_memory(all_reduced(4 * numel, world), signals=3)
 
 
 @compare(
@@ -199,7 +198,7 @@ def two_shots(numel, world):
         gathered: parts_and_sum,
         one_shot: lambda numel, world: copied_in(numel) + whole_inputs(numel, world),
         fused_copy: whole_inputs,
-        pushed: lambda numel, world: Cost(sent=4 * (world - 1) * numel, launches=1),
+        pushed: lambda numel, world: through_memory(4 * (world - 1) * numel, signals=1),
         two_shot: lambda numel, world: copied_in(numel) + two_shots(numel, world),
         windowed: after_copy,
     },

@@ -29,9 +29,20 @@ def collective(sent: float) -> Cost:
     return Cost(sent=sent, launches=1, collectives=1)
 
 
+def through_memory(sent: float, signals: int) -> Cost:
+    """Return the cost of a kernel that uses other ranks' memory.
+
+    Args:
+        sent: the number of bytes that each rank sends, or that other ranks read from it.
+        signals: how often the kernel waits for signals or data of other ranks. A signal and a read
+            both cross the links once or twice, which takes equally long.
+    """
+    return Cost(sent=sent, launches=1, barriers=signals)
+
+
 def copied_sum(nbytes: float, world: int) -> Cost:
     """Return the cost of a sum by `CopiedSums`: a pull, an add and a push, between two barriers."""
-    one_way = Cost(sent=all_reduced(nbytes, world) / 2, launches=2, collectives=1)
+    one_way = Cost(sent=all_reduced(nbytes, world) / 2, launches=2, barriers=1)
     share = nbytes / world
     add = Cost(read=2 * share, write=share, launches=1)
     return one_way + (world - 1) * add + one_way

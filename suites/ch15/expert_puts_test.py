@@ -46,15 +46,15 @@ Seen       On two H200s with up to 1024 tokens, the host limits the first test: 
            half times as long. By the profiler, kernels run nearly all of the time, so the host is
            not the cause. The prediction uses NCCL's rate for an all-reduce of 512 MiB. We did not
            compare this rate with the rate of each kernel. In graphs, `puts` and `signalled` gain
-           five to six times. With 16 tokens, `puts` takes a third of the predicted time, and with
-           256 tokens half. Its cost counts a barrier as NCCL's smallest all-reduce. The barriers of
-           symmetric memory are faster: if the rest of the prediction is right, a barrier takes less
-           than 3 us. With 16 tokens, `signalled` takes more than twice as long as predicted,
-           because its cost leaves out the signals. If the rest of the prediction is right, a signal
-           and the wait for it take about 2 us each way. `puts` takes 1 to 2 us longer than
-           `signalled`. With 256 tokens, `gathered` takes half as long again as predicted, probably
-           because NCCL is slower with smaller messages (see the plot in the README of chapter 4).
-           64 tokens in graphs and four GPUs are not recorded.
+           five to six times on two GPUs, and five to eight times on four. On two GPUs, both take
+           about as long as predicted. `puts` takes 1 to 2 us longer than `signalled` there. On four
+           GPUs, `puts` is 2 us faster than `signalled`. We do not know why. `gathered` takes one
+           and a half to two times as long as predicted, probably because NCCL is slower with
+           smaller messages (see the plot in the README of chapter 4). On four GPUs without graphs,
+           `puts` and `signalled` gain a little more than on two with up to 1024 tokens, and a
+           little less with 16384. `gathered` loses more, because every rank receives the rows of
+           three others. peaks.json lacks the rate of a peer copy for four GPUs, so `puts` and
+           `signalled` have no prediction there.
 Use when   Experts are on GPUs that reach each other's memory, and the steps are short, as in
            decoding. DeepEP and other libraries for expert parallelism have such kernels. A rank
            must reserve memory for all rows that all ranks may send. See also `expert_exchange` in
@@ -337,16 +337,17 @@ def gathered_cost(tokens, width, world):
 
 
 def puts_cost(tokens, width, world):
-    """Return the cost of puts. A barrier counts as the smallest all-reduce of NCCL."""
-    return 2 * (Cost(sent=busiest(tokens, width, world), launches=1) + BARRIER)
+    way = Cost(sent=busiest(tokens, width, world), launches=1)
+    return 2 * (way + Cost(launches=1, barriers=1))
 
 
 def signalled_cost(tokens, width, world):
-    """Return the cost of signalled without the signals, because there is no rate for them."""
-    return 2 * Cost(sent=busiest(tokens, width, world), launches=1) + Cost(launches=1)
+    """Return the cost of signalled. The second and the third kernel wait for signals."""
+    there = Cost(sent=busiest(tokens, width, world), launches=1)
+    back = Cost(sent=busiest(tokens, width, world), launches=1, barriers=1)
+    return there + back + Cost(launches=1, barriers=1)
 
 
-BARRIER = Cost(launches=1, collectives=1)
 judged = functools.partial(
     compare,
     inputs=inputs,
