@@ -67,8 +67,10 @@ def remember() -> None:
 
 def replaced() -> str | None:
     """Return the name of a watched function that was replaced, or None."""
-    changed = (name for name, (place, old) in _originals.items() if _value(place) is not old)
-    return next(changed, None)
+    for name, ((owner, attribute), original) in _originals.items():
+        if getattr(owner, attribute, None) is not original:  # for thousands: without a call
+            return name
+    return None
 
 
 def _replaced_by_a_page() -> str | None:
@@ -77,11 +79,13 @@ def _replaced_by_a_page() -> str | None:
     Replacements by libraries are allowed, because some libraries patch torch when they are
     imported.
     """
-    for place, original in _torch_originals.items():
-        value = _value(place)
+    for (owner, attribute), original in _torch_originals.items():
+        value = getattr(owner, attribute, None)
+        if value is original:
+            continue
         code = getattr(value, "__code__", None)
-        if value is not original and code and not code.co_filename.startswith(libraries()):
-            return _torch_name(place)
+        if code and not code.co_filename.startswith(libraries()):
+            return _torch_name((owner, attribute))
     return None
 
 
