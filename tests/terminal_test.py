@@ -8,9 +8,11 @@ import re
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 
+from pytest_aisp.session import terminal
 from pytest_aisp.util.gpu_lease import lease
 
 
@@ -148,3 +150,15 @@ def test_a_check_shows_the_sizes_that_a_search_tried(page, pytester):
     assert first == "n=40"
     assert set(searched) <= {"n=41", "n=42", "n=43"}
     assert searched
+
+
+@pytest.mark.parametrize(
+    ("most", "named"), [(1, "test_a[x] and 2 more"), (None, "test_a[x], test_a[y], test_a[z]")]
+)
+def test_a_remark_of_several_cases_is_written_once(most, named):
+    rows = [SimpleNamespace(key=f"test_a[{k}]", remarks=["changed"]) for k in "xyz"]
+    rows[1].remarks.append("all inputs are equal")
+    assert terminal._remarks(rows, most) == [
+        f"{named}: changed",
+        "test_a[y]: all inputs are equal",
+    ]

@@ -111,11 +111,11 @@ def show_captured(terminal: TerminalReporter) -> None:
 def show_summary(terminal: TerminalReporter, recorder: Recorder) -> None:
     """Write the closing table, and the lines below it."""
     rows = recorder.rows
-    closing = _closing(recorder, rows)
+    verbosity = terminal.config.get_verbosity()
+    closing = _closing(recorder, rows, verbosity)
     if not rows and not closing:
         return
     terminal.section("aisp")
-    verbosity = terminal.config.get_verbosity()
     lines = _table(rows, verbosity) if rows else []
     lines += [f"curve: {curve}" for curve in curves(rows)]
     if verbosity > 1:
@@ -124,11 +124,11 @@ def show_summary(terminal: TerminalReporter, recorder: Recorder) -> None:
         terminal.write_line(line)
 
 
-def _closing(recorder: Recorder, rows: Sequence[Row]) -> list[str]:
+def _closing(recorder: Recorder, rows: Sequence[Row], verbosity: int) -> list[str]:
     """Return the lines below the table."""
     settings = recorder.settings
     lines = [_simulated(timer) for timer in sorted({row.timer for row in rows if row.timer})]
-    lines += [f"{row.key}: {remark}" for row in rows for remark in row.remarks]
+    lines += _remarks(rows, None if verbosity > 0 else 1)
     if profiled := sum(bool(row.profile) for row in rows):
         choose = "" if settings.artifacts else "; --aisp-artifacts=DIR keeps them elsewhere"
         what = f"profiles ({settings.profile}) of {_cases(profiled)}"
@@ -177,6 +177,22 @@ def _closing(recorder: Recorder, rows: Sequence[Row]) -> list[str]:
     return lines
 
 
+def _remarks(rows: Sequence[Row], most: int | None) -> list[str]:
+    """Return each remark once, after the names of at most `most` cases that have it."""
+    keys: dict[str, list[str]] = {}
+    for row in rows:
+        for remark in row.remarks:
+            keys.setdefault(remark, []).append(row.key)
+    return [f"{_named(keys[remark], most)}: {remark}" for remark in keys]
+
+
+def _named(keys: Sequence[str], most: int | None) -> str:
+    """Return the first `most` keys, and how many more there are."""
+    shown = keys[:most]
+    more = len(keys) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "")
+
+
 def _unused(results: Sequence[str]) -> list[str]:
     """Return lines about stored results that no collected case uses."""
     if not results:
@@ -207,8 +223,7 @@ def _unchecked_promises(rows: Sequence[Row]) -> list[str]:
 
 def _no_canary(worker: str, keys: Sequence[str]) -> str:
     """Return a line about an xdist worker that ended before its canary."""
-    more = len(keys) - NAMED
-    named = ", ".join(keys[:NAMED]) + (f" and {more} more" if more > 0 else "")
+    named = _named(keys, NAMED)
     return f"NO CANARY: worker '{worker}' ended before its canary; its verdicts: {named}"
 
 
