@@ -13,9 +13,11 @@ Bound      PCIe, which carries data in both directions at once. A GPU has a copy
            direction. `one_stream` uses only one direction at a time. The kernel reads and writes
            DRAM, not PCIe, so it takes much less time than a copy. So a third stream hides only a
            little more.
-Use when   Data is streamed through the GPU, and the results go back to the host. Two or three
-           chunks in flight are enough. If the results stay on the GPU, only the copy in and the
-           kernel can overlap (`chunk_count_test.py`). More streams only add buffers.
+Seen       On an H200, `three_streams` takes as long as `two_streams`. The costs predict that it is
+           slightly faster. We do not know why the third stream hides nothing more.
+Use when   Data is streamed through the GPU, and the results go back to the host. Two chunks in
+           flight are enough. If the results stay on the GPU, only the copy in and the kernel can
+           overlap (`chunk_count_test.py`). More streams only add buffers.
 """
 
 from dataclasses import replace
@@ -112,6 +114,7 @@ def with_three(chunks, n):
 @compare(
     baseline=one_stream,
     optimized=[two_streams, three_streams],
+    at_least={"sm90": 1.35},
     inputs=inputs,
     reference=reference,
     sizes=[{"chunks": 16, "n": 2**21}],
