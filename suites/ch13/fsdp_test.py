@@ -15,13 +15,14 @@ Bound      Matrix products on the CUDA cores limit `ddp`, and the host limits `f
            parameters. `fsdp` holds half of the parameters, gradients and momentum, which is 1.5
            GiB. In the backward pass, `fsdp` also holds three or four layers of 64 MiB: the gathered
            layer, the next layer, and a gradient that is being sent to the other ranks. In total,
-           `fsdp` needs half as much memory as `ddp`.
-Seen       On two H200s, `fsdp` needs half as much memory as `ddp`, as *Bound* says. But `fsdp`
-           takes about three times as long as `ddp`, and more than five times as long as predicted.
-           The host runs FSDP's Python hooks before and after each layer. The cost counts launches,
-           but leaves out the hooks, which we did not measure. `ddp` takes a third longer than
-           predicted. We did not measure which part of `ddp` takes the extra time. The page claims
-           only that `fsdp` saves memory.
+           `fsdp` needs half as much memory as `ddp`. On four ranks, `fsdp` holds a quarter of the
+           parameters, gradients and momentum, and needs less than a third as much memory as `ddp`.
+Seen       On two and on four H200s, `fsdp` saves as much memory as *Bound* says. But `fsdp` takes
+           about three times as long as `ddp` on two GPUs, and about four times as long on four.
+           That is five to eight times as long as predicted. The host runs FSDP's Python hooks
+           before and after each layer. The cost counts launches, but leaves out the hooks, which we
+           did not measure. `ddp` takes a third to a half longer than predicted. We did not measure
+           which part of `ddp` takes the extra time. The page claims only that `fsdp` saves memory.
 Use when   Parameters, gradients and optimizer state do not fit on one GPU. If they fit, DDP is
            faster, unless the products of a layer take longer than the hooks of that layer.
 """
