@@ -21,9 +21,11 @@ Seen       On an H100, `captured` takes three times as long as predicted from th
            whole inner dimension. So the product probably takes longer to run than to start.
            `reduce_overhead` replays the same kernels and takes several times as long as `captured`,
            so the guards, copies and address checks take more time than the kernels. The time of
-           eager varies by half from one result to the next, so these ratios are rough. The speedup
-           of `compiled` is within this variation, so the page claims only that `compiled` is not
-           slower.
+           `eager` varies by half from one result to the next, so these ratios are rough. The
+           speedup of `compiled` is within this variation, so the page claims only that `compiled`
+           is not slower. On an H200, `eager_captured` also takes more than twice as long as
+           predicted. The two captured sides were recorded on different GPUs, so we do not know how
+           much `captured` gains over `eager_captured`.
 Use when   The GPU waits for the host. Start with `mode="reduce-overhead"`. If a shape or a
            parameter's address changes, this mode captures a new graph. Code that cannot be captured
            runs outside the graph. Capture by hand if the shapes are fixed and every microsecond
@@ -112,7 +114,7 @@ def network(layers, rows, width, **starts):
         Variant(compiled, at_least="neutral"),  # its speedup is within the noise of the host
         Variant(reduce_overhead, at_least={"sm90": 2.4}),
         Variant(captured, at_least={"sm90": 5.3}),
-        Variant(eager_captured, at_least="yardstick"),
+        Variant(eager_captured, at_least={"sm90": 3.0}),
     ],
     state=state,
     inputs=inputs,
