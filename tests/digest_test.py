@@ -228,6 +228,7 @@ def test_an_earlier_result_of_the_same_code_gets_its_blobs(pages, gpu, recorded,
 CHANGED_SINCE = {
     "ch01": ["forward_graph_test.py", "train_step_graph_test.py"],
     "ch07": ["copy_stride_test.py", "tile_copy_test.py", "vector_width_test.py"],
+    "ch20": ["decode_ladder_test.py"],  # on an H100
 }
 """The pages of which a side was changed after the recording. Record them again."""
 
