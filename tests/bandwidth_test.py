@@ -42,6 +42,14 @@ def test_a_hop_far_below_the_median_of_its_kind_is_slow():
     assert slow([390, 391, 388, 313]) == [""] * 4
 
 
+def test_hops_in_both_directions_may_differ_more():
+    healthy = [773, 698, 695, 623, 617, 522]  # four H200s
+    assert slow(healthy, both=True) == [""] * 6
+    reasons = slow([773, 770, 760, 430], both=True)
+    assert reasons[:3] == [""] * 3
+    assert reasons[3].startswith("56% of the median of NVLink 4 x18")
+
+
 def test_equal_hops_below_the_floor_are_all_slow():
     assert slow([249] * 2) == ["below the 250 GB/s that NVLink 4 x18 must reach"] * 2
     assert slow([251] * 2) == [""] * 2
