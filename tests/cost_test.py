@@ -23,6 +23,7 @@ PEAKS = Peaks(
             "atomics": 2e11,
             "sfu": 4e12,
             "blocks": 1e9,
+            "in_flight": 2e8,
             "pcie_both": 6e10,
         },
         **{"host_step": 1e-6, "sync": 2e-5, "barrier": 3e-6},
@@ -42,6 +43,7 @@ PEAKS = Peaks(
         (Cost(shared=3e10, sfu=8e9), True, 2e-3, "sfu"),
         (Cost(shared=3e10, blocks=2e6), True, 2e-3, "blocks"),
         (Cost(atomics=2e8), True, 1e-3, "atomics"),
+        (Cost(read=4e9, in_flight=5000), True, 17**0.5 * 1e-3, "in_flight"),  # 1 ms and 4 ms
         (Cost(d2h=4e7, h2d=1e7), True, 1e-3, "d2h"),
         (Cost(d2h=4e7, h2d=5e7), True, 1.5e-3, "pcie_both"),
         (Cost(sent=4e8), True, 1e-3, "peer"),
@@ -78,6 +80,7 @@ def test_a_measured_time_is_explained_within_a_quarter():
         (Cost(sent=1), "peer", "links bandwidth"),
         (Cost(collectives=1), "all_reduce", "links nccl"),
         (Cost(barriers=1), "barrier", "links nccl"),
+        (Cost(read=1, in_flight=1), "read", "machine peak"),
     ],
 )
 def test_a_rate_that_was_not_measured_is_named(cost, rate, command):
@@ -138,7 +141,7 @@ REFUSED = {
     "no cost": ({fast: lambda n: 4 * n}, "the cost of fast is 16384; return a Cost"),
     "no function": (
         {fast: Cost(read=1)},
-        "costs[fast] is Cost(read=1, write=0, h2d=0, d2h=0, sent=0, nccl=0, l2=0,",
+        "costs[fast] is Cost(read=1, write=0, in_flight=0, h2d=0, d2h=0, sent=0, nccl=0, l2=0,",
     ),
     "another size": (
         {fast: lambda n, m: Cost(read=n)},

@@ -26,7 +26,7 @@ UNITS = ("l2", "shared", "atomics", "sfu", "blocks")
 HOST = {"launches": "launch", "host_steps": "host_step"}
 """The attributes of `Cost` that take time on the host, each with the name of a rate."""
 AMOUNTS = (
-    *("read", "write", *UNITS, "h2d", "d2h", "sent", "nccl"),
+    *("read", "write", "in_flight", *UNITS, "h2d", "d2h", "sent", "nccl"),
     *(*HOST, "graph_nodes", "syncs", "collectives", "barriers"),
 )
 """All attributes of `Cost` that are plain numbers."""
@@ -41,6 +41,9 @@ class Cost:
 
     Attributes:
         read, write: bytes read from and written to DRAM.
+        in_flight: the bytes that the loads of one SM request from DRAM at the same time, at most.
+            A kernel with 2048 threads per SM and one load of 4 bytes per thread has 8192. Leave it
+            out if the loads keep DRAM busy: twice as many bytes gain little.
         l2: bytes read from and written to the L2, in whole sectors of 32 bytes. Count DRAM traffic
             here only if the L2 is the limit.
         shared: bytes read from and written to shared memory. If `k` threads of a warp access
@@ -66,6 +69,7 @@ class Cost:
 
     read: float = 0
     write: float = 0
+    in_flight: float = 0
     h2d: float = 0
     d2h: float = 0
     sent: float = 0

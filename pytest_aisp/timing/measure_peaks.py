@@ -21,13 +21,14 @@ from ..util.device_state import Telemetry, no_gc
 from .cpu_timer import HostWindow
 from .cuda_graph import GraphWindow
 from .cuda_timer import WINDOW, QueueWindow
-from .peaks import DTYPES, Peaks
+from .peaks import DTYPES, LATENCY, Peaks
 from .schedule import Window, calls_for
 from .unit_probes import (
     atomics,
     both_ways,
     empty_blocks,
     l2_reads,
+    loads_in_flight,
     multiply_adds,
     shared_read,
     special_functions,
@@ -159,7 +160,7 @@ class _Survey:
         self.rates["pcie_both"] = both.amount / lasts
 
     def units(self, l2_bytes: int) -> None:
-        """Measure the rates of `UNITS`. Without a compiler, these rates are missing."""
+        """Measure `LATENCY` and the rates of `UNITS`. Without a compiler, they are missing."""
         from ..kernels.nvrtc import NoCompiler
 
         try:
@@ -169,6 +170,7 @@ class _Survey:
                 "sfu": special_functions(),
                 "fp32": multiply_adds(),
                 "blocks": empty_blocks(),
+                LATENCY: loads_in_flight(8 * l2_bytes),
             }
             by_size = l2_reads(l2_bytes)
         except NoCompiler as error:

@@ -28,7 +28,7 @@ A chain is longer than a time slice, so it is interrupted if other processes wai
 short, so the chain can also be interrupted between two kernels.
 """
 SLICE_NS = 50_000
-"""A shorter pause between two readings is not a time slice."""
+"""A pause shorter than this between two readings is not a time slice."""
 COARSE = 20
 """A time slice takes at least this many steps of the counter, which may be coarse."""
 GATE_CYCLES = 2_000_000

@@ -30,8 +30,10 @@ LINKS = ("peer", "busbw")
 MEETINGS = ("all_reduce", "barrier")
 SECONDS = ("launch", "host_step", "sync", "graph_node", *MEETINGS)
 MEMORY = ("copy", "read", "write", *UNITS[:2])
+LATENCY = "in_flight"
+"""The rate that limits a kernel whose loads have too few bytes in flight (Little's law)."""
 MATRIX = (*DTYPES, "fp8", "int8")
-RATES = (*MEMORY, *MATRIX, *UNITS[2:], *PCIE, "pcie_both", *LINKS, "peer_both", *SECONDS)
+RATES = (*MEMORY, LATENCY, *MATRIX, *UNITS[2:], *PCIE, "pcie_both", *LINKS, "peer_both", *SECONDS)
 
 
 class PeaksError(ValueError):
@@ -46,7 +48,8 @@ class Peaks:
         product: name of the model, as in `device.Machine`.
         rates: In bytes/s: DRAM ``copy`` (read plus written), ``read`` and ``write``, and ``h2d``
             and ``d2h`` with pinned memory (``pcie_both``: in both directions at once), ``l2`` and
-            ``shared`` for reads of data that stays there. In FLOP/s: matrix products by type. In
+            ``shared`` for reads of data that stays there. ``in_flight``: the bytes/s that are read
+            from DRAM, divided by the bytes that each SM has in flight. In FLOP/s: matrix products by type. In
             operations/s: ``atomics`` (additions in the L2), ``sfu`` (exponentials) and ``blocks``
             (blocks of a kernel that does nothing). In seconds: a tiny kernel's cost on the host
             (``launch``) and in a graph (``graph_node``), a call of torch that launches nothing

@@ -7,6 +7,8 @@
 // exponentials: each thread computes four independent chains of `rounds` exponentials on the
 //   special function unit.
 // fused_multiply_adds: each thread computes eight independent chains of `rounds` fp32 FMAs.
+// one_load_each: a copy in which each thread has one load of 4 bytes in flight. A thread loads its
+//   next number after it has stored the last one.
 // nothing: an empty kernel, which only starts its blocks.
 
 constexpr int BLOCK = 1024;
@@ -92,6 +94,12 @@ extern "C" __global__ void __launch_bounds__(BLOCK) fused_multiply_adds(float* o
 #pragma unroll
   for (int k = 0; k < 8; ++k) sum += x[k];
   if (sum == 1.5f) out[1] = sum;
+}
+
+extern "C" __global__ void one_load_each(const float* x, float* out, unsigned n) {
+#pragma unroll 1
+  for (unsigned i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x)
+    out[i] = 2.0f * x[i];
 }
 
 extern "C" __global__ void nothing() {}

@@ -15,6 +15,8 @@ L2_SHARES = (64, 16, 4, 2)
 VECTOR = 16
 """Bytes of a load."""
 EMPTY_BLOCKS, WARP = 1 << 20, 32
+FEW, LOAD = 128, 4
+"""The threads per SM, and the bytes of a load, in the probe of loads in flight."""
 
 
 class Probe(NamedTuple):
@@ -99,6 +101,21 @@ def empty_blocks() -> Probe:
 
     kernel = cuda_module("unit_probes.cu").nothing[EMPTY_BLOCKS, WARP]
     return Probe(kernel, EMPTY_BLOCKS)
+
+
+def loads_in_flight(nbytes: int) -> Probe:
+    """Return a probe that reads `nbytes` of DRAM with few loads in flight.
+
+    The amount is `nbytes` divided by the bytes that each SM has in flight.
+    """
+    import torch
+
+    from ..kernels.cuda_cpp import cuda_module
+
+    sms = torch.cuda.get_device_properties().multi_processor_count
+    x, out = torch.ones(2, nbytes // LOAD, device="cuda")
+    kernel = cuda_module("unit_probes.cu").one_load_each[sms, FEW]
+    return Probe(partial(kernel, x, out, x.numel()), x.nbytes / (FEW * LOAD))
 
 
 def both_ways(nbytes: int) -> Probe:

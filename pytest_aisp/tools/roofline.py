@@ -78,6 +78,8 @@ def rate_text(name: str | None, rate: float | None) -> str:
         return "-"
     if name in SECONDS:
         return duration(rate)
+    if name == peaks.LATENCY:
+        return f"{rate / 1e6:.4g} MB/s per byte in flight on each SM"
     scale, letter = (1e12, "T") if rate >= 1e12 else (1e9, "G")
     unit = "B" if name in BYTES else "op" if name in peaks.UNITS else "FLOP"
     return f"{rate / scale:.4g} {letter}{unit}/s"
