@@ -49,14 +49,14 @@ class Peaks:
         rates: In bytes/s: DRAM ``copy`` (read plus written), ``read`` and ``write``, and ``h2d``
             and ``d2h`` with pinned memory (``pcie_both``: in both directions at once), ``l2`` and
             ``shared`` for reads of data that stays there. ``in_flight``: the bytes/s that are read
-            from DRAM, divided by the bytes that each SM has in flight. In FLOP/s: matrix products by type. In
-            operations/s: ``atomics`` (additions in the L2), ``sfu`` (exponentials) and ``blocks``
-            (blocks of a kernel that does nothing). In seconds: a tiny kernel's cost on the host
-            (``launch``) and in a graph (``graph_node``), a call of torch that launches nothing
-            (``host_step``), and `Tensor.item` (``sync``). A machine with several GPUs has more
-            rates. In bytes/s: copies to a ``peer`` or in both directions (``peer_both``), and the
-            largest all-reduce (``busbw``). In seconds, beyond the start of a kernel: the smallest
-            ``all_reduce``, and a ``barrier`` in symmetric memory.
+            from DRAM, divided by the bytes that each SM has in flight. In FLOP/s: matrix products
+            by type. In operations/s: ``atomics`` (additions in the L2), ``sfu`` (exponentials) and
+            ``blocks`` (blocks of a kernel that does nothing). In seconds: a tiny kernel's cost on
+            the host (``launch``) and in a graph (``graph_node``), a call of torch that launches
+            nothing (``host_step``), and `Tensor.item` (``sync``). A machine with several GPUs has
+            more rates. In bytes/s: copies to a ``peer`` or in both directions (``peer_both``), and
+            the largest all-reduce (``busbw``). In seconds, beyond the start of a kernel: the
+            smallest ``all_reduce``, and a ``barrier`` in symmetric memory.
         facts: the fastest kernel of each rate, and the GPU, versions, clocks and date.
     """
 
