@@ -34,8 +34,8 @@ def through_memory(sent: float, signals: int) -> Cost:
 
     Args:
         sent: the number of bytes that each rank sends, or that other ranks read from it.
-        signals: how often the kernel waits for signals or data of other ranks. A signal and a read
-            both cross the links once or twice, which takes equally long.
+        signals: how often the kernel waits for other ranks: for a signal, for data, or for a read
+            from their memory. Each wait counts as one barrier.
     """
     return Cost(sent=sent, launches=1, barriers=signals)
 
