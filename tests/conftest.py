@@ -19,7 +19,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # the tensors are small, and further thread
 import hypothesis
 import pytest
 import torch  # once, at module level: pytester's in-process runs would load it twice and crash
-from zygote import RUN_MODULES, Zygote
+from zygote import COMPILER_MODULES, RUN_MODULES, WORKER_MODULES, Zygote
 
 from pytest_aisp.isolation import monkeypatches
 
@@ -126,8 +126,17 @@ def zygote() -> Iterator[Zygote]:
 @pytest.fixture(scope="session")
 def worker_zygote() -> Iterator[Zygote]:
     """Return the process from which worker processes are forked."""
-    modules = ("pytest_aisp.distributed.rank", "pytest_aisp.worker.server", "torch.distributed.run")
+    modules = (*WORKER_MODULES, "torch.distributed.run")
     started = Zygote.new(*modules, *monkeypatches.watched_modules())
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="session")
+def compiler_zygote() -> Iterator[Zygote]:
+    """Return the process from which worker processes that compile kernels are forked."""
+    modules = (*COMPILER_MODULES, *monkeypatches.watched_modules())
+    started = Zygote.new(*modules, without="TRITON_INTERPRET")
     yield started
     started.close()
 
@@ -175,10 +184,15 @@ def pytester(
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> pytest.Pytester:
-    """Fork runs of `runpytest_subprocess`, and their processes unless `new_processes`."""
+    """Fork runs of `runpytest_subprocess`, and their processes unless `new_processes`.
+
+    The module of a test whose runs compile kernels uses the fixture `compiler_zygote`.
+    """
     for name in [name for name in os.environ if name.startswith("PYTEST_XDIST")]:
         monkeypatch.delenv(name)  # a run that a test starts is not in an xdist worker
     popen = pytester.popen
+    compiles = "compiler_zygote" in request.fixturenames
+    zygotes = worker_zygote, request.getfixturevalue("compiler_zygote") if compiles else None
     new_processes = request.node.get_closest_marker("new_processes") is not None
     pytest_itself = [sys.executable, "-mpytest"]
 
@@ -189,7 +203,7 @@ def pytester(
         with monkeypatch.context() as patch:
             patch.setenv("PYTHONPATH", os.getcwd(), prepend=os.pathsep)
             files = how["stdout"].fileno(), how["stderr"].fileno()
-            return zygote.run(command[2:], *files, None if new_processes else worker_zygote)
+            return zygote.run(command[2:], *files, *(() if new_processes else zygotes))
 
     monkeypatch.setattr(pytester, "popen", start)
     return pytester

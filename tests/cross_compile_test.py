@@ -25,6 +25,7 @@ from pytest_aisp.session import terminal
 
 pytest.importorskip("triton")
 pytest.importorskip("cuda.bindings", reason="needs NVRTC: pip install cuda-core cuda-bindings")
+pytestmark = pytest.mark.usefixtures("compiler_zygote")
 
 DEFS = """
 import triton

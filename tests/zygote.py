@@ -30,9 +30,18 @@ from typing import Any, NoReturn
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 WORKER_NAME = "aisp-worker"
 """The name of a forked worker process, whose command line is that of its zygote."""
-WORKERS, RUNS = 63, 62
-"""File descriptors: a run's sockets to the zygotes of its worker processes and xdist workers."""
-FORKABLE = {"PYTHONPATH", "CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "TRITON_INTERPRET"}
+WORKERS, RUNS, COMPILERS = 63, 62, 61
+"""File descriptors: a run's sockets to the zygotes of its worker processes, of its xdist workers,
+and of worker processes that compile kernels.
+"""
+FORKABLE = {
+    "AISP_CUDA_EMULATOR",
+    "PYTEST_AISP_EMULATOR_SEED",
+    "PYTHONPATH",
+    "CUDA_VISIBLE_DEVICES",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "TRITON_INTERPRET",
+}
 """Variables that nothing imported here has read. If another one changes, the process is new."""
 RUN_MODULES = (
     "hypothesis",
@@ -44,6 +53,15 @@ RUN_MODULES = (
     "xdist.dsession",
 )
 """What every run of the plugin's tests imports beside its plugins."""
+WORKER_MODULES = ("pytest_aisp.distributed.rank", "pytest_aisp.worker.server")
+COMPILER_MODULES = (
+    *WORKER_MODULES,
+    "cuda.core",
+    "pytest_aisp.kernels.cross_compile",
+    "torch._dynamo",
+    "triton.experimental.gluon",
+)
+"""What a worker process that compiles kernels imports in seconds."""
 
 
 class Forked:
@@ -90,23 +108,35 @@ class Zygote:
         self._forkable = FORKABLE - reads
 
     @classmethod
-    def new(cls, *modules: str) -> Zygote:
-        """Start a zygote that also imports `modules`, and pytest's plugins with `RUN_MODULES`."""
+    def new(cls, *modules: str, without: str = "CI") -> Zygote:
+        """Start a zygote that also imports `modules`, and pytest's plugins with `RUN_MODULES`.
+
+        Args:
+            without: a variable that the zygote's environment lacks, besides `CI`.
+        """
         ours, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, __file__, str(theirs.fileno()), *modules]
             # hypothesis reads CI when it is imported. Most tests unset CI.
-            environ = {name: value for name, value in os.environ.items() if name != "CI"}
+            environ = {
+                name: value for name, value in os.environ.items() if name not in ("CI", without)
+            }
             process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environ)
             return cls(ours, process, modules)
 
     def run(
-        self, args: Sequence[str], stdout: int, stderr: int, workers: Zygote | None = None
+        self,
+        args: Sequence[str],
+        stdout: int,
+        stderr: int,
+        workers: Zygote | None = None,
+        compilers: Zygote | None = None,
     ) -> Forked:
         """Start `pytest args` as this process would start it, in its folder and environment.
 
         Args:
             workers: the zygote whose copy starts the worker processes of this run.
+            compilers: the zygote whose copy starts those without Triton's interpreter.
         """
         fds = {1: stdout, 2: stderr}
         if workers is None:
@@ -115,14 +145,20 @@ class Zygote:
             fds[WORKERS] = workers._copy(sockets)
             if any(argument.startswith("-n") for argument in args):
                 fds[RUNS] = self._copy(sockets)
-            return self._start(fds, os.environ, target="pytest", args=args, sockets=len(fds) - 2)
+            if compilers is not None:
+                fds[COMPILERS] = compilers._copy(sockets)
+            given = sorted(set(fds) - {1, 2})
+            return self._start(fds, os.environ, target="pytest", args=args, sockets=given)
 
-    def xdist_worker(self, workers: Zygote) -> Forked:
+    def xdist_worker(self, workers: Zygote, compilers: Zygote | None) -> Forked:
         """Start the process that execnet starts for an xdist worker, with pipes to it."""
         (stdin, to_stdin), (from_stdout, stdout) = os.pipe(), os.pipe()
         with contextlib.ExitStack() as sockets:
             fds = {0: stdin, 1: stdout, 2: 2, WORKERS: workers._copy(sockets)}
-            forked = self._start(fds, os.environ, target="xdist_worker")
+            if compilers is not None:
+                fds[COMPILERS] = compilers._copy(sockets)
+            given = sorted(set(fds) - {0, 1, 2})
+            forked = self._start(fds, os.environ, target="xdist_worker", sockets=given)
         os.close(stdin)
         os.close(stdout)
         forked.stdin, forked.stdout = os.fdopen(to_stdin, "wb"), os.fdopen(from_stdout, "rb")
@@ -257,19 +293,18 @@ def _run_zygote() -> NoReturn:
     os._exit(0)
 
 
-def _run_pytest(args: list[str], sockets: int = 0) -> NoReturn:
+def _run_pytest(args: list[str], sockets: Sequence[int] = ()) -> NoReturn:
     import pytest
 
-    zygotes = [Zygote(socket.socket(fileno=fd)) for fd in (WORKERS, RUNS)[:sockets]]
-    plugins = [ForkWorkers(*zygotes)] if zygotes else []
+    plugins = [ForkWorkers(sockets)] if sockets else []
     sys.argv = [os.path.join(os.path.dirname(pytest.__file__), "__main__.py"), *args]
     _end(int(pytest.main(plugins=plugins)))
 
 
-def _run_xdist_worker() -> NoReturn:
+def _run_xdist_worker(sockets: Sequence[int]) -> NoReturn:
     import _pytest.config
 
-    plugin = ForkWorkers(Zygote(socket.socket(fileno=WORKERS)))
+    plugin = ForkWorkers(sockets)
     prepare = _pytest.config._prepareconfig
     _pytest.config._prepareconfig = lambda args, _: prepare(args, [plugin])
     sys.argv, sys.stdin = ["-c"], os.fdopen(0, closefd=False)
@@ -280,23 +315,30 @@ def _run_xdist_worker() -> NoReturn:
 class ForkWorkers:
     """A plugin that forks the worker processes of a run, and its xdist workers."""
 
-    def __init__(self, workers: Zygote, runs: Zygote | None = None) -> None:
-        self._workers, self._runs = workers, runs
+    def __init__(self, sockets: Sequence[int]) -> None:
+        zygotes = {fd: Zygote(socket.socket(fileno=fd)) for fd in sockets}
+        self._workers, self._runs = zygotes[WORKERS], zygotes.get(RUNS)
+        self._compilers = zygotes.get(COMPILERS)
 
     def pytest_configure(self) -> None:
         from pytest_aisp.distributed import launcher
         from pytest_aisp.worker import client
 
-        client.Popen = self._workers.worker  # type: ignore[assignment,misc]
+        client.Popen = self._worker  # type: ignore[assignment,misc]
         launcher.Popen = self._workers.launcher  # type: ignore[assignment,misc]
         if runs := self._runs:
             from execnet import gateway_io
 
             def start(io: Any, args: Sequence[str], execmodel: Any) -> None:
-                io.popen = runs.xdist_worker(self._workers)
+                io.popen = runs.xdist_worker(self._workers, self._compilers)
                 super(type(io), io).__init__(io.popen.stdin, io.popen.stdout, execmodel)
 
             gateway_io.Popen2IOMaster.__init__ = start  # type: ignore[assignment,method-assign]
+
+    def _worker(self, command: Sequence[str], **options: Any) -> Any:
+        compiles = self._compilers is not None and "TRITON_INTERPRET" not in options["env"]
+        zygote = self._compilers if compiles else self._workers
+        return zygote.worker(command, **options)  # type: ignore[union-attr]
 
 
 def _run_worker(args: list[str]) -> NoReturn:
@@ -363,8 +405,10 @@ if __name__ == "__main__":
         _import_plugins()
     for name in sys.argv[2:]:
         importlib.import_module(name)
-    if "pytest_aisp.worker.server" in sys.argv:  # each worker process would need 20 ms for this
+    if {*WORKER_MODULES} <= {*sys.argv}:  # each worker process would need 20 ms for this
         sys.modules["pytest_aisp.isolation.monkeypatches"].remember()
+    if {*COMPILER_MODULES} <= {*sys.argv}:  # and 2 s for the hash of Triton's library
+        sys.modules["triton.runtime.cache"].triton_key()
     gc.freeze()  # the objects that all processes share are never garbage
     _serve(socket.socket(fileno=int(sys.argv[1])))
     os._exit(0)  # at a regular exit, triton's binding prints what it leaks
