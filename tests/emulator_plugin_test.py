@@ -59,7 +59,9 @@ extern "C" __global__ void reverse(const float* x, float* out) {
 @pytest.fixture
 def check(pytester, monkeypatch):
     """Write the page with a kernel, and return the run of pytest that checks it."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
+    monkeypatch.setenv(
+        "PYTHONPATH", str(Path(__file__).parents[1] / "emulator"), prepend=os.pathsep
+    )
 
     def check(kernel, *options):
         pytester.makeini("[pytest]\naddopts = --import-mode=importlib\naisp_pages = .")
@@ -128,6 +130,7 @@ def with_second_variant(page):
     )
 
 
+@pytest.mark.usefixtures("compiler_zygote")
 def test_a_kernel_that_needs_a_gpu_is_still_assembled(check):
     pytest.importorskip("cuda.bindings", reason="needs NVRTC")
     result = check(KERNEL.replace("__syncthreads();", 'asm volatile("bar.sync 0;");'))
@@ -135,6 +138,7 @@ def test_a_kernel_that_needs_a_gpu_is_still_assembled(check):
     assert result.ret == 0
 
 
+@pytest.mark.usefixtures("compiler_zygote")
 def test_without_the_plugin_a_kernel_is_assembled(check):
     pytest.importorskip("cuda.bindings", reason="needs NVRTC")
     result = check(KERNEL, "-p", "no:pytest_aisp_emulator")
