@@ -6,6 +6,7 @@ import random
 from types import SimpleNamespace
 
 import pytest
+import torch
 from nccl_test import TWO, Ranks, machine_is
 
 from pytest_aisp.cli import app
@@ -14,6 +15,7 @@ from pytest_aisp.distributed.slow_collectives import diagnose_result, diagnosis
 from pytest_aisp.page.pair import PageError
 from pytest_aisp.results.messages import Reply
 from pytest_aisp.util import gpu_lease
+from pytest_aisp.worker import collective_arrivals
 from pytest_aisp.worker.collective_arrivals import (
     CALLS,
     DiagnoseResult,
@@ -326,3 +328,18 @@ def test_one_side_that_is_not_healthy_gives_exit_code_1():
     assert result.code == 1
     verdicts = [line.split(":")[0] for line in result.lines if line.startswith(("heal", "stra"))]
     assert verdicts == ["healthy", "straggler"]
+
+
+@pytest.mark.parametrize("queued", [True, False])
+def test_a_queued_call_does_not_wait_for_the_host(monkeypatch, queued):
+    done = []
+    group = SimpleNamespace(start_window=lambda device: done.append("start"))
+    monkeypatch.setattr(collective_arrivals, "current_group", lambda: group)
+    monkeypatch.setattr(
+        collective_arrivals, "synchronizer", lambda device: lambda: done.append("wait")
+    )
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: done.append("busy"))
+    collective_arrivals._record(lambda: done.append("call"), "cpu", 0.0, queued=queued)
+    one = ["busy", "start", "call", "wait"] if queued else ["start", "wait", "call", "wait"]
+    calls = collective_arrivals.WARMUP + collective_arrivals.CALLS
+    assert done == calls * one

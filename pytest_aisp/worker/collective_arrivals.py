@@ -31,6 +31,8 @@ WARMUP, CALLS = 3, 30
 """Numbers of calls before the recording, and of recorded calls."""
 LOOP_SIZES = (4 << 10, 256 << 10, 4 << 20)
 """Bytes of the all-reduces of the loop that is recorded if no case is given."""
+QUEUE_CYCLES = 10_000_000
+"""The clock cycles (5 ms) for which GPUs are kept busy while the host queues a call of the loop."""
 RANGE = "aisp-call"
 START, END = "start of the call", "end of the call"
 SENT, RECEIVED = ("send", "exchange"), ("recv", "exchange")
@@ -86,7 +88,7 @@ class Meeting(Struct, frozen=True):
 
 
 Call = Sequence[Meeting]
-"""The collectives of one call, in their order."""
+"""The collectives of one call, in order."""
 
 
 class SideArrivals(Struct, frozen=True):
@@ -138,7 +140,8 @@ def _record_sides(
     for side in sides:
         progress(f"record {side.name}")
         with closing(side):
-            calls = _record(partial(side.run, 0), device, offset)
+            queued = not compare and device.startswith("cuda")
+            calls = _record(partial(side.run, 0), device, offset, queued=queued)
         _refuse_smaller_groups(side.name)
         ranks, error = aligned(current_group().gather(calls))
         try:
@@ -248,8 +251,16 @@ def _blocked(ranks: Sequence[Sequence[Operation]], rank: int, since: float, unti
     return seconds
 
 
-def _record(run: Callable[[], object], device: str, offset: float) -> list[list[Operation]]:
-    """Return this rank's operations in each of `CALLS` calls. All ranks begin a call together."""
+def _record(
+    run: Callable[[], object], device: str, offset: float, *, queued: bool = False
+) -> list[list[Operation]]:
+    """Return this rank's operations in each of `CALLS` calls. All ranks begin a call together.
+
+    Args:
+        queued: whether the host queues a call while the GPU is busy. Then the arrivals do not
+            depend on the hosts. Hosts of two healthy ranks can be 0.1 ms apart.
+    """
+    import torch
     from torch.profiler import ProfilerActivity, profile, record_function
 
     activities = [ProfilerActivity.CPU]
@@ -257,8 +268,11 @@ def _record(run: Callable[[], object], device: str, offset: float) -> list[list[
     synchronize = synchronizer(device)
 
     def call() -> None:
+        if queued:
+            torch.cuda._sleep(QUEUE_CYCLES)
         current_group().start_window(device)
-        synchronize()
+        if not queued:
+            synchronize()
         with record_function(RANGE):
             run()
             synchronize()
