@@ -191,8 +191,8 @@ class Judged:
     """One recording and the outcomes of its trials.
 
     Attributes:
-        outcomes: in the order of the trials.
-        enough: by trial, whether at least the detectable slowdown was planted.
+        outcomes: the outcomes, in the order of the trials.
+        enough: for each trial, True if the planted slowdown was detectable.
     """
 
     recording: Recording

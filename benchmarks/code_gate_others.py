@@ -115,7 +115,7 @@ class Graphs:
         return [1e-3 * t for t in times]
 
     def rounds(self, graph: str) -> list[float]:
-        """Return the rounds of pytest-benchmark's fixture. The GPU idles before and after each."""
+        """Return the rounds of pytest-benchmark's fixture. The GPU idles between rounds."""
         import torch
 
         def call() -> None:

@@ -57,7 +57,7 @@ def print_time(seconds: float, name: str) -> None:
 
 
 def main() -> int:
-    """Run in two processes, and print the slowest kernels of each."""
+    """Run in two processes, and print the slowest kernels of each process."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("folders", type=Path, nargs="+")
     parser.add_argument("--arch", default="sm90")

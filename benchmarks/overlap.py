@@ -52,7 +52,7 @@ class Works:
     both: Callable[[Callable[[], Any]], Any]
 
     def in_a_row(self) -> None:
-        """Do one after the other."""
+        """Run the products, and then the sums."""
         self.products()
         self.sums()
 

@@ -115,7 +115,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_runs(page, p
     result.stderr.fnmatch_lines(
         [
             "ERROR: --aisp-artifacts=/dev/full: cannot be written: [[]Errno 17] File exists: *",
-            "Give a folder that can be written",
+            "Give a writable folder",
         ]
     )
 

@@ -111,8 +111,8 @@ def test_an_unseen_planted_slowdown_makes_the_run_invalid(page, timer, pytester)
     assert result.ret == INVALID
     result.stdout.fnmatch_lines(
         [
-            "RUN INVALID (canary): *: a planted slowdown of 0.0% is not seen: *x, *x, *x, *x; no"
-            " verdict of this run counts (exit code 17)"
+            "RUN INVALID (canary): *: a planted slowdown of 0.0% was not detected: *x, *x, *x, *x;"
+            " no verdict of this run counts (exit code 17)"
         ]
     )
 

@@ -239,7 +239,7 @@ WRONG = {
     ),
     "count": (
         {"optimized": "[2 * x, x + x]"},
-        "returned 2 tensors at n=33, the reference 1",
+        "returned 2 tensors at n=33, but the reference returned 1",
     ),
     "nested_wrong": (
         {"defs": NESTED.format(side="2 * x")},

@@ -136,5 +136,5 @@ def test_without_rates_or_cases_there_is_an_error(collected, tmp_path, capsys):
     stored(tmp_path, {SCAN: result(2.0)})
     rates(tmp_path, **MEASURED, **TIMES)
     assert app.main(command) == 2
-    message = "no case that is stored for nvidia-h200 runs on sm100 with a cost\n"
+    message = "no stored case of nvidia-h200 that declares a cost runs on sm100\n"
     assert capsys.readouterr().err == message

@@ -121,7 +121,7 @@ note GPU 0 ECC: on, but off after the next reset: times before and after will di
     record the results again after the reset
 note GPU 0 MIG: on: slices share the memory, and their times are not those of a whole GPU
     measure on a GPU without MIG
-harms GPU 0 compute mode: exclusive: a remeasurement's process cannot start beside the first one
+harms GPU 0 compute mode: exclusive: no second process can start for a remeasurement
     sudo nvidia-smi -c 0
 harms GPU 0 processes: other processes use this GPU: 1
     wait for them, or use another GPU

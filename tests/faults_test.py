@@ -41,7 +41,7 @@ FAULTS = {
         "time.sleep(1000)",
         [
             f"{ERROR} no answer within 2 s during: check doubled",
-            "E       give it longer with -o aisp_timeout_multiplier=2",
+            "E       allow more time with -o aisp_timeout_multiplier=2",
         ],
     ),
     "fills": (
@@ -225,7 +225,7 @@ def test_the_time_limit_starts_when_the_process_is_ready(interpreter, worker, se
 def test_a_longer_limit_also_allows_a_longer_start(interpreter, worker, monkeypatch):
     interpreter(SLOW, seconds=0)
     monkeypatch.setattr(client, "START_SECONDS", 0.2)
-    late = "no answer within 0.7 s during: start\ngive it longer with -o aisp_timeout_multiplier=2"
+    late = "no answer within 0.7 s during: start\nallow more time with -o aisp_timeout_multiplier=2"
     assert worker().ask(CheckTask(), 0.5, quiet).message == late
     assert worker().ask(CheckTask(), 60, quiet).message == ""
 

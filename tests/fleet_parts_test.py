@@ -95,8 +95,9 @@ def test_a_node_is_named_once_even_if_two_have_one_host():
     for name in ("id1", "id2abcdef"):
         seen.judge(("node", RayNode(name, "n1", 1, {}), FACTS, 1000.0))
     assert [node.name for node in seen.accepted] == ["n1", "n1-id2abc"]
-    seen.judge(("refused", RayNode("id3", "n3", 1, {}), "it did not tell its facts within 60 s"))
-    assert seen.refused == ["n3 is refused: it did not tell its facts within 60 s"]
+    why = "it did not report its configuration within 60 s"
+    seen.judge(("refused", RayNode("id3", "n3", 1, {}), why))
+    assert seen.refused == ["n3 is refused: it did not report its configuration within 60 s"]
 
 
 @pytest.mark.parametrize("name", [*nodes.VERSIONS, "driver"])

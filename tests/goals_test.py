@@ -433,7 +433,7 @@ def test_the_energy_counter_is_nvmls(monkeypatch, millijoules, reads):
     monkeypatch.setattr(metrics, "Telemetry", lambda index: telemetry)
     monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
     if reads is None:
-        with pytest.raises(Uncountable, match="NVML counts no energy on this GPU"):
+        with pytest.raises(Uncountable, match="NVML does not report energy on this GPU"):
             metrics.energy_counter()
     else:
         assert metrics.energy_counter()() == reads

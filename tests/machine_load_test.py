@@ -93,7 +93,7 @@ def test_what_cannot_be_measured_is_unread(gpu, monkeypatch):
     silent, slow = gpu(None, total=0.0)
     assert silent == ("GPU 0 utilization", "unread", "NVML gives no answer")
     assert slow[1:] == ("unread", "the CPU is too busy to queue kernels without a pause")
-    assert gpu(0, reader=False)[1][1:] == ("unread", "this machine compiles no CUDA C++")
+    assert gpu(0, reader=False)[1][1:] == ("unread", "this machine cannot compile CUDA C++")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     found = host_findings.time_slices("GPU 0", 0)
     assert (found.state, found.text) == ("unread", "torch cannot use this GPU")

@@ -203,7 +203,7 @@ def test_a_timeout_suggests_the_timeout_option(ranks, monkeypatch, capsys):
     assert app.main(["nccl", "--timeout=9"]) == 1
     assert capsys.readouterr().err.splitlines() == [
         "no answer within 9 s during: rank 1: x",
-        "Give it longer with --timeout=18",
+        "Allow more time with --timeout=18",
     ]
 
 

@@ -113,7 +113,7 @@ def test_the_wrong_part_of_a_complex_output_is_named():
         ),
         (
             lambda x: torch.view_as_real(torch.fft.rfft(x)),
-            r"returned output at n=330, the reference view_as_real\(output\)",
+            r"returned output at n=330, but the reference returned view_as_real\(output\)",
         ),
     ],
 )

@@ -82,7 +82,7 @@ def test_a_side_that_is_much_slower_without_a_graph_is_launch_bound(as_called, b
 
 def test_launch_bound_sides_are_named():
     assert launch_bound_note({"added": 3.14, "doubled": 1.6}) == (
-        "as called added 3.1x, doubled 1.6x longer: launch-bound without a graph"
+        "launch-bound: without a graph, a call takes longer: added 3.1x, doubled 1.6x"
     )
 
 
@@ -92,7 +92,7 @@ DETAILS = {
     "peak_bytes": {"baseline": 600 * MIB, "optimized": 1200 * MIB},
 }
 CASE = "doubling_test.py::test_doubling[[]doubled-n1001[]]: "
-BOUND = f"{CASE}as called added 3.1x longer: launch-bound without a graph"
+BOUND = f"{CASE}launch-bound: without a graph, a call takes longer: added 3.1x"
 TRADED = f"{CASE}memory: 600 MiB / 1.2 GiB beyond the inputs"
 COUNTED = "test_doubling[[]doubled[]]: added's graph: 3 kernels, 1 memset a call"
 
@@ -132,7 +132,7 @@ def test_remarks_are_shown_without_vv_and_stored(measured, pytester):
 def test_vv_shows_every_note_and_remark_once(measured):
     text = measured("-vv", **DETAILS)
     text.fnmatch_lines([COUNTED, BOUND, TRADED])
-    assert text.str().count("launch-bound without a graph") == 1
+    assert text.str().count("launch-bound: without a graph") == 1
     assert text.str().count("beyond the inputs") == 1
 
 

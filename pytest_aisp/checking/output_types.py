@@ -117,7 +117,8 @@ def check_form(
     name, size = side_name(side), size_words(reference.pool.size)
     if len(outputs) != len(leaves):
         raise WrongForm(
-            f"{name} returned {len(outputs)} tensors at {size}, the reference {len(leaves)}"
+            f"{name} returned {len(outputs)} tensors at {size},"
+            f" but the reference returned {len(leaves)}"
         )
     for (path, tensor), leaf in zip(outputs, leaves, strict=True):
         if tensor.shape != leaf.value.shape:
@@ -126,7 +127,9 @@ def check_form(
                 f" the reference returned {tuple(leaf.value.shape)}"
             )
         if path != leaf.path and "view_as_real(" in path + leaf.path:  # only one is complex
-            raise WrongForm(f"{name} returned {path} at {size}, the reference {leaf.path}")
+            raise WrongForm(
+                f"{name} returned {path} at {size}, but the reference returned {leaf.path}"
+            )
         dtype = reference.types.get(leaf.path)
         if dtype is not None and tensor.dtype != dtype:
             raise WrongForm(

@@ -208,7 +208,7 @@ def gate(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="write the comment on a pull request here, and its plot beside it as .svg",
+            help="write the pull request's comment to this file, and its plot next to it as .svg",
         ),
     ] = None,
     report_only: Annotated[

@@ -144,7 +144,7 @@ def ask_ranks(
     if reply.error is not None:
         message = reply.message
         if reply.error == "timeout":  # the last line recommends an option of pytest, not of aisp
-            message = f"{message.splitlines()[0]}\nGive it longer with --timeout={2 * timeout:g}"
+            message = f"{message.splitlines()[0]}\nAllow more time with --timeout={2 * timeout:g}"
         raise CliError("\n".join(filter(None, (reply.trace.rstrip(), message))), code=1)
     return reply
 

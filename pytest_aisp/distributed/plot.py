@@ -54,7 +54,7 @@ def _grid(sizes: Sequence[int], across: Point, up: Point) -> Iterator[str]:
         yield text(LEFT - 8, y + 4, f"{si(rate)}B/s", anchor="end", size=12)
     yield line(LEFT, BOTTOM, RIGHT, BOTTOM, GRAY)
     yield line(LEFT, TOP, LEFT, BOTTOM, GRAY)
-    yield text((LEFT + RIGHT) / 2, BOTTOM + 42, "size in bytes a rank", anchor="middle")
+    yield text((LEFT + RIGHT) / 2, BOTTOM + 42, "size in bytes per rank", anchor="middle")
 
 
 def _curves(curves: Mapping[str, Sequence[Point]]) -> Iterator[str]:

@@ -155,7 +155,7 @@ def _late_ranks(lateness: Sequence[Sequence[float]], least: float) -> dict[int, 
     """Return the late ranks, each with its median lateness in seconds.
 
     A rank is late if it arrives after the earliest rank in most calls. The rank's median lateness
-    must also be at least `least`, and at least half of the largest median lateness.
+    must also reach `least`, and half of the largest median lateness.
     """
     first = min(lateness, key=median)
     found = {}

@@ -218,7 +218,7 @@ class Bridge:
 
     def _update_nodes(self) -> None:
         if time.monotonic() - self._scanned > HEAD_SECONDS:
-            self._fatal(f"the head at {self._address} does not answer any more")
+            self._fatal(f"the head at {self._address} no longer answers")
         while not self._lists.empty():
             listed = {n["NodeID"]: n for n in self._lists.get() if n["Alive"]}
             if not self._listed:
@@ -234,7 +234,7 @@ class Bridge:
         for node, (_, since) in list(self._probes.items()):
             if time.monotonic() - since > PROBE_SECONDS:
                 del self._probes[node]
-                why = f"it did not tell its facts within {PROBE_SECONDS:.0f} s"
+                why = f"it did not report its configuration within {PROBE_SECONDS:.0f} s"
                 self._pipe.send(("refused", self._alive[node], why))
 
     def _join(self, node: RayNode) -> None:

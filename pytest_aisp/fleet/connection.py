@@ -70,7 +70,7 @@ class RayProcess:
         try:
             self._pipe.send(command)
         except OSError:
-            raise HeadGone("the process that speaks with Ray has ended") from None
+            raise HeadGone("the process that talks to Ray has ended") from None
 
     def events(self, timeout: float) -> Iterator[tuple[Any, ...]]:
         """Yield the events that have arrived. Wait up to `timeout` seconds for the first event.
@@ -86,7 +86,7 @@ class RayProcess:
                 yield event
                 timeout = 0
         except (EOFError, OSError):
-            raise HeadGone("the process that speaks with Ray has ended") from None
+            raise HeadGone("the process that talks to Ray has ended") from None
 
     def end_seats(self, seats: list[str]) -> None:
         """Kill seats, and wait up to `END_SECONDS` until they have ended."""

@@ -115,7 +115,7 @@ def _override(module: ast.Module, sizes: Mapping[str, Json]) -> None:
 
 
 def _run(file: Path, module: ast.Module) -> Names:
-    """Run a file as a module of its own, even if another file has the same name."""
+    """Run a file as a separate module, even if another file has the same name."""
     if (folder := str(file.parent)) not in sys.path:
         sys.path.append(folder)  # so that the file can import modules in its folder
     name = f"aisp_judged_{file.stem}_{zlib.crc32(str(file).encode()):08x}"

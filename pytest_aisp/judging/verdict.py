@@ -83,7 +83,7 @@ class Refused(Exception):
 
 
 def refused_by(reply: Reply, reason: str) -> Refused:
-    message = reply.message.replace(TIMEOUT_HINT, "give it longer with --timeout=SECONDS")
+    message = reply.message.replace(TIMEOUT_HINT, "allow more time with --timeout=SECONDS")
     return Refused(reason, message, reply.trace)
 
 

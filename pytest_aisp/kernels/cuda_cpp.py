@@ -222,7 +222,7 @@ class Kernel:
         Args:
             grid: the number of blocks in each dimension, even if there are clusters.
             cluster: the number of blocks that are scheduled together, an int or up to 3 ints, at
-                most 8 blocks in all. Leave out `cluster` if the kernel's source has
+                most 8 blocks in total. Leave out `cluster` if the kernel's source has
                 ``__cluster_dims__``.
             cooperative: whether all blocks run at once, so that they can wait for each other.
             dependent: whether the kernel may start before the previous kernel on the stream has
@@ -286,7 +286,7 @@ class Kernel:
 
 
 class Launch:
-    """A kernel and its launch config, such as ``kernels.naive[grid, block]``. Call it to run."""
+    """A kernel and its launch config, such as ``kernels.naive[grid, block]``. Calls launch it."""
 
     def __init__(self, kernel: Kernel, config: LaunchConfig) -> None:
         self.kernel, self.config = kernel, config

@@ -21,7 +21,7 @@ READY = "ready"
 AT = " at "
 """The separator between the work and the size in a progress message, as in ``check at n=64``."""
 
-TIMEOUT_HINT = "give it longer with -o aisp_timeout_multiplier=2"
+TIMEOUT_HINT = "allow more time with -o aisp_timeout_multiplier=2"
 """The last line of the message about a timeout."""
 
 

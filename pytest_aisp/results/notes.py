@@ -76,7 +76,7 @@ def launch_bound(
 def launch_bound_note(times: Mapping[str, float]) -> str:
     """Return a note on launch-bound sides."""
     said = ", ".join(f"{name} {ratio:.1f}x" for name, ratio in times.items())
-    return f"as called {said} longer: launch-bound without a graph"
+    return f"launch-bound: without a graph, a call takes longer: {said}"
 
 
 def predicted_note(

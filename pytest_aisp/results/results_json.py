@@ -111,7 +111,7 @@ class Manifest(Struct, kw_only=True):
     git: GitState | None
     environment: Annotated[
         dict[str, str],
-        about("Environment variables with listed names; none that sounds like a secret."),
+        about("Environment variables on a list, without names that suggest a secret."),
     ] = {}
     peaks: Annotated[
         dict[str, StoredPeaks],
@@ -119,7 +119,7 @@ class Manifest(Struct, kw_only=True):
     ]
     ended: Annotated[str | None, UTC] = None
     complete: Annotated[
-        bool, about("Whether the run ended by itself; false if it was killed or interrupted.")
+        bool, about("True if the run ended normally; false if it was killed or interrupted.")
     ]
     exit_code: Annotated[int | None, about("The exit code of pytest.")] = None
     invalid: Annotated[
@@ -129,7 +129,7 @@ class Manifest(Struct, kw_only=True):
     no_verdict: Annotated[list[str], about("Cases whose xdist worker died.")] = []
     no_canary: Annotated[list[str], about("xdist workers that ended before their canary.")] = []
     verdicts: Annotated[
-        dict[str, int], about("How many cases have which verdict; empty if killed.")
+        dict[str, int], about("The number of cases with each verdict; empty if killed.")
     ] = {}
 
 
@@ -219,13 +219,13 @@ class Goal(Struct, kw_only=True, omit_defaults=True):
     limit: Annotated[
         int | float | None,
         about(
-            "The page's: at most this share of the baseline's memory or energy, at most this"
+            "The page's limit: at most this share of the baseline's memory or energy, at most this"
             " number of launches, at least this goodput."
         ),
     ]
     stored: Annotated[int | float | None, about("The optimized side's stored amount.")]
     margin: Annotated[
-        float, about("Beyond stored by this share and `slack` is a loss. Noise adds to it.")
+        float, about("A rise by more than this share plus `slack` is a loss. Noise widens both.")
     ]
     slack: Annotated[int | float, about("An additional allowed loss, in the metric's own unit.")]
 
@@ -234,7 +234,7 @@ class ProfileFiles(Struct):
     """What a profiler wrote."""
 
     tool: Annotated[str, about("`torch`, `nsys` or `ncu`.")]
-    folder: Annotated[str, about("Relative to the artifacts' folder if below it.")]
+    folder: Annotated[str, about("A path relative to the artifacts' folder if possible.")]
     files: Annotated[list[str], about("Paths, likewise.")]
 
 
@@ -272,12 +272,14 @@ class Case(Struct, kw_only=True):
     work: Annotated[
         dict[str, int | float | Amounts],
         about(
-            "What the algorithm must move and compute in a call: `read`, `write`, `wire` in bytes,"
+            "The least work of a call: `read`, `write` and `wire` in bytes,"
             " `flops` by format, `terms`; empty if nothing was timed."
         ),
     ]
-    spread: Annotated[float | None, about("Of one process's ln(speedup): one standard deviation.")]
-    session: Annotated[float | None, about("Of ln(speedup) from session to session, if recorded.")]
+    spread: Annotated[float | None, about("The standard deviation of a process's ln(speedup).")]
+    session: Annotated[
+        float | None, about("The session-to-session standard deviation of ln(speedup).")
+    ]
     detectable: Annotated[
         float | None, about("The smallest loss found in 99 % of trials: 0.011 is 1.1 %.")
     ]
@@ -322,7 +324,7 @@ class Case(Struct, kw_only=True):
 class Results(Struct):
     schema: Literal[1]
     run: Manifest
-    cases: Annotated[list[Case], about("In the order in which they finished.")]
+    cases: Annotated[list[Case], about("The cases, in the order in which they finished.")]
     canaries: Annotated[list[Canary], about("One for each process that timed.")]
     lost: Annotated[list[str], about("The lines that a killed run left half written.")]
 

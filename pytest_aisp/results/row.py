@@ -225,7 +225,7 @@ class CaseRecord(Struct):
 class SampleFile(Struct):
     """A case's samples: their path below the artifacts' folder, and the SHA-256 of the file."""
 
-    path: Annotated[str, Meta(description="Relative to the artifacts' folder.")]
+    path: Annotated[str, Meta(description="A path relative to the artifacts' folder.")]
     sha256: Annotated[
         str, Meta(description="Of the file.", extra_json_schema={"pattern": "^[0-9a-f]{64}$"})
     ]

@@ -93,7 +93,7 @@ def prune(path: Path, gone: Collection[str]) -> list[str]:
 
 @contextmanager
 def _writing(path: Path) -> Iterator[Path]:
-    """Lock `path` inside the block, with links resolved, and turn OSErrors into StoreErrors."""
+    """Hold a lock on `path` inside the block, and raise OSErrors as StoreErrors."""
     done = False
     try:
         target = path.resolve()

@@ -122,4 +122,4 @@ def judge(canary: Canary, spread: float, time_itself: TimeItself) -> None:
         if verdict.sees(slowed, spread):
             return
     seen = ", ".join(map(ratio, canary.seen))
-    canary.wrong = f"a planted slowdown of {canary.planted:.1%} is not seen: {seen}"
+    canary.wrong = f"a planted slowdown of {canary.planted:.1%} was not detected: {seen}"

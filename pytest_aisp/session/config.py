@@ -222,7 +222,7 @@ CONFLICTS = [
     ("--aisp-against", REPLAY, "it runs nothing, so there is nothing to compare"),
     ("--aisp-against", "--aisp-aa", "both sides would be the same"),
     (PYTHON, "--aisp-against", "compare one thing at a time, the code or the environment"),
-    *((PYTHON, mode, "only a run that measures and judges compares") for mode in MODES),
+    *((PYTHON, mode, "the comparison needs a run that measures") for mode in MODES),
     (PYTHON, IN_THIS_PROCESS, "each environment needs a process"),
     ("--aisp-untrusted", COMPILE, "it runs nothing"),
     ("--aisp-untrusted", REPLAY, "it runs nothing"),

@@ -156,6 +156,6 @@ def _most(is_red: Callable[[Amounts], bool], counted: Sequence[Amounts]) -> bool
 
 
 def _listed(metric: Metric, counted: Sequence[Amounts]) -> str:
-    """Return the amounts of several processes as text, or an empty text for one process."""
+    """Return the amounts of several processes as text, or an empty string for one process."""
     amounts = ", ".join(metric.unit(each["optimized"]) for each in counted)
     return f"; in {len(counted)} processes {amounts}" if len(counted) > 1 else ""

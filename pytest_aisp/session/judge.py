@@ -217,7 +217,7 @@ def judge_against(
 def judge_recorded_claim(
     claim: Claim | None, claim_origin: str, values: list[float], word: str
 ) -> None:
-    """Refuse to record if the claim was inconclusive and the mean of all processes is below it.
+    """Refuse to record if the claim was inconclusive and the mean of all processes misses it.
 
     Raises:
         Failed: if the mean of `values` is below the claim.
@@ -251,7 +251,7 @@ def _decide(
 
 
 Measure = Callable[[int, Worker], Reading]
-"""A function that measures in a fresh process with the given number and returns the reading."""
+"""A function that measures in the fresh process with the given number, and returns a reading."""
 
 
 @contextmanager

@@ -89,7 +89,7 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption("--aisp-cold-start", action="store_true", help=argparse.SUPPRESS)
     flag("--aisp-in-process", "run sides inside pytest, for debuggers")
     group.addoption("--aisp-audit", action="store_true", help=argparse.SUPPRESS)
-    flag("--aisp-energy", "measure energy if a page asks for it (30 s a case)")
+    flag("--aisp-energy", "measure energy if a page asks for it (30 s per case)")
     flag("--aisp-untrusted", "run sides again in a process without the clock and the answers")
     optional_value("--aisp-sanitize", "TOOL", "check under compute-sanitizer")
     optional_value("--aisp-profile", "TOOL", "profile both sides after the verdict")
@@ -107,12 +107,12 @@ def add_options(parser: pytest.Parser) -> None:
     add_ini("aisp_timeout", "seconds for one request to a worker process", default="120")
     add_ini("aisp_timeout_multiplier", "scale every time limit by this", default="1")
     add_ini("aisp_suite_timeout", "stop the run after this many seconds", default="")
-    add_ini("aisp_confirm_budget", "most seconds a run spends on votes", default="600")
-    add_ini("aisp_wait", "most seconds a case waits for a disturbed machine", default="60")
-    add_ini("aisp_warmup", "least warm-up calls of each side", default="")
+    add_ini("aisp_confirm_budget", "maximum seconds that a run spends on votes", default="600")
+    add_ini("aisp_wait", "maximum seconds that a case waits for a disturbed machine", default="60")
+    add_ini("aisp_warmup", "minimum warm-up calls of each side", default="")
     add_ini(
         "aisp_iterations",
-        "blocks to time, and the least microseconds of a window: 20 or 20x400",
+        "blocks to time, and the shortest window in microseconds: 20 or 20x400",
         default="",
     )
     add_ini("aisp_fleet_wait", "seconds to wait for a node of a product", default="300")

@@ -182,7 +182,7 @@ def _probe(python: str) -> Found:
 
 
 def _problem(found: Found, machine: Machine) -> str:
-    """Return the reason why the environment cannot be used and a remedy, or an empty text."""
+    """Return the reason why the environment cannot be used and a remedy, or an empty string."""
     needed = metadata.version("pytest-aisp")
     install = (
         f"\nInstall the same version there:\n    {{python}} -m pip install pytest-aisp=={needed}"

@@ -168,8 +168,7 @@ def _recorder(config: pytest.Config, run: RunContext) -> Recorder:
     except OSError as error:
         where = settings.artifacts or settings.timestamped
         raise pytest.UsageError(
-            f"--aisp-artifacts={where}: cannot be written: {error}\n"
-            "Give a folder that can be written"
+            f"--aisp-artifacts={where}: cannot be written: {error}\nGive a writable folder"
         ) from None
     return recorder
 

@@ -144,7 +144,7 @@ class StoredResult:
         return Differences(facts, known["baseline"] != sources["baseline"], tuned)
 
     def cause(self, found: Differences) -> Cause:
-        """Return the likely cause of a slowdown, or an empty text if `found` does not show it."""
+        """Return the likely cause of a slowdown, or an empty string if `found` does not show it."""
         if found.tuned:
             return "tuner"
         if found.environment:

@@ -141,7 +141,7 @@ class _CaseInBoth:
         if self.client.case.gpus > 1:
             return "cases on several GPUs are timed in one environment only"
         if hasattr(self.client.case.pair.baseline, "environment"):
-            return "each sample of a process side is a process of its own"
+            return "each sample of a process side is a separate process"
         return ""
 
     def _processes(self, today: Worker | None) -> AbstractContextManager[Processes]:

@@ -1,4 +1,4 @@
-"""Find stored results that no case uses any more, such as the results of a renamed page.
+"""Find stored results that no case still uses, such as the results of a renamed page.
 
 A page is compared with its stored results only if this run collected the whole page. Cases that
 were deselected afterwards count as collected. A deleted page is reported if its folder was an

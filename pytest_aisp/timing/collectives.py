@@ -222,9 +222,9 @@ def _symmetric_buffer(count: int, device: str) -> tuple[torch.Tensor, Any]:
 def latencies(device: str) -> dict[str, float]:
     """Return the seconds of the smallest ``all_reduce`` and, in symmetric memory, a ``barrier``.
 
-    A copy runs before each, because on pages a kernel does, and NCCL's all-reduces take longer
-    right after one another. The times of the copy and of starting a kernel are subtracted. The copy
-    is so small that both take equally long.
+    A copy runs before each collective, as a kernel does on a page. Without the copy, NCCL's
+    all-reduces would take longer. The times of the copy and of starting a kernel are subtracted.
+    The copy is so small that both take equally long.
     """
     import torch
     import torch.distributed as dist

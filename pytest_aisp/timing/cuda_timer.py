@@ -302,7 +302,7 @@ class CudaPairTimer:
             return {f"no {key}": str(error).splitlines()[0]}
 
     def memory(self) -> dict[str, object]:
-        """Run the sides again. Return the bytes that a call of each needs beyond its inputs."""
+        """Run the sides again, and return the bytes that a call of each side allocates."""
         peaks = [peak_bytes(side) for side in self.sides]
         return {"peak_bytes": dict(zip(ROLES, peaks, strict=True))}
 

@@ -28,7 +28,7 @@ THROTTLING = 0.2
 SLICE_SECONDS = 0.5e-3
 """Length of a time slice of the other process, in seconds."""
 LAP_SECONDS = 0.024
-"""Device time of a lap of a held side: six blocks with two windows of 1 ms and two replays each."""
+"""Device time of one lap: six blocks, each with two 1 ms windows and two replays of a held side."""
 DIP_WITHIN, DIP_SECONDS = 0.06, 0.01
 """A dip begins in the first 60 ms of device time and lasts for 5 to 15 ms."""
 

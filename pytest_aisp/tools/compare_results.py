@@ -44,7 +44,7 @@ def compare_result(
 ) -> CliResult:
     """Return the comparison. The exit code is 1 if a metric or a verdict got worse.
 
-    A metric has to change by more than its noise.
+    A change in a metric counts only if it exceeds the metric's noise.
 
     Args:
         old, new: folders relative to the working directory, or git refs of `root`'s repository.

@@ -184,7 +184,7 @@ class _Gpu:
             return self._finding("compute mode", "fine", "default")
         text = "prohibited: no process may compute here"
         if mode == COMPUTE_EXCLUSIVE:
-            text = "exclusive: a remeasurement's process cannot start beside the first one"
+            text = "exclusive: no second process can start for a remeasurement"
         return self._finding("compute mode", "harms", text, "sudo nvidia-smi -c 0")
 
     def processes(self) -> Finding:

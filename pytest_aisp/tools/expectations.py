@@ -79,7 +79,7 @@ def expectations_result(catalog: Catalog, archs: Mapping[str, str], *, form: str
     The exit code is 1 if a result is below its claim.
 
     Args:
-        archs: the arch, by product, whose claims apply.
+        archs: the arch whose claims apply, keyed by product.
     """
     entries = [e for product, arch in archs.items() for e in expectations(catalog, product, arch)]
     code = 1 if any("below" in one.states for one in entries) else 0

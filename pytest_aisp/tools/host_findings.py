@@ -276,7 +276,7 @@ def cpu_findings(before: CpuReading, after: CpuReading, cores: int) -> Iterator[
         yield Finding("CPU", state, text, "end them, or wait: top -o %CPU")
     stolen = (after.stolen - before.stolen) / (seconds * cores)
     if stolen > STOLEN:
-        change = "use a virtual machine with cores of its own"
+        change = "use a virtual machine with dedicated cores"
         yield Finding("steal", "harms", f"the host takes {stolen:.0%} of the CPU time", change)
     else:
         yield Finding("steal", "fine", f"the host takes {stolen:.0%} of the CPU time")
@@ -302,7 +302,7 @@ def time_slices(name: str, index: int) -> Finding:
     with torch.cuda.device(index):
         read = device.query(neighbors.slice_reader)
         if read is None:
-            return Finding(name, "unread", "this machine compiles no CUDA C++")
+            return Finding(name, "unread", "this machine cannot compile CUDA C++")
         found = Neighbors(read)
         found.look(CHAINS)
     if not found.seen.total:

@@ -282,7 +282,7 @@ def data_sheet_result(catalog: Catalog, product: str, *, as_json: bool) -> CliRe
         side for name in known for side in _data_sheet_sides(catalog, name, product, known[name])
     ]
     if not sides:
-        raise CliError(f"no case that is stored for {REFERENCE} runs on {sheet.arch} with a cost")
+        raise CliError(f"no stored case of {REFERENCE} that declares a cost runs on {sheet.arch}")
     if as_json:
         return CliResult([json.dumps([asdict(side) for side in sides], indent=1)])
     table = columns([DATA_SHEET_HEADS, *(side.row() for side in sides)])

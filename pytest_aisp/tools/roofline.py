@@ -1,4 +1,4 @@
-"""`aisp results roofline`: list each stored result's limiting rate and reached share of that rate.
+"""`aisp results roofline`: list each stored result's limiting rate and measured share of it.
 
 The share is computed from the work that the current page declares and from the stored times and
 peaks. If the page is gone or declares no work, the stored share is listed. `aisp machine peak`
@@ -191,7 +191,7 @@ def hierarchy_result(
 ) -> CliResult:
     """Return a table of the levels of the memory hierarchy, and of the links in `stored`.
 
-    If the product's data sheet lists a bandwidth, the table shows the reached share.
+    If the product's data sheet lists a bandwidth, the table shows the share that was measured.
     """
     if as_json:
         return CliResult([msgspec.json.format(msgspec.json.encode(measured), indent=1).decode()], 0)

@@ -45,7 +45,7 @@ class CpuReading:
 
 
 def read_cpu() -> CpuReading:
-    """Return the counters now. All ranks must call this together."""
+    """Return the current counters. All ranks must call this together."""
     busy, stolen = _all_processes()
     own = current_group().sum_here(_own_seconds())
     return CpuReading(time.perf_counter(), _waited(), own, busy, stolen)

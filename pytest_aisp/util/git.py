@@ -141,7 +141,7 @@ class GitSnapshot:
         return self.tree / name
 
     def unreached(self, path: Path) -> str:
-        """Return the reason why the old version of `path` is unknown, or an empty text."""
+        """Return the reason why the old version of `path` is unknown, or an empty string."""
         name = self._name(path)
         if name is None:
             return f"{path} lies outside {self.root}"

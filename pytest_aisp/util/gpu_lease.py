@@ -16,7 +16,7 @@ from .cli_result import CliError
 
 LEASES = "AISP_LEASES"
 """The variable that names the folder of leases."""
-REMEDY = f"Point {LEASES} at a folder that can be written, the same for all who share the GPUs"
+REMEDY = f"Point {LEASES} at a writable folder, the same for all users of the GPUs"
 
 
 def lease_folder() -> Path:

@@ -262,7 +262,7 @@ class ReplayWorker:
         path: an artifacts folder, or its `results.jsonl`.
 
     Attributes:
-        dropped: a note about an incomplete line that was ignored, or an empty text.
+        dropped: a note about an incomplete line that was ignored, or an empty string.
         machine: the machine that the run was recorded on, or None if unknown. The verdicts are for
             this machine.
         invalid: the reasons why the run was invalid, or nothing for a valid run.

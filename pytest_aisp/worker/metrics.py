@@ -98,7 +98,7 @@ def energy_counter() -> Callable[[], float]:
 
     read = Telemetry(torch.cuda.current_device()).energy
     if read() is None:
-        raise Uncountable("assert_energy: NVML counts no energy on this GPU")
+        raise Uncountable("assert_energy: NVML does not report energy on this GPU")
     return lambda: read() or 0.0
 
 

@@ -88,7 +88,7 @@ class OutputCapture:
     """The output of one process.
 
     Attributes:
-        label: the name of the process if there are several, else an empty text.
+        label: the name of the process if there are several, else an empty string.
     """
 
     stdout: Stream
@@ -127,7 +127,7 @@ def format_output(chunks: Sequence[Chunk], label: str, max_lines: int | None) ->
 
 
 def _left_out(prefix: str, lines: int, characters: int) -> str:
-    """Return a line with the amount of output that is left out, or an empty text."""
+    """Return a line with the amount of output that is left out, or an empty string."""
     parts = [f"{lines} lines"] * bool(lines) + [f"{characters} characters"] * bool(characters)
     return f"{prefix}({' and '.join(parts)} left out)\n" if parts else ""
 

@@ -120,7 +120,7 @@ def _inductor_graphs() -> list[ModuleType]:
 
 
 def inductor_code(before: Sequence[ModuleType]) -> str:
-    """Return the code of the graphs that Inductor has loaded since `before`, or an empty text.
+    """Return the code of the graphs that Inductor has loaded since `before`, or an empty string.
 
     Graphs from Inductor's cache are included. A graph whose file the side has deleted is left out.
     """

@@ -14,8 +14,8 @@ Bound      DRAM on every side. On an H200, fp32 arithmetic is the limit only abo
            per byte. Every side does less than 1 FLOP per byte. The arrays between two passes do not
            fit in the L2.
 Seen       `three_passes` takes longer than its bytes predict. The reason is too few bytes in
-           flight: `unrolled` and vectorized load 16 bytes per thread and array, and both take the
-           predicted time. In fused, a thread loads one element from each of three arrays, and the
+           flight: `unrolled` and `vectorized` load 16 bytes per thread and array, and both take the
+           predicted time. In `fused`, a thread loads one element from each of three arrays, and the
            time is closer to the prediction than in `three_passes`. `unrolled` and `vectorized` also
            start only a quarter of the blocks. We did not measure how much they gain from starting
            fewer blocks.

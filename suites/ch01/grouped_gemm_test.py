@@ -9,13 +9,13 @@ Baseline   looped: one `torch.mm` per group, which writes into the group's rows 
 Optimized  padded: the rows are scattered into a tensor (groups, longest, k), multiplied by one
            `torch.bmm`, and gathered again, which takes 11 launches and twice as many FLOPs as
            `looped`.
-           grouped: `grouped_mm` reads the offsets on the GPU and pads nothing.
-Bound      The host limits looped and `padded`. `grouped` takes at least the time of reading all
+           grouped: `grouped_mm` reads the offsets on the GPU, and needs no padding.
+Bound      The host limits `looped` and `padded`. `grouped` takes at least the time of reading all
            weights from DRAM.
 Seen       `padded` takes somewhat longer than predicted. The time is the mean of two recordings,
            and only the later recording is close to the prediction. We cannot explain the
            difference. `grouped` takes longer than predicted from its bytes. We cannot explain why,
-           because we did not time the kernel and the host separately. The speedup of grouped over
+           because we did not time the kernel and the host separately. The speedup of `grouped` over
            looped differs by up to half between processes, which we cannot explain either.
 Use when   There are many groups, and they differ in size. Pad when no grouped kernel supports the
            data type. A few large groups can stay in a loop.

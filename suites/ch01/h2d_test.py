@@ -6,9 +6,9 @@ Baseline   pageable: ordinary memory, which the GPU cannot read. The driver firs
 Optimized  pinned: changes `pageable`. The values are in pinned memory, which the copy engine reads
            directly.
            asynchronous: changes `pinned`. With `non_blocking=True`, the host does not wait for the
-           copy. Here, `asynchronous` gains nothing over pinned, because the host waits for the copy
-           at the end anyway. A non-blocking copy pays off if other work runs during the copy, as in
-           `double_buffering_test.py`.
+           copy. Here, `asynchronous` gains nothing over `pinned`, because the host waits for the
+           copy at the end anyway. A non-blocking copy pays off if other work runs during the copy,
+           as in `double_buffering_test.py`.
 Bound      For pinned and `asynchronous`, PCIe. For pageable, the driver's copy on the CPU.
 Seen       `pageable` takes several times as long as predicted, because the cost counts only the
            transfer over PCIe. The rate of the driver's copy on the CPU was not measured.

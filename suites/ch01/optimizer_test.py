@@ -7,7 +7,7 @@ Optimized  foreach: changes `looped`. Each of the 8 operations applies to lists 
            launches.
            fused: changes `foreach`. One kernel makes the whole update, in 3 launches.
 Bound      The host on every side, because the parameters are small. Launches limit `looped`. Python
-           code limits foreach and `fused`.
+           code limits `foreach` and `fused`.
 Seen       `foreach` and `fused` take longer than predicted. The cost counts calls to torch, but not
            the Python loops of `torch.optim` over the parameters. These loops explain the
            difference. In a test on a CPU with parameters of one element, we replaced the update's

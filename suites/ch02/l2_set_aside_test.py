@@ -15,8 +15,8 @@ Optimized  set_aside: changes `normal`. The process sets aside the largest part 
 Bound      DRAM. If the table stays in the L2, only x, the index and the results are transferred. In
            normal, a row stays in the L2 until newer rows have filled the L2. If a row of the table
            is read again after that, it comes from DRAM. With a larger table, more reads come from
-           DRAM. The costs treat the L2 as one cache. In fact, the L2 has two halves. If SMs near
-           both halves read a line, both halves may keep it, and less of the table fits.
+           DRAM. The costs treat the L2 as one cache. But the L2 has two halves. If SMs near both
+           halves read a line, both halves may keep it, and less of the table fits.
 Seen       On an H100, `normal` takes almost 1.5 times its predicted time, and `set_aside` takes 1.5
            times its predicted time or more. The speedup of `set_aside` is the same with both
            tables, but the costs predict a larger speedup with the larger table. Lines that are in
@@ -67,7 +67,7 @@ def own_stream():
 def on_own_stream(x, table, index, before):
     """Call `before` with a new stream, compute the scores on this stream, and return them.
 
-    Each side has a stream of its own, because the access policy window is an attribute of a stream.
+    Each side has its own stream, because the access policy window is an attribute of a stream.
     Without a GPU, compute the scores without a stream, and do not call `before`.
     """
     if not torch.cuda.is_available():

@@ -22,8 +22,8 @@ Seen       On an H200, `mapped` is faster than `copied` with up to a quarter as 
            rows. From 2^18 reads on, `mapped` takes a tenth longer than predicted, so a kernel reads
            host memory nearly at the rate of copies. There the time of `mapped` is proportional to
            the number of reads, although many rows are read more than once. So a row that is read
-           twice crosses PCIe twice. With 2^14 reads, `mapped` takes three tenths longer than
-           predicted. We did not measure why. `gathered` takes two fifths longer than predicted with
+           twice crosses PCIe twice. With 2^14 reads, `mapped` takes about 30 % longer than
+           predicted. We did not measure why. `gathered` takes about 40 % longer than predicted with
            up to 2^16 reads, and more than twice as long with 2^18 reads or more. Its cost leaves
            out the gathering on the CPU. We did not time the gathering alone, so we do not know why
            the difference grows between 2^16 and 2^18 reads.

@@ -5,14 +5,14 @@ Problem    For each of 1024 * blocks vectors of 4 floats, find the squared dista
            page measures a curve over this number, at points chosen for the 132 SMs of an H200.
 Baseline   whole: blocks of 256 threads, with 4 vectors per thread. So a block has 1024 vectors, and
            a thread uses each codeword four times after loading it from shared memory.
-Optimized  halves: changes whole. Blocks have 128 threads, so there are twice as many blocks.
+Optimized  halves: changes `whole`. Blocks have 128 threads, so there are twice as many blocks.
            quarters: changes `halves`. Blocks have 64 threads, so there are four times as many
-           blocks as in whole.
-           split: changes whole. Four blocks share 1024 vectors, and each of the four compares these
-           vectors with a quarter of the codewords. An atomic minimum combines the four results. A
-           separate kernel first sets all results to infinity. There is no library variant, because
-           no library offers this search as one call. In torch, the search takes a product and a
-           minimum, which write and read all distances.
+           blocks as in `whole`.
+           split: changes `whole`. Four blocks share 1024 vectors, and each of the four compares
+           these vectors with a quarter of the codewords. An atomic minimum combines the four
+           results. A separate kernel first sets all results to infinity. There is no library
+           variant, because no library offers this search as one call. In torch, the search takes a
+           product and a minimum, which write and read all distances.
 Bound      Instruction issue. An SM has four schedulers, and each warp belongs to one of them. A
            block of `whole` gives each scheduler two warps, which keep the scheduler busy nearly all
            the time. So two blocks on one SM take twice as long as one block. The scheduler with the
@@ -22,7 +22,7 @@ Bound      Instruction issue. An SM has four schedulers, and each warp belongs t
            are half as high. `quarters` has two warps per block. These warps use only two of the
            four schedulers, so the steps of `quarters` are as high as the steps of `halves`. `split`
            keeps eight warps per block, but each warp has a quarter of the work, so its steps are a
-           quarter as high as the steps of whole.
+           quarter as high as the steps of `whole`.
 Seen       On an H200 with 133 blocks or more, all sides take at most a tenth longer than predicted.
            `whole` takes the same time with 133, 198 and 264 blocks, and one and a half times as
            long with 265 blocks. So the step after 264 blocks is as high as predicted. The step
@@ -30,15 +30,15 @@ Seen       On an H200 with 133 blocks or more, all sides take at most a tenth lo
            H100, and the other points only on an H200. Just after a step, with 133, 265 and 529
            blocks, all three sides gain, and `split` gains most. The gains shrink as the number of
            waves grows. With 264 and 528 blocks, where no SM is idle, `halves` and `quarters` are a
-           few percent slower than whole, and `split` is slightly faster. On an H100 with 66 blocks,
-           `halves` and `quarters` take one half to two thirds longer than predicted, probably
-           because a scheduler then has a single warp. The scheduler issues nothing while this warp
-           waits for a result, a codeword or a barrier. In whole, a second warp fills part of this
-           time. On an H100 with 132 blocks, `halves` and `quarters` gain nothing, and `quarters`
-           takes a quarter longer than predicted. `quarters` is slower than `halves` at every point,
-           probably because its blocks load the same codewords with half as many threads. `split`
-           gains a little even where no SM is idle, probably because a scheduler has more warps to
-           choose from.
+           few percent slower than `whole`, and `split` is slightly faster. On an H100 with 66
+           blocks, `halves` and `quarters` take one half to two thirds longer than predicted,
+           probably because a scheduler then has a single warp. The scheduler issues nothing while
+           this warp waits for a result, a codeword or a barrier. In `whole`, a second warp fills
+           part of this time. On an H100 with 132 blocks, `halves` and `quarters` gain nothing, and
+           `quarters` takes a quarter longer than predicted. `quarters` is slower than `halves` at
+           every point, probably because its blocks load the same codewords with half as many
+           threads. `split` gains a little even where no SM is idle, probably because a scheduler
+           has more warps to choose from.
 Use when   A grid has few blocks per SM, and the number of blocks is not a multiple of the number of
            SMs. An example is a matrix product with large tiles. Compute blocks / SMs. If the
            quotient is just above 1 or 2, split the inner loop, or choose a smaller tile with at

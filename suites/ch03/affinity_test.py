@@ -34,7 +34,7 @@ ANYWHERE = {**TEAM, **dict.fromkeys(("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AF
 
 
 def bound_to(policy):
-    """Return environment variables that give each thread of the team a core of its own."""
+    """Return environment variables that give each thread of the team its own core."""
     return {**ANYWHERE, "OMP_PROC_BIND": policy, "OMP_PLACES": "cores"}
 
 

@@ -28,8 +28,8 @@ Seen       On an H200, `eight_queues` is more than five times as fast as `one_qu
            ms. We fitted these two numbers, and did not measure them separately.
 Use when   Several streams of small kernels run at once. Set the variable to 1 only if a framework
            requires it. With one stream, or with kernels that fill the GPU, the number of queues
-           changes nothing. A CUDA graph does not need the setting, because the graph contains the
-           dependencies between its kernels.
+           makes no difference. A CUDA graph does not need the setting, because the graph contains
+           the dependencies between its kernels.
 """
 
 import torch

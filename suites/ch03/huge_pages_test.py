@@ -16,10 +16,10 @@ Bound      Memory. A huge page takes one page fault, and the same memory in smal
            fewer page table walks. In both cases, the kernel fills the same number of bytes with
            zeros.
 Use when   The machine's setting for transparent huge pages is `madvise`, and large host buffers are
-           allocated again and again, or are read at random. There is no gain if the setting is
-           `always`, if memory is so fragmented that the kernel finds no huge pages, or if buffers
-           are reused. Reused buffers are better than huge pages (`malloc_test.py`). Huge pages that
-           are only partly used waste memory.
+           allocated repeatedly, or are read at random. There is no gain if the setting is `always`,
+           if memory is so fragmented that the kernel finds no huge pages, or if buffers are reused.
+           Reused buffers are better than huge pages (`malloc_test.py`). Huge pages that are only
+           partly used waste memory.
 """
 
 import re

@@ -10,7 +10,7 @@ Baseline   returned: glibc's default. A block of more than 32 MiB always comes f
            `always`. The kernel also fills each new page with zeros.
 Optimized  kept: changes `returned`. `MALLOC_MMAP_MAX_=0` makes large blocks come from the heap.
            `MALLOC_TRIM_THRESHOLD_` keeps the heap from shrinking when the block at its end is
-           freed. `MALLOC_TRIM_THRESHOLD_` alone changes nothing.
+           freed. `MALLOC_TRIM_THRESHOLD_` alone makes no difference.
            jemalloc: changes `returned`. `jemalloc` is preloaded with `dirty_decay_ms:-1`, so it
            never returns pages to the kernel. Without this setting, `jemalloc` returns large blocks
            when they are freed.
@@ -21,12 +21,11 @@ Optimized  kept: changes `returned`. `MALLOC_MMAP_MAX_=0` makes large blocks com
            and returns them to the kernel little by little.
 Bound      DRAM limits `kept`, which only reads and writes both blocks. `returned` also waits for
            the Linux kernel.
-Use when   A process allocates large host tensors again and again, and its memory may stay at the
-           peak. A program that reuses its buffers needs no setting
-           (`../ch01/preallocated_test.py`). Blocks below 32 MiB gain little: after the first such
-           block is freed, glibc raises its threshold and keeps blocks of this size. If many threads
-           allocate, `jemalloc` and `tcmalloc` also reduce contention, which this page does not
-           measure.
+Use when   A process repeatedly allocates large host tensors, and its memory may stay at the peak. A
+           program that reuses its buffers needs no setting (`../ch01/preallocated_test.py`). Blocks
+           below 32 MiB gain little: after the first such block is freed, glibc raises its threshold
+           and keeps blocks of this size. If many threads allocate, `jemalloc` and `tcmalloc` also
+           reduce contention, which this page does not measure.
 """
 
 from pathlib import Path

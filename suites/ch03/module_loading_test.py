@@ -15,11 +15,11 @@ Seen       On an H200 machine, `lazy` takes less than a tenth of the time of `ea
            about two seconds. Both sides take more than a thousand times as long as predicted,
            because the costs leave out the creation of the context and the loading of kernels. We
            did not measure how much time each of these two takes.
-Use when   Use lazy loading always, unless the first launch of each kernel must be fast. Even then,
-           a server can keep lazy loading and warm up with typical requests. A kernel takes GPU
-           memory only after it is loaded, so measure free memory after the warm-up. The first
-           launch of a kernel may wait until running kernels end. So if two kernels must overlap,
-           launch each of them once beforehand.
+Use when   Always, unless the first launch of each kernel must be fast. Even then, a server can keep
+           lazy loading and warm up with typical requests. A kernel takes GPU memory only after it
+           is loaded, so measure free memory after the warm-up. The first launch of a kernel may
+           wait until running kernels end. So if two kernels must overlap, launch each of them once
+           beforehand.
 """
 
 import torch

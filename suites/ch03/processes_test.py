@@ -8,8 +8,8 @@ Optimized  threads: changes `one_loop`. The documents are split among a pool of 
            Threads gain nothing, except with a Python that was built without the GIL.
            processes: changes `threads`. The pool has processes. Each process has its own GIL.
            Documents and counts are pickled and sent through pipes, which the time includes.
-Bound      The host: the Python loop. The pools are started before the timed part. In processes, the
-           cores share the counting, but the parent process alone pickles the documents.
+Bound      The host: the Python loop. The pools are started before the timed part. In `processes`,
+           the cores share the counting, but the parent process alone pickles the documents.
 Use when   The work is Python code, and takes much longer than sending its data to another process.
            Threads are better for calls that release the GIL, such as file reads, torch operations,
            and most decoders. Training uses one process per GPU for the same reason: Python code

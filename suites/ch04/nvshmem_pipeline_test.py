@@ -12,14 +12,14 @@ Optimized  whole: the first stage computes all micro-batches and sends them as o
            micro-batch into the second rank's memory and sets a signal after it. The second rank's
            stream waits for the signal. An all-reduce of a flag ends each call.
 Bound      The host. A product and a message of this size take the GPU a few microseconds, less than
-           the host needs to start them. `exchanged` and signalled make several calls from Python
+           the host needs to start them. `exchanged` and `signalled` make several calls from Python
            per micro-batch. `whole` makes only one call to send everything. All sides are timed as
-           ordinary calls, because a replay of signalled as a CUDA graph never finished. NVLink
+           ordinary calls, because a replay of `signalled` as a CUDA graph never finished. NVLink
            multicast was off (README). A put to one GPU does not use multicast.
 Seen       Every side takes several times as long as predicted. The prediction counts launches and
            views. A call of `isend` or of a put takes the host longer than a launch, and peaks.json
            has no rate for such calls. `whole` makes only one such call, so launching its products
-           must also take the host longer than predicted. We cannot explain this. exchanged, the
+           must also take the host longer than predicted. We cannot explain this. `exchanged`, the
            baseline of both variants, was measured twice. The two times differ a lot, so the gain of
            `signalled` is uncertain.
 Use when   Use one message if the second stage can wait for the first. Use puts with signals inside

@@ -21,22 +21,23 @@ Seen       On two GPUs, every side takes longer than predicted. The prediction u
            all-reduce of 512 MiB. A layer has 32 MiB and a bucket has 128 MiB, and NCCL is slower at
            these sizes (see the README's plot). At the plot's rates, `after_backward` is within
            about 5 % of its prediction. The sides that overlap NCCL's all-reduces still take about a
-           tenth longer than predicted. copied, which does not use NCCL, takes a quarter longer. On
-           all of these sides, products and reductions slow each other down. The README's table for
-           `copied` shows that products hide only part of the sums and take longer while sums run.
-           Neither a high priority nor fewer NCCL channels helped. All sides were timed as CUDA
-           graphs, except ddp, which cannot be captured. Without a graph, `bucketed` is the fastest
-           side, and `copied` is slower than `after_backward`, because `copied` makes several host
-           calls per layer. On four GPUs, `bucketed` gains as much as on two, and `per_layer` and
-           `prioritized` gain a little less. copied, the fastest side on two GPUs, gains nothing on
-           four, even in a graph. At the link rates of two GPUs, the predicted time of `copied` is
-           less than two thirds of the measured time. On four GPUs, each sum takes three copies in
-           and three copies out, one after another, and each share is half as large. We did not
-           measure which part takes so long: the copies, the additions or the barriers. `ddp` takes
-           longer than `after_backward` on four GPUs, but the interval of its speedup includes 1.
-           Only `ddp` is timed as an ordinary call. As an ordinary call on four GPUs, `per_layer`
-           takes almost twice as long as in a graph, and would also be slower than `after_backward`.
-           So ddp probably does not gain because of the host's work for hooks and calls.
+           tenth longer than predicted. `copied`, which does not use NCCL, takes a quarter longer.
+           On all of these sides, products and reductions slow each other down. The README's table
+           for `copied` shows that products hide only part of the sums and take longer while sums
+           run. Neither a high priority nor fewer NCCL channels helped. All sides were timed as CUDA
+           graphs, except `ddp`, which cannot be captured. Without a graph, `bucketed` is the
+           fastest side, and `copied` is slower than `after_backward`, because `copied` makes
+           several host calls per layer. On four GPUs, `bucketed` gains as much as on two, and
+           `per_layer` and `prioritized` gain a little less. `copied`, the fastest side on two GPUs,
+           gains nothing on four, even in a graph. At the link rates of two GPUs, the predicted time
+           of `copied` is less than two thirds of the measured time. On four GPUs, each sum takes
+           three copies in and three copies out, one after another, and each share is half as large.
+           We did not measure which part takes so long: the copies, the additions or the barriers.
+           `ddp` takes longer than `after_backward` on four GPUs, but the interval of its speedup
+           includes 1. Only `ddp` is timed as an ordinary call. As an ordinary call on four GPUs,
+           `per_layer` takes almost twice as long as in a graph, and would also be slower than
+           `after_backward`. So ddp probably does not gain because of the host's work for hooks and
+           calls.
 Use when   Always overlap the reduction with backward in data-parallel training. DDP already does
            this, but measure it: on four GPUs, it gains nothing here. Use copy engines only in a
            CUDA graph, and only on two GPUs.

@@ -11,7 +11,7 @@ Optimized  sent: NCCL's send and receive, as one batch. An engineer would write 
            first barrier, the next rank's buffer is free. After the second, this rank's buffer is
            full. The memory is allocated once.
 Bound      NVLink, in both directions at once. PCIe limits `staged`: the data crosses PCIe twice,
-           one crossing after the other. `sent` copies with kernels on the SMs, and written with a
+           one crossing after the other. `sent` copies with kernels on the SMs, and `written` with a
            copy engine. The barriers of written matter only for small messages. NVLink multicast was
            off (README). A message to one GPU does not use multicast.
 Seen       `sent` takes longer than predicted at 64 MiB. The prediction uses the rate of a peer
@@ -24,8 +24,8 @@ Seen       `sent` takes longer than predicted at 64 MiB. The prediction uses the
            GPU predicts, probably because four GPUs share the host's memory. So the speedups on four
            GPUs are larger only because `staged` is slower.
 Use when   Use NCCL's send and receive by default. Write into symmetric memory when the same buffers
-           are used again and again, or when the SMs should stay free for compute. Stage through the
-           host only if the GPUs have no peer access.
+           are used repeatedly, or when the SMs should stay free for compute. Stage through the host
+           only if the GPUs have no peer access.
 """
 
 import torch

@@ -7,18 +7,18 @@ Problem    Compute the gradients of a bf16 MLP. Each rank has two blocks of 2 la
            gradients on all ranks.
 Baseline   gpipe: the forward of all microbatches, then the backward of all. A rank's two blocks are
            neighbors.
-           gpipe_gathered: gpipe, then a gather of all gradients.
+           gpipe_gathered: `gpipe`, then a gather of all gradients.
 Optimized  one_forward_one_backward: changes `gpipe`. In 1F1B order, a rank runs a microbatch's
            backward before the forward of later microbatches.
            interleaved: changes `gpipe_gathered`. The order is interleaved 1F1B. Rank r has the
            blocks r and r + world, so each microbatch visits every rank twice.
 Bound      Tensor cores, and the bubble, in which a rank has nothing to do. m microbatches on p
            ranks take m + p - 1 times as long as one microbatch on one rank. 1F1B takes the same
-           time but less memory: rank r keeps the activations of p - r microbatches. In gpipe, each
-           rank keeps the activations of all m microbatches. With v blocks per rank, interleaving
-           takes m + (p - 1) / v times as long as one microbatch on one rank. NVLink multicast was
-           off (README). Only the gather could use multicast, and multicast would not make it
-           faster.
+           time but less memory: rank r keeps the activations of p - r microbatches. In `gpipe`,
+           each rank keeps the activations of all m microbatches. With v blocks per rank,
+           interleaving takes m + (p - 1) / v times as long as one microbatch on one rank. NVLink
+           multicast was off (README). Only the gather could use multicast, and multicast would not
+           make it faster.
 Seen       On two GPUs, each time is within 25 % of its prediction. But `interleaved` is slower than
            `gpipe_gathered`, although the costs predict the opposite. On four GPUs, `interleaved`
            loses even more. At the link rates of two GPUs, the predicted time of `interleaved` is

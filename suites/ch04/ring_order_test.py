@@ -8,9 +8,9 @@ Optimized  linked: changes `numbered`. The ring is the one whose hops have the m
            crossing: changes `numbered`. The ring is the one whose hops have the fewest NVLinks.
            Such a ring occurs in practice if the rank numbers alternate between two islands
            (sockets, or pairs with a bridge).
-           library: `dist.all_gather_into_tensor`, where NCCL finds rings by itself.
+           library: `dist.all_gather_into_tensor`, where NCCL chooses the rings.
 Bound      NVLink. If a slow link connects two islands of two GPUs, `linked` uses this link twice
-           and crossing four times, so `crossing` takes twice as long. If a switch joins all GPUs,
+           and `crossing` four times, so `crossing` takes twice as long. If a switch joins all GPUs,
            as on H200 boards, all rings should be equally fast, so the page claims only that
            `linked` is not slower. With two GPUs there is only one ring, so the page needs four.
            CPUs have no NVLinks, so on CPUs the page treats ranks of equal parity as `linked`.
@@ -19,14 +19,14 @@ Bound      NVLink. If a slow link connects two islands of two GPUs, `linked` use
            elements.
 Seen       On four H200s, a switch gives every ring the same number of links. So `crossing` uses the
            same ring as `numbered`, and takes the same time. `linked` uses the ring 0, 2, 1, 3, and
-           is faster by a third, which the links cannot explain. In numbered, rank r sends to rank r
-           + 1 and receives from rank r - 1. In linked, some ranks have neighbors that are not r + 1
-           and r - 1. NCCL may use more channels in this case, but we did not measure it. At the
-           peer rate of two GPUs, the predicted time is half of the time of numbered and two thirds
-           of the time of `linked`. Each step sends only 16 MiB, and NCCL's sends reach the peer
-           rate only with larger messages (peer_copy_test.py). `library` is nearly twice as fast as
-           `numbered`. `library` takes about a fifth longer than predicted. The prediction uses
-           NCCL's rate at 512 MiB, and NCCL is slower with smaller messages.
+           is faster by a third, which the links cannot explain. In `numbered`, rank r sends to rank
+           r + 1 and receives from rank r - 1. In `linked`, some ranks have neighbors that are not r
+           + 1 and r - 1. NCCL may use more channels in this case, but we did not measure it. At the
+           peer rate of two GPUs, the predicted time is half of the time of `numbered` and two
+           thirds of the time of `linked`. Each step sends only 16 MiB, and NCCL's sends reach the
+           peer rate only with larger messages (peer_copy_test.py). `library` is nearly twice as
+           fast as `numbered`. `library` takes about a fifth longer than predicted. The prediction
+           uses NCCL's rate at 512 MiB, and NCCL is slower with smaller messages.
 Use when   You write your own ring, and no switch joins all GPUs of the machine (see `aisp links
            topology`). In all other cases, let NCCL choose: `library` is the fastest side.
 """

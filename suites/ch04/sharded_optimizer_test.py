@@ -12,7 +12,7 @@ Bound      NVLink. Both sides send the same number of bytes, so the gain is memo
            because the fp32 copies of the weights are sharded too. The update takes 1 / world of the
            time. NVLink multicast was off (README). With four GPUs or more, multicast could shorten
            the all-reduce of `replicated`, but not the reduce-scatter and the all-gather. Then
-           sharded could be slower than `replicated`.
+           `sharded` could be slower than `replicated`.
 Seen       On two GPUs, `sharded` takes longer than predicted. The prediction uses the rate of
            NCCL's all-reduce. NCCL's reduce-scatter and all-gather are slower. With the rates of
            these two from the README's plot, the prediction is within 5 % of the measured time. On

@@ -18,29 +18,29 @@ Optimized  gathered: NCCL gathers all inputs, then a second kernel sums them.
            into the buffer. Only `gathered` and `pushed` need no copy.
 Bound      Up to 1 MiB, latency: launches, handshakes, and one crossing of NVLink. `pushed` waits
            for one crossing of NVLink and nothing else. `gathered`, `one_shot`, `fused_copy` and
-           `pushed` send the whole input to every other rank. ring, `two_shot` and `windowed` send 2
-           (world - 1) / world times the input. With two ranks, both amounts are equal. With more
-           ranks, ring, `two_shot` and `windowed` send less, so the other four sides pay off only
+           `pushed` send the whole input to every other rank. `ring`, `two_shot` and `windowed` send
+           2 (world - 1) / world times the input. With two ranks, both amounts are equal. With more
+           ranks, `ring`, `two_shot` and `windowed` send less, so the other four sides pay off only
            for smaller messages than here. At 16 MiB, NVLink is the limit. The messages stay in the
            L2, as right after a layer has computed them. NVLink multicast was off (README), so
-           torch's `multimem_all_reduce_` is not compared here, and ring and `windowed` have fewer
+           torch's `multimem_all_reduce_` is not compared here, and `ring` and `windowed` have fewer
            kernels to choose from.
 Seen       On two GPUs up to 64 KiB, all sides take about as long as predicted, except `windowed`:
            with 4 KiB, it takes less, because NCCL's kernels for windows are faster than the
            all-reduce in peaks.json. At 1 MiB, `ring`, `gathered`, `one_shot`, `fused_copy` and
-           `windowed` take a third to four fifths longer than predicted, because kernels and NCCL
-           are slower with 1 MiB than with the large messages that give the rates. `two_shot` and
-           `pushed` are close to the prediction. At 16 MiB, all sides take longer than predicted.
-           The prediction uses NCCL's rate at 512 MiB, and NCCL is slower with smaller messages (see
-           the README's plot). On four GPUs, peaks.json lacks the rate of a peer copy, so the sides
-           that write into other ranks' memory have no prediction. Up to 64 KiB, `ring` takes over
-           two fifths longer than on two GPUs. The other sides slow down less than `ring`. So all
-           variants gain more than on two GPUs, except `pushed` at 64 KiB, which gains as much. From
-           1 MiB on, `gathered` takes twice as long as `ring`, because a rank receives three inputs.
+           `windowed` take 33 to 80 % longer than predicted, because kernels and NCCL are slower
+           with 1 MiB than with the large messages that give the rates. `two_shot` and `pushed` are
+           close to the prediction. At 16 MiB, all sides take longer than predicted. The prediction
+           uses NCCL's rate at 512 MiB, and NCCL is slower with smaller messages (see the README's
+           plot). On four GPUs, peaks.json lacks the rate of a peer copy, so the sides that write
+           into other ranks' memory have no prediction. Up to 64 KiB, `ring` takes over 40 % longer
+           than on two GPUs. The other sides slow down less than `ring`. So all variants gain more
+           than on two GPUs, except `pushed` at 64 KiB, which gains as much. From 1 MiB on,
+           `gathered` takes twice as long as `ring`, because a rank receives three inputs.
            `one_shot` also reads three inputs, and is a little slower than `ring` at 1 MiB.
-           `fused_copy` and `windowed` are within three percent of ring at 1 MiB. `pushed` is faster
-           than `ring` at 1 MiB, but gains far less than on two GPUs. Only `two_shot` is clearly
-           faster than `ring` at both 1 and 16 MiB.
+           `fused_copy` and `windowed` are within three percent of `ring` at 1 MiB. `pushed` is
+           faster than `ring` at 1 MiB, but gains far less than on two GPUs. Only `two_shot` is
+           clearly faster than `ring` at both 1 and 16 MiB.
 Use when   Small all-reduces follow each other on the critical path, as in decoding with tensor
            parallelism, and run in a CUDA graph. In a graph, torch's one-shot is about as fast as
            NCCL on two GPUs, and faster on four up to 64 KiB. Without a graph, in a run on two GPUs

@@ -4,7 +4,7 @@ Problem    y = x W^T, with the inner dimension of x and W split over the ranks, 
            linear layer of a tensor-parallel MLP. Every rank gets the sum of all ranks' products, in
            bf16. Llama 3 70B on eight ranks has an inner dimension of 3584.
 Baseline   whole: one product, then one all-reduce of the product.
-Optimized  halves: changes whole. The rows are split into two halves. The all-reduce of the first
+Optimized  halves: changes `whole`. The rows are split into two halves. The all-reduce of the first
            half runs while the GPU computes the second half.
            quarters: changes `halves`. There are four parts.
            eighths: changes `halves`. There are eight parts.
@@ -19,14 +19,14 @@ Seen       On two GPUs, the three variants with NCCL take longer than predicted:
            inner dimension of 3584, and less at 8192. The prediction uses the rate of an all-reduce
            of 512 MiB, and NCCL is slower with the smaller parts (see the README's plot). But even
            at the plot's rates, the products should hide the all-reduces of all parts except the
-           last. copied, which sends the same bytes without NCCL's kernels, is within an eighth of
+           last. `copied`, which sends the same bytes without NCCL's kernels, is within an eighth of
            its prediction. So most of the loss probably occurs because NCCL's kernels and the
            products slow each other down. Neither a high priority nor fewer NCCL channels helped.
            All sides were timed as CUDA graphs, so the times leave out the host, which makes several
            calls per part for `copied`. At an inner dimension of 3584, `halves` gains nothing on two
            or four GPUs. On four GPUs, `quarters` gains a little more than on two. At 8192, `copied`
-           gains less on four GPUs than on two. At 3584, `copied` is slower than whole on four GPUs.
-           At the link rates of two GPUs, its predicted time is little more than half of the
+           gains less on four GPUs than on two. At 3584, `copied` is slower than `whole` on four
+           GPUs. At the link rates of two GPUs, its predicted time is little more than half of the
            measured time. On four GPUs, each sum takes three copies in and three copies out, one
            after another. Each copy is half as large as on two. We did not measure which part takes
            so long: the copies, the additions or the barriers. At 8192, the longer products hide

@@ -10,11 +10,12 @@ Optimized  staged: changes `blocking`. The weights are first copied into pinned 
            threaded: changes `staged`. `torch.save` runs in a thread during the next steps. The loop
            waits for the copy into pinned memory. Before the loop reuses this memory, it waits until
            the previous file has been written.
-Bound      The host limits blocking and staged: the GPU is idle while a file is written. The steps
-           limit `threaded`, unless writing a file takes longer than the steps between two files.
-           The costs count the steps and the copies from the GPU. The costs leave out the writing,
-           because its rate was not measured. So `blocking` and `staged` take longer than predicted.
-Seen       On an H200 machine, `staged` gains hardly anything, as predicted: its copies take little
+Bound      The host limits `blocking` and `staged`: the GPU is idle while a file is written. The
+           steps limit `threaded`, unless writing a file takes longer than the steps between two
+           files. The costs count the steps and the copies from the GPU. The costs leave out the
+           writing, because its rate was not measured. So `blocking` and `staged` take longer than
+           predicted.
+Seen       On an H200 machine, `staged` gains almost nothing, as predicted: its copies take little
            time compared with the writing. `threaded` saves a little more than the predicted time of
            six steps, as expected: six steps run during the two writes, and each write takes longer
            than three steps. More steps between two files would hide more of each write. We did not

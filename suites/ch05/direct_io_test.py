@@ -17,9 +17,9 @@ Optimized  mapped: changes `buffered`. The file is mapped before the timed part.
            time.
            direct: changes `threads`. Files are opened with `O_DIRECT`: the disk writes to the
            pinned memory, and no byte passes through the page cache.
-Bound      The disk. `buffered`, `mapped` and advised leave the disk idle between two requests. All
-           sides except direct also copy all bytes on the CPU, and fill and drop pages of the page
-           cache. The costs count only the copy to the GPU, because the disk's rate was not
+Bound      The disk. `buffered`, `mapped` and `advised` leave the disk idle between two requests.
+           All sides except `direct` also copy all bytes on the CPU, and fill and drop pages of the
+           page cache. The costs count only the copy to the GPU, because the disk's rate was not
            measured. So all sides take longer than predicted.
 Seen       On an H200 machine, the gain of `advised` is smaller than its confidence interval.
            threads and direct clearly gain. Their confidence intervals overlap, so the page does not

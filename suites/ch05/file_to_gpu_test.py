@@ -17,21 +17,21 @@ Optimized  mapped: changes `pageable`. The file is mapped before the timed part.
            host reads into a buffer again, it waits for the last copy from that buffer.
 Bound      The host's copy out of the page cache. In `per_block` and `two_buffers`, the transfer
            over PCIe overlaps with this copy. In `pageable` and `kept`, the driver copies all bytes
-           on the CPU a second time. In mapped, the driver's copy is the only copy on the CPU. The
+           on the CPU a second time. In `mapped`, the driver's copy is the only copy on the CPU. The
            costs count only PCIe, because no rate of copies on the CPU was measured. So all sides
            take longer than predicted.
-Seen       On an H200 machine, `kept` takes less than half of pageable's time. So `pageable` spends
-           more than half of its time on new pages. `pinned` takes about a third less time than
-           `kept`. `per_block` gains nothing over pinned, because the predicted transfer that it
-           hides is less than a tenth of pinned's time. `two_buffers` and `mapped` are the fastest,
-           but pinned and `per_block` have overlapping confidence intervals. The time of pageable
-           differs by almost a fifth between the cases. So compare the times of the sides, and not
-           only their speedups.
-Use when   Large files go to the GPU again and again. Use `two_buffers`, which needs little pinned
-           memory, or mapped if all files fit in the page cache. If a process loads one file once,
-           pinning memory takes longer than it saves. With GPUDirect Storage, a disk writes to the
-           GPU without any copy on the CPU. GPUDirect Storage needs a driver and a file system that
-           support it.
+Seen       On an H200 machine, `kept` takes less than half of `pageable`'s time. So `pageable`
+           spends more than half of its time on new pages. `pinned` takes about a third less time
+           than `kept`. `per_block` gains nothing over `pinned`, because the predicted transfer that
+           it hides is less than a tenth of `pinned`'s time. `two_buffers` and `mapped` are the
+           fastest, but pinned and `per_block` have overlapping confidence intervals. The time of
+           pageable differs by almost a fifth between the cases. So compare the times of the sides,
+           and not only their speedups.
+Use when   Large files are copied to the GPU repeatedly. Use `two_buffers`, which needs little
+           pinned memory, or mapped if all files fit in the page cache. If a process loads one file
+           once, pinning memory takes longer than it saves. With GPUDirect Storage, a disk writes to
+           the GPU without any copy on the CPU. GPUDirect Storage needs a driver and a file system
+           that support it.
 """
 
 from types import SimpleNamespace

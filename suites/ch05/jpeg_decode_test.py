@@ -3,8 +3,8 @@
 Problem    Decode JPEG files of pictures (3, side, side) into one fp32 tensor on the GPU. All sides
            convert the decoded bytes to fp32 on the GPU. The files are in host memory, and the order
            of the files is the input. The JPEG files are valid and contain synthetic pictures, with
-           about as many nonzero coefficients as a photo. The colours have full resolution, because
-           decoders differ in how they enlarge colours of lower resolution.
+           about as many nonzero coefficients as a photo. The colors have full resolution, because
+           decoders differ in how they enlarge colors of lower resolution.
 Baseline   one_thread: torchvision's `decode_jpeg` on the CPU, one file after another. Then the
            pictures are copied to the GPU.
 Optimized  threads: changes `one_thread`. There is a thread per core. The decoder releases Python's
@@ -28,7 +28,7 @@ Use when   The GPU waits for data because the CPU decodes too slowly. Try thread
            enough. If the GPU has no JPEG engines, its SMs decode, and the training step gets fewer
            SMs.
 
-Decoders round the colours to bytes before and after the conversion to RGB. So a value may differ
+Decoders round the colors to bytes before and after the conversion to RGB. So a value may differ
 from the exact one by one or two of 255 levels, and all sides declare int8. Without torchvision, the
 page is skipped.
 """

@@ -7,7 +7,7 @@ Problem    A checkpoint holds the weights (width, width) of all experts of each 
            once.
 Baseline   whole: `torch.load` reads all weights into memory. Then the rank's weights are copied to
            the GPU.
-Optimized  mapped: changes whole. With `mmap=True`, only the pages of the rank's weights are read.
+Optimized  mapped: changes `whole`. With `mmap=True`, only the pages of the rank's weights are read.
            safetensors: changes `mapped`. The file is in the safetensors format, read by `safe_open`
            and `get_tensor`. The format contains no pickle. Without the library safetensors, the
            variant is skipped.
@@ -16,7 +16,7 @@ Bound      Host memory limits `whole`, which copies every byte of the file. `map
            to the GPU one by one. The costs count only the copies to the GPU, because no rate of the
            host's work was measured. So all sides take longer than predicted.
 Seen       On an H200 machine, `mapped` takes more than a fifth of the time of `whole`, although it
-           reads only an eighth of the weights. `safetensors` takes less than a third of mapped's
+           reads only an eighth of the weights. `safetensors` takes less than a third of `mapped`'s
            time, although it also copies the weights from a mapping. We did not measure which part
            of `torch.load` takes the time.
 Use when   A process needs part of a large file, such as some experts or layers. For a whole file, a

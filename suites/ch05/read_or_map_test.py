@@ -10,7 +10,7 @@ Optimized  into: changes `seek`. `os.preadv` reads straight into the row of the 
            mapped: changes `into`. The file is mapped into memory before the timed part. One
            `index_select` copies all rows, so no Python code runs per row, and torch may use several
            threads. Once each page has been touched, no system calls are needed either.
-Bound      The host limits seek and into: each row costs Python code and system calls. Memory
+Bound      The host limits `seek` and `into`: each row costs Python code and system calls. Memory
            latency and the copy to the GPU limit `mapped`. The costs count only the copy to the GPU,
            at the rate of pinned memory, because no rate of the host's work was measured. So all
            sides take longer than predicted.

@@ -9,7 +9,7 @@ Optimized  unchecked: changes `saved`. `set_crc32_options(False)` leaves out the
            tensor. `torch.load` does not check the CRC-32, but zip programs do.
            staged: changes `unchecked`. The weights are first copied into pinned memory that is
            reused. On the other sides, `torch.save` copies each weight into new pageable memory.
-Bound      The host, which copies all bytes into the page cache. In saved, the host also computes
+Bound      The host, which copies all bytes into the page cache. In `saved`, the host also computes
            the CRC-32. In `saved` and `unchecked`, the driver also copies all bytes out of its own
            pinned memory. The costs count only the copies from the GPU, because no rate of the
            host's work was measured. So all sides take longer than predicted.

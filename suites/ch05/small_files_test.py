@@ -15,13 +15,13 @@ Bound      The host: each image costs system calls and Python code. `shards` mak
            The costs count only the copy to the GPU, because no rate of the host's work was
            measured. So all sides take longer than predicted.
 Use when   A data set has many small files. Use shards if shuffling within a shard is random enough.
-           packed works with any order. The gain is larger on a disk or a network, where each file
+           `packed` works with any order. The gain is larger on a disk or a network, where each file
            costs a round trip. The gain is smaller with larger images, because all sides copy the
            same bytes.
 
 The files have no names, so no file can be left behind. The page opens the files through /proc. On
 one machine, opening a file through /proc took 4 us. Opening a named file took 2 us, in a folder of
-20,000 files whose names the kernel had cached. So packed and shards gain less if the files have
+20,000 files whose names the kernel had cached. So `packed` and `shards` gain less if the files have
 names.
 """
 

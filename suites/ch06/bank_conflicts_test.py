@@ -1,7 +1,7 @@
 """Bank conflicts: shared memory serves lanes at once only if they read from different banks.
 
 Problem    Each row of an (rows, 32) fp32 matrix has the coefficients of a polynomial. Evaluate each
-           polynomial at its own x, by Horner's rule.
+           polynomial at its own x, with Horner's rule.
 Baseline   strided: a block copies 128 rows into shared memory, so its loads from global memory are
            coalesced. Then each thread reads its own row from shared memory, 16 bytes at a time. The
            source code asks for 16-byte reads, but the compiler also creates them from a plain loop
@@ -19,7 +19,7 @@ Optimized  padded: changes `strided`. Four unused floats follow each row, so the
            lines of the L1. A load uses half of each sector, and the next load finds the other half
            in the L1. There is no library variant, because no library evaluates a polynomial per
            row.
-Bound      DRAM limits padded and swizzled: each coefficient is read once. Shared memory limits
+Bound      DRAM limits `padded` and `swizzled`: each coefficient is read once. Shared memory limits
            strided: conflicts make its reads take eight times as long. Even so, these reads take
            only a little longer than the transfers from DRAM. So conflicts cost much less here than
            in a kernel that reads each word several times.

@@ -22,9 +22,9 @@ Seen       `grid_sync` is slower than `captured`: a barrier takes longer than th
            a barrier, a block waits three times: until its stores have reached the L2, until its
            atomic has returned, and until it reads that the last block has arrived. We did not
            measure any of these waits. `launches` takes longer than predicted: a launch through
-           `cuda_module` takes the host more than twice as long as the rate `launch` says. That rate
-           was measured with a torch operator. We did not measure which part of a launch takes the
-           time.
+           `cuda_module` takes the host more than twice as long as the rate `launch` predicts. That
+           rate was measured with a torch operator. We did not measure which part of a launch takes
+           the time.
 Use when   A barrier is needed between short steps, and threads can keep data from step to step in
            registers or shared memory. At the end of a kernel, such data would be lost. If you only
            want to save launches, capture a graph first: it needs no new kernel. All blocks of the

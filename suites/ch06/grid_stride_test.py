@@ -25,8 +25,8 @@ Seen       `decode_stride` and `scale_stride` take about the same time, so copyi
            costs almost nothing. Both have 8 KiB in flight per SM, which explains why they do not
            reach the copy rate. The kernels without a loop also have 8 KiB in flight, but each block
            starts, then waits for DRAM, then ends. We did not measure how long each phase takes.
-           `decode_code_first` hardly gains, so the wait for the table is short. We did not examine
-           the library's kernel.
+           `decode_code_first` gains almost nothing, so the wait for the table is short. We did not
+           examine the library's kernel.
 Use when   Each block first loads a table, sets up a random generator, or clears counters. Without
            such work, the loop saves only block starts, and gains less. Also use a grid-stride loop
            when n may exceed the largest grid, or when the grid must stay the same for any n. To

@@ -4,9 +4,10 @@ Problem    test_ilp computes the sigmoid of n fp32 elements. test_long_chain int
            growth for n elements in 256 steps of two dependent multiply-adds.
 Baseline   single: one element per thread.
            growth_single: one element per thread.
-Optimized  in_turn: changes single. A thread has four elements, and loads an element only after it
+Optimized  in_turn: changes `single`. A thread has four elements, and loads an element only after it
            has stored the previous one, because the compiler must assume that out and x overlap.
-           two: changes single. A thread has two elements, and loads both before it uses the first.
+           two: changes `single`. A thread has two elements, and loads both before it uses the
+           first.
            four: like two, with four elements. four and `in_turn` differ only in the order of loads
            and stores.
            eight: like four, with eight elements.
@@ -21,9 +22,9 @@ Bound      test_ilp: DRAM. The 2048 threads of an SM have 8 KiB in flight with o
            alone take longer than the transfers from and to DRAM.
            test_long_chain: instruction issue. With 16 warps per scheduler, another warp always has
            a step ready, so the four chains of `growth_four` gain nothing.
-Seen       `in_turn` has one load in flight per thread, like single, but starts a quarter of the
-           blocks, so it is faster than single. `in_turn` takes about as long as scale_stride of
-           `grid_stride_test.py`, which has as many bytes in flight and hardly any block starts. So
+Seen       `in_turn` has one load in flight per thread, like `single`, but starts a quarter of the
+           blocks, so it is faster than `single`. `in_turn` takes about as long as scale_stride of
+           `grid_stride_test.py`, which has as many bytes in flight and starts few blocks. So
            `in_turn` still has too few bytes in flight. `single` is slow for two reasons: too few
            bytes in flight and too many block starts. We did not measure how much time each costs.
 Use when   A kernel waits for memory with all warps resident, or few warps fit on an SM. Load all

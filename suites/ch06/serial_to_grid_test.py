@@ -9,17 +9,17 @@ Optimized  one_block: changes `one_thread`. The 256 threads of one block share t
            whole_grid: changes `one_block`. There is one thread per element, in n / 256 blocks on
            all SMs.
            library: `torch.add` with `alpha`.
-Bound      Latency limits `one_thread` and one_block: a thread waits for its loads, and too few
+Bound      Latency limits `one_thread` and `one_block`: a thread waits for its loads, and too few
            other threads run in the meantime. The costs leave out latency. At this n, the launch is
            a large part of the time of `whole_grid`.
-Seen       On an H200, `one_block` takes less than a thirtieth of the time of `one_thread`, and
-           `whole_grid` about a hundredth of the time of `one_block`. `library` is as fast as
+Seen       On an H200, `one_block` takes less than 1/30 of the time of `one_thread`, and
+           `whole_grid` takes about 1/100 of the time of `one_block`. `library` is as fast as
            `whole_grid`. `one_thread` takes thousands of times as long as predicted, and `one_block`
-           more than a hundred times, because the costs leave out latency. `whole_grid` and library
-           take three fifths longer than predicted, probably for the same reason: all blocks run at
-           once, and a thread waits for its loads only once. We did not measure the latency. These
-           times are from CUDA graphs. In ordinary calls, the host is the limit of `whole_grid` and
-           library, and `whole_grid` takes twice as long as library.
+           more than a hundred times, because the costs leave out latency. `whole_grid` and
+           `library` take about 60 % longer than predicted, probably for the same reason: all blocks
+           run at once, and a thread waits for its loads only once. We did not measure the latency.
+           These times are from CUDA graphs. In ordinary calls, the host is the limit of
+           `whole_grid` and `library`, and `whole_grid` takes twice as long as `library`.
 Use when   You write your first kernel: start from `whole_grid`. A kernel of one thread or one block
            is right only for a few numbers, such as the last step of a sum.
 """

@@ -7,10 +7,10 @@ Optimized  shuffle: changes `shared_tree`. Each warp adds up its 32 sums with fi
            barrier remains. After it, the first warp adds up the sums of the 8 warps.
            redux: changes `shuffle`. One `__reduce_add_sync` replaces the five shuffles. This
            intrinsic works only for integers.
-           warp_per_row: changes `redux`. Each warp has a row of its own, so the kernel needs
-           neither shared memory nor a barrier. A lane also loads eight times as many elements,
-           several of them at once. So part of the gain comes from more loads in flight, and part
-           from fewer instructions per element.
+           warp_per_row: changes `redux`. Each warp has its own row, so the kernel needs neither
+           shared memory nor a barrier. A lane also loads eight times as many elements, several of
+           them at once. So part of the gain comes from more loads in flight, and part from fewer
+           instructions per element.
            library: `torch.sum`.
 Bound      DRAM limits `warp_per_row`: every element is read once. On rows of 256 elements,
            instruction issue limits the other kernels: a thread loads one element, but issues dozens

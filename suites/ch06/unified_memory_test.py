@@ -19,11 +19,12 @@ Bound      The host, which writes the values with one thread or several. The pre
            moving it. We did not measure such GPUs.
 Seen       On an H200, `prefetched` is one and a half times as fast as `on_demand`, and `copied` is
            seven times as fast. All sides take longer than predicted: `on_demand` nearly ten times
-           as long, prefetched six times, and copied two and a half times. In `on_demand`, the
-           profiler shows that the sum takes about nine tenths of the call, because its threads wait
-           for pages. In prefetched, the sum takes almost no time, so writing and prefetching take
-           nearly all of the call. In copied, the copy and the sum take less than half of the call.
-           Writing probably takes the rest. We timed neither the writing nor the prefetches alone.
+           as long, prefetched six times, and `copied` two and a half times. In `on_demand`, the
+           profiler shows that the sum takes about 90 % of the call, because its threads wait for
+           pages. In `prefetched`, the sum takes almost no time, so writing and prefetching take
+           nearly all of the call. In `copied`, the copy and the sum take less than half of the
+           call. Writing probably takes the rest. We timed neither the writing nor the prefetches
+           alone.
 Use when   The data does not fit on the GPU, or you do not know which part of it a kernel will use.
            Prefetch the parts that will be used for certain. If the CPU and the GPU take turns with
            a buffer that fits on the GPU, copy it.

@@ -10,7 +10,7 @@ Optimized  coalesced: each thread copies as many elements as in `chunked`, with 
            `Tensor.clone` becomes a memcpy node, which is slower than a kernel.
 Bound      DRAM limits `coalesced`. `chunked` moves the same bytes to and from DRAM, because L1 and
            L2 keep a sector until its 32 bytes are used. But each 4-byte store goes to the L2 as a
-           sector of its own, so the stores of chunked move eight times as many bytes to the L2 as
+           separate sector, so the stores of `chunked` move eight times as many bytes to the L2 as
            they write.
 Seen       `chunked` takes several times as long as its sectors would take at the L2 rate. naive of
            `transpose_test.py` also stores 4 bytes to each line, and writes about as many elements

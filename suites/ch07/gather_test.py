@@ -8,10 +8,10 @@ Baseline   unsorted: the draws in the order in which they were drawn. The lanes 
 Optimized  sorted_once: the same kernel on the same draws, sorted. A sum does not depend on the
            order of its terms. The sort runs once, before the timed part. The result line says after
            how many calls the sort pays off. Both sides read 4 n indices and gather 4 n values, so
-           the order of the draws is the only difference. An expert would instead count how often
-           each value was drawn. With one-byte counts, one pass over the table gives all four sums
-           from a quarter of the bytes, but has no gather to measure. There is no library variant,
-           because `values[index].sum(1)` first writes all 4 n gathered values.
+           the order of the draws is the only difference. A better implementation would count how
+           often each value was drawn. With one-byte counts, one pass over the table gives all four
+           sums from a quarter of the bytes, but has no gather to measure. There is no library
+           variant, because `values[index].sum(1)` first writes all 4 n gathered values.
 Bound      DRAM: sorted draws read the table once from beginning to end per resample, so each
            resample reads 4 n bytes of indices and 4 n bytes of values. An unsorted draw reads a
            sector of 32 bytes and uses 4 of them. The table has 268 MB and the L2 has 50 MB, so four

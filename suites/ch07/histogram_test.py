@@ -16,10 +16,9 @@ Optimized  per_warp: changes `privatized`. Each of a block's 8 warps has its own
            library: `torch.histc`, which does more work per value. To find the bin, `torch.histc`
            checks the range, and multiplies and divides 64-bit integers. The other sides use the
            value as the index of the bin. torch does not expose CUB's histogram.
-           benchmarks/cub_test.py compares privatized with CUB's HistogramEven. For each 32-bit
-           value, HistogramEven also checks the range, multiplies and divides.
-           `torch.bincount` makes the host wait for a minimum and a maximum, so it is the reference,
-           not a variant.
+           benchmarks/cub_test.py compares `privatized` with CUB's HistogramEven. For each 32-bit
+           value, HistogramEven also checks the range, multiplies and divides. `torch.bincount`
+           makes the host wait for a minimum and a maximum, so it is the reference, not a variant.
 Bound      DRAM: the values are read once. Shared memory is fast enough: the busiest of the 32 banks
            gets 3.5 of a warp's 32 random increments on average. The compiler turns an increment by
            one into ATOMS.POPC.INC, which counts lanes with equal values at once, so skew does not

@@ -4,8 +4,8 @@ Problem    Compute C = A @ B in fp32. All matrices are 4096 by 4096 and row-majo
 Baseline   naive: a thread computes one element of C, and neighboring threads have neighboring
            columns, so every access is coalesced. Each product needs two loads from the L1.
 Optimized  tiled: changes `naive`. The values come from 32 x 32 tiles in shared memory, so L2 and
-           DRAM deliver only a 32nd of the values. Each product still needs two loads, now from
-           shared memory.
+           DRAM deliver only 1/32 of the values. Each product still needs two loads, now from shared
+           memory.
            register_tiled: changes `tiled`. There are 8 x 16 elements per thread and 128 x 128 per
            block, so 24 values from shared memory are enough for 128 products.
            vectorized: changes `register_tiled`. Accesses are 16 bytes long, so 6 loads are enough
@@ -14,18 +14,18 @@ Optimized  tiled: changes `naive`. The values come from 32 x 32 tiles in shared 
            the next operands are loaded during the products, and a tile needs one barrier instead of
            two.
            library: `torch.matmul`, which calls cuBLAS. TF32 is off.
-Bound      The fp32 units limit prefetched and library. Shared memory limits `tiled`: it delivers
-           one word per lane and cycle, and a product needs two words, so the fp32 units are idle
-           most of the time. The compiler loads four values of A at once, which saves instructions,
-           but shared memory delivers the same number of words. The L1 uses the same data path as
-           shared memory, so `naive` has the same limit.
+Bound      The fp32 units limit `prefetched` and `library`. Shared memory limits `tiled`: it
+           delivers one word per lane and cycle, and a product needs two words, so the fp32 units
+           are idle most of the time. The compiler loads four values of A at once, which saves
+           instructions, but shared memory delivers the same number of words. The L1 uses the same
+           data path as shared memory, so `naive` has the same limit.
 Seen       `naive` takes longer than its loads would take at the rate of shared memory. We cannot
            explain this. `register_tiled` and `vectorized` take longer than their products alone
            would take. Per iteration of the loop over tiles, `register_tiled` has 1375 instructions
            and `vectorized` has 1126. In each, 1024 instructions are FFMA (nvcc 13.0 for sm_90). The
            ratio of the two times is about 1375 to 1126. `prefetched` also has 1126 instructions and
            is faster, so `vectorized` must also wait for loads and barriers. The rate `fp32` was
-           measured with `torch.matmul`, so library reaches it by definition.
+           measured with `torch.matmul`, so `library` reaches it by definition.
 Use when   You need a product in full fp32 that no library offers, for example one that is fused
            with other work. For a plain product, call the library. If TF32 or bf16 is precise
            enough, tensor cores are several times as fast.

@@ -1,14 +1,14 @@
 """The read-only path: `__ldg` gains nothing, because the L1 caches ordinary loads too.
 
-Problem    Compute out[i] = x[i-2] + ... + x[i+2] on n fp32 elements, with x clamped at its ends.
-           Each element is loaded five times, four times from the L1.
+Problem    Compute out[i] = x[i-2] + ... + x[i+2] on n fp32 elements, with indices clamped to the
+           ends of x. Each element is loaded five times, four times from the L1.
 Baseline   plain: ordinary loads (LDG), which are right even if another thread may write to the
            memory.
 Optimized  ldg: changes `plain`. The loads are `__ldg` (LDG.CONSTANT), which used a separate cache
            on old GPUs.
            restricted: changes `plain`. The pointers are `const float* __restrict__` and `float*
            __restrict__`. Then the compiler may assume that nothing writes to x, and emits
-           LDG.CONSTANT by itself.
+           LDG.CONSTANT without `__ldg`.
 Bound      DRAM: each side reads x once and writes out once. Since Volta both kinds of loads go
            through one L1. All loads come before the first store, so the compiler gains nothing from
            knowing that no store changes x. Apart from CONSTANT, the three sides have the same

@@ -11,10 +11,10 @@ Bound      The L2. Each tile of 128 x 128 results reads its rows of a and its co
            L2, and these reads take longer than the tensor cores need. TMA does not change the
            number of bytes. TMA saves registers and instructions, which are not the limit here. The
            cost assumes the larger of the tuner's two tile sizes.
-Seen       `pointers` and descriptors take as long as predicted, so the L2 may be the limit. But we
-           read no hardware counters, and the tensor cores may be idle for another reason. The rate
-           `fp16` was measured with `torch.matmul`, so library reaches it by definition.
-Use when   You write a kernel in Triton: `descriptors` need less code than pointers and masks, and
+Seen       `pointers` and `descriptors` take as long as predicted, so the L2 may be the limit. But
+           we read no hardware counters, and the tensor cores may be idle for another reason. The
+           rate `fp16` was measured with `torch.matmul`, so `library` reaches it by definition.
+Use when   You write a kernel in Triton: `descriptors` need less code than `pointers` and masks, and
            are not slower. For more speed, use larger tiles or call the library.
 """
 

@@ -12,17 +12,17 @@ Optimized  tiled: changes `naive`. The tile is transposed in shared memory, so a
            swizzled: changes `tiled`. Row r stores column c in place c xor r, so a column is spread
            over all banks without unused floats.
            library: `x.t().contiguous()`.
-Bound      DRAM limits padded and `swizzled`. Shared memory limits `tiled`, which reads a column at
-           one float per clock. Stores limit `naive`, which writes 32 bytes to the L2 for every 4
+Bound      DRAM limits `padded` and `swizzled`. Shared memory limits `tiled`, which reads a column
+           at one float per clock. Stores limit `naive`, which writes 32 bytes to the L2 for every 4
            bytes of the result.
-Seen       `naive` and library take longer than predicted. The transfer of whole sectors to the L2
+Seen       `naive` and `library` take longer than predicted. The transfer of whole sectors to the L2
            does not explain the time of `naive`, because `naive` moves sectors at only a quarter of
            the L2's rate. `naive` takes about four cycles of an SM per stored element, like chunked
            of copy_stride. We did not measure which part of the path to the L2 needs these cycles.
            `library` reads down columns, so it also moves 32 bytes for every 4, and needs a lookup
            in the L1 for each element. The L1 does one lookup per cycle (row_mapping of chapter 8).
            These lookups take as long as moving the sectors. If the lookups and the transfers do not
-           overlap, their sum explains the time of library.
+           overlap, their sum explains the time of `library`.
 Use when   A kernel must read along one dimension and write along another. Transpose a tile in
            shared memory. Pad the tile, or swizzle it if shared memory is scarce.
 """

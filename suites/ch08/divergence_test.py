@@ -17,7 +17,7 @@ Optimized  partitioned: changes `branching`. A block of 256 threads counts its e
 Bound      Instruction issue. A warp with both kinds needs 2 + 3 instructions per step. A warp with
            a single kind needs 2 or 3. So `branching` takes twice as long with order=random as with
            order=sorted. `partitioned` takes little longer with order=random than with order=sorted.
-           In both orders, `both_paths` takes as long as branching with order=random. `one_path`
+           In both orders, `both_paths` takes as long as `branching` with order=random. `one_path`
            takes less time than `branching` with order=random, but more than `branching` with
            order=sorted.
 Seen       `partitioned` takes longer than predicted, because its cost leaves out the votes, the

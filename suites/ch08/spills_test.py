@@ -15,7 +15,7 @@ Optimized  four_blocks: changes `no_limit`. `__launch_bounds__(128, 4)` allows 1
            the kernels, `cholesky_ex` does not check whether the factorization failed.
            `torch.linalg.cholesky` would make the host wait for this check. `library` needs each
            matrix to be contiguous, so its time includes a transposing copy.
-Bound      DRAM limits `no_limit` and four_blocks: the lower triangle is read once. A thread has
+Bound      DRAM limits `no_limit` and `four_blocks`: the lower triangle is read once. A thread has
            many independent loads in flight, so 12 warps per SM are enough, and 16 gain nothing. The
            L2 limits `eight_blocks`: the local memory of an SM's 1024 threads does not fit in the
            L1. The costs count every spill as a transfer to or from the L2. All SMs together use 70

@@ -22,18 +22,18 @@ Seen       With one block per SM, all three kernels take two thirds longer than 
            H100, and one half longer on an H200. So the ratios of their times are as predicted. On
            an H100 with two blocks per SM, `one_buffer` again takes two thirds longer than
            predicted, and the other two kernels take a third longer. With four blocks per SM,
-           `one_buffer` takes a quarter longer than predicted, and the other two a twelfth longer.
+           `one_buffer` takes 25 % longer than predicted, and the other two sides take 8 % longer.
            With six, all three are within about an eighth of their predictions, and `one_buffer` is
-           almost as fast as the others. On an H200 with six, `one_buffer` takes almost two fifths
-           longer than its memory traffic alone. We did not measure why. We did not time the filter
-           alone. With two warps per scheduler, the filter probably waits for shared memory most of
-           the time. `two_buffers` has one barrier less per tile than `loaded_ahead`, but is not
-           faster with any number of blocks. An earlier version of `loaded_ahead` gained nothing:
-           the loads of the next tile came after the barrier, and the compiler moved them behind the
-           filter. `library` is slower than all three kernels on both GPUs. It takes more than seven
-           times as long as its memory traffic on an H100, and more than ten times as long on an
-           H200. On the H200, the profiler shows that cuDNN launches a single kernel, for direct
-           grouped convolution in two dimensions. We did not find out why this kernel is so slow.
+           almost as fast as the others. On an H200 with six, `one_buffer` takes almost 40 % longer
+           than its memory traffic alone. We did not measure why. We did not time the filter alone.
+           With two warps per scheduler, the filter probably waits for shared memory most of the
+           time. `two_buffers` has one barrier less per tile than `loaded_ahead`, but is not faster
+           with any number of blocks. An earlier version of `loaded_ahead` gained nothing: the loads
+           of the next tile came after the barrier, and the compiler moved them behind the filter.
+           `library` is slower than all three kernels on both GPUs. It takes more than seven times
+           as long as its memory traffic on an H100, and more than ten times as long on an H200. On
+           the H200, the profiler shows that cuDNN launches a single kernel, for direct grouped
+           convolution in two dimensions. We do not know why this kernel is so slow.
 Use when   Few blocks fit on an SM because a tile or its accumulators are large, as in a matrix
            product. With many blocks per SM, one buffer is enough and leaves shared memory for more
            blocks. Use `cp.async` or TMA if the loads would need too many registers

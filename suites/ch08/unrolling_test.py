@@ -1,6 +1,6 @@
 """Unrolling: the compiler already unrolls the inner loop, so unroll over the outputs.
 
-Problem    Evaluate one polynomial of 128 coefficients at n fp32 points, by Horner's rule. The
+Problem    Evaluate one polynomial of 128 coefficients at n fp32 points, with Horner's rule. The
            coefficients are in shared memory. The number of coefficients is an argument of the
            kernels.
 Baseline   compiled: one point per thread, and a plain loop. For sm_90, the compiler unrolls this

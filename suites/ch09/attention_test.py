@@ -22,10 +22,10 @@ Seen       With 1024 tokens on an H100, `cudnn` takes about the time of its prod
            of its exponentials, so the two hardly overlap. `efficient` and `flash` take longer than
            `cudnn`. The lower rate of `mma.sync` explains only part of the extra time of
            `efficient`. With 4096 tokens on an H200, all sides take longer than predicted, and
-           efficient most of all. With 256 tokens, cudnn comes close to the time of its DRAM
-           traffic, but `efficient` and `flash` do not. With so few tokens, a block has few tiles of
-           keys, so it probably cannot hide the start and the end of its loop. We did not profile
-           these kernels.
+           `efficient` has the largest gap. With 256 tokens, `cudnn` comes close to the time of its
+           DRAM traffic, but `efficient` and `flash` do not. With so few tokens, a block has few
+           tiles of keys, so it probably cannot hide the start and the end of its loop. We did not
+           profile these kernels.
 Use when   Always call `scaled_dot_product_attention`, and let it choose the kernel. For 16-bit
            inputs, PyTorch's math backend computes in fp32, so it is slower than the baseline of
            this page. A causal mask, FlexAttention and longer contexts are in

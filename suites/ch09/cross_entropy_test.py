@@ -24,9 +24,9 @@ Optimized  compiled: changes `eager`. `torch.compile` compiles the formulas of t
            keeps its parts of two rows in shared memory, so only one block fits on an SM. This
            kernel runs for more than 32768 and up to 262144 classes.
            pushed: changes `ring`. The blocks send their maxima and sums to each other with
-           st.async, and wait only for these values. In ring, the blocks use ordinary stores, and
+           st.async, and wait only for these values. In `ring`, the blocks use ordinary stores, and
            then all blocks wait at the cluster's barrier.
-           chunked: changes whole. The rows are processed in eight chunks, one after another. For
+           chunked: changes `whole`. The rows are processed in eight chunks, one after another. For
            each chunk, the logits, the loss and the gradients are computed. The gradient of the
            weight is summed in bf16.
            fused_chunks: changes `chunked`. The kernel of `one_kernel` computes each chunk's loss,
@@ -59,19 +59,20 @@ Bound      test_cross_entropy: DRAM, or the rate at which the SMs issue instruct
 Seen       On an H100, `eager` takes a quarter longer than predicted with 1024 classes, and almost a
            fifth longer with 16384. torch sums the losses of all rows in a single block. With 1024
            classes, that block may explain part of the extra time. With 16384 classes, there are too
-           few rows for the block to take long. We did not time the kernels of eager one by one.
-           With 16384 classes, `one_kernel` takes a sixth longer than predicted. `compiled` takes as
-           long as a kernel whose second read comes from DRAM. We did not look at the kernel that
-           Inductor generated. On an H200, `fused_chunks` takes more than a quarter longer than
-           predicted. We did not measure which step of `fused_chunks` takes the extra time. On an
-           H100, `clustered` takes about an eighth longer than its memory traffic alone with 16384
-           classes, and a sixth longer with 262144. With 262144 classes, `ring` takes a quarter
-           longer than its memory traffic alone, and pushed hardly longer. So most of the gain of
-           pushed over clustered comes from st.async. On an H200, the ranking is the same and the
-           differences are larger: `clustered` takes a third longer than its memory traffic, ring
-           two thirds longer, and pushed a tenth longer. An H200 has faster DRAM and the same SMs,
-           so the waits of the blocks are a larger part of the time. With 16384 classes on an H200,
-           `eager` takes a third longer than predicted. `linear_library` is not recorded yet.
+           few rows for the block to take much time. We did not time the kernels of `eager` one by
+           one. With 16384 classes, `one_kernel` takes a sixth longer than predicted. `compiled`
+           takes as long as a kernel whose second read comes from DRAM. We did not look at the
+           kernel that Inductor generated. On an H200, `fused_chunks` takes more than a quarter
+           longer than predicted. We did not measure which step of `fused_chunks` takes the extra
+           time. On an H100, `clustered` takes about an eighth longer than its memory traffic alone
+           with 16384 classes, and a sixth longer with 262144. With 262144 classes, `ring` takes
+           25 % longer than its memory traffic alone, and `pushed` takes only slightly longer. So
+           most of the gain of `pushed` over `clustered` comes from st.async. On an H200, the
+           ranking is the same and the differences are larger: `clustered` takes a third longer than
+           its memory traffic, `ring` two thirds longer, and pushed a tenth longer. An H200 has
+           faster DRAM and the same SMs, so the waits of the blocks are a larger part of the time.
+           With 16384 classes on an H200, `eager` takes a third longer than predicted.
+           `linear_library` is not recorded yet.
 Use when   The vocabulary is large. The forward pass already has all inputs of the gradient, so
            compute the gradient together with the loss. Choose chunks that are large enough for
            their products to fill the GPU. Here, a chunk has 1024 rows, and the gradient of its

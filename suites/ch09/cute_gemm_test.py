@@ -4,7 +4,7 @@ Problem    Compute c = a b^T in fp16 with fp32 sums. a is (m, k), and b is (n, k
 Baseline   triton_tiles: a plain product in Triton. One program computes a tile of 128 x 128, in
            steps of 64 along k. Three tiles are in flight, and are loaded through pointers. Triton
            chooses the instructions.
-Optimized  All variants but library are kernels written with `nvidia-cutlass-dsl`, an optional
+Optimized  All variants except `library` are kernels written with `nvidia-cutlass-dsl`, an optional
            package. These kernels have the same tile, number of warps and order of tiles as
            `triton_tiles`, but their code specifies the layouts and the instructions.
            staged: tiles pass through registers into shared memory, then `ldmatrix` and `mma.sync`.
@@ -14,15 +14,16 @@ Optimized  All variants but library are kernels written with `nvidia-cutlass-dsl
            wgmma: changes `ring`. The tensor cores read shared memory themselves (`wgmma`). A
            warpgroup computes 64 x 128 results.
            library: `torch.matmul`.
-Bound      Tensor cores limit `library`. According to the costs, the L2 limits `triton_tiles`, ring
-           and `wgmma`, because tiles of 128 x 128 read much data from it. For ring, shared memory
-           takes almost as long as the L2, because each of the 8 warps reads its operands from
-           shared memory. The costs assume that `mma.sync` is as fast as `wgmma`. If `mma.sync` is
-           slower, `ring` takes longer than its cost. In staged, loads and products do not overlap,
-           so `staged` should be slower than `triton_tiles`, which prefetches. `wgmma` should take
-           about as long as `triton_tiles`, which uses the same instruction on Hopper. But `wgmma`
-           waits for the products of each step, and only a second block on the SM can use the tensor
-           cores during that wait. Triton lets the products of one step overlap with the next step.
+Bound      Tensor cores limit `library`. According to the costs, the L2 limits `triton_tiles`,
+           `ring` and `wgmma`, because tiles of 128 x 128 read much data from it. For ring, shared
+           memory takes almost as long as the L2, because each of the 8 warps reads its operands
+           from shared memory. The costs assume that `mma.sync` is as fast as `wgmma`. If `mma.sync`
+           is slower, `ring` takes longer than its cost. In `staged`, loads and products do not
+           overlap, so `staged` should be slower than `triton_tiles`, which prefetches. `wgmma`
+           should take about as long as `triton_tiles`, which uses the same instruction on Hopper.
+           But `wgmma` waits for the products of each step, and only a second block on the SM can
+           use the tensor cores during that wait. Triton lets the products of one step overlap with
+           the next step.
 Seen       On an H100, the kernels in CuTe are slower than `triton_tiles`. `staged` does not
            prefetch, and takes as long as predicted. `ring` takes over a third longer than
            predicted. The costs assume that `mma.sync` is as fast as `wgmma`, but on Hopper

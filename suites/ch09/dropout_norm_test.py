@@ -12,9 +12,9 @@ Optimized  compiled: changes `separate`. `torch.compile` compiles the same formu
            fused: changes `added`. The same Triton kernel also computes the norm, from the sum that
            is still in registers.
 Bound      DRAM. For each element, `fused` reads 5 bytes and writes 4. `added` moves 11 bytes,
-           because its norm reads the sum again. The four kernels of separate move 19 bytes.
+           because its norm reads the sum again. The four kernels of `separate` move 19 bytes.
 Seen       `separate` takes 1.5 times as long as its memory traffic alone. We did not time the
-           kernels of separate one by one. The other sides take as long as predicted.
+           kernels of `separate` one by one. The other sides take as long as predicted.
 Use when   A norm follows pointwise work. Fuse the operations that produce its input into the norm:
            dropout, bias and residual. Inductor does this fusion too. A kernel can also generate the
            random numbers from a counter. Then there is no mask to read, and the backward pass

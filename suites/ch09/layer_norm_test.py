@@ -17,7 +17,7 @@ Bound      DRAM for all fused sides: 2 bytes read and 2 written per element. The
            programs add up to 6 MiB, so the second pass of `one_sweep` reads from the L2 and should
            take little time. `in_registers` has the loads of a whole row in flight at once.
            `one_sweep` has only the loads of half a row in flight.
-Seen       `chain` and library take 1.5 times as long as their memory traffic alone. `compiled`
+Seen       `chain` and `library` take 1.5 times as long as their memory traffic alone. `compiled`
            takes about a quarter longer than its memory traffic. We did not time the kernels of
            these sides one by one. `one_sweep` and `in_registers` take as long as predicted.
 Use when   A row fits in registers: load it once and compute the variance from differences. Sums of

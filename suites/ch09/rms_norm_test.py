@@ -23,35 +23,35 @@ Optimized  compiled: changes `chain`. `torch.compile` compiles the same formula.
            256, and loads its part of the weight only once. This kernel runs for rows of more than
            32768 and up to 262144 elements.
            pushed: changes `ring`. Each block sends its sum to the shared memory of the other blocks
-           with st.async, and an mbarrier there counts the bytes. In ring, a block uses ordinary
+           with st.async, and an mbarrier there counts the bytes. In `ring`, a block uses ordinary
            stores, and then all blocks wait at the cluster's barrier.
            library: `torch.nn.functional.rms_norm`.
-Bound      DRAM. fused and the kernels in CUDA C++ read and write each element once, 4 bytes in all.
-           The chain also reads and writes fp32 copies. `walked` reads a row twice. If the rows of
-           all running programs fit in the L2 together, only the first read comes from DRAM. Rows of
-           up to 16384 elements fit. torch's kernel has a block of 128 threads for each row. With
-           rows of 256 elements, starting a million blocks takes longer than the memory traffic. The
-           costs do not include the time that blocks wait for each other. In clustered, a block
-           moves no data while it waits for the sums, and only the other blocks of its SM keep DRAM
-           busy. In ring, the copies of the next rows continue. But before a thread arrives at the
-           cluster's barrier, its earlier stores have to become visible to the cluster. In the
-           machine code for sm_90, the thread waits at a MEMBAR.ALL.GPU until its stores of the
-           previous row are done. An st.async does not wait for earlier stores.
+Bound      DRAM. `fused` and the kernels in CUDA C++ read and write each element once, 4 bytes in
+           total. The chain also reads and writes fp32 copies. `walked` reads a row twice. If the
+           rows of all running programs fit in the L2 together, only the first read comes from DRAM.
+           Rows of up to 16384 elements fit. torch's kernel has a block of 128 threads for each row.
+           With rows of 256 elements, starting a million blocks takes longer than the memory
+           traffic. The costs do not include the time that blocks wait for each other. In
+           `clustered`, a block moves no data while it waits for the sums, and only the other blocks
+           of its SM keep DRAM busy. In `ring`, the copies of the next rows continue. But before a
+           thread arrives at the cluster's barrier, its earlier stores have to become visible to the
+           cluster. In the machine code for sm_90, the thread waits at a MEMBAR.ALL.GPU until its
+           stores of the previous row are done. An st.async does not wait for earlier stores.
 Seen       On an H100, `chain` takes a quarter longer than its memory traffic alone. We did not time
-           the kernels of chain one by one. With rows of 32768, `compiled` takes as long as `fused`,
-           and less time than two reads from DRAM would take. So Inductor's code reads these rows
-           from DRAM only once, as its cost assumes. Inductor's code probably processes fewer rows
-           at a time than `walked`, so that its rows fit in the L2. `library` takes longer than its
-           memory traffic at all lengths, and is the slowest of the fused sides. We did not examine
-           its kernel. On an H100, `clustered` takes an eighth longer than its memory traffic with
-           rows of 32768, and a sixth longer with 262144. With rows of 262144, `pushed` takes as
-           long as `clustered`, and `ring` takes a quarter longer than its memory traffic. On an
-           H200, `chain` takes over two fifths longer than its memory traffic. With rows of 262144,
-           `clustered` takes almost a third longer than its memory traffic, ring three fifths
-           longer, and pushed a fifth longer, so `pushed` is the fastest. An H200 has faster DRAM
-           and the same SMs, so the waits of the blocks are a larger part of the time. A standalone
-           program with the same loops as pushed reached more than nine tenths of the copy rate on
-           an H200. We do not know why the page reaches less.
+           the kernels of `chain` one by one. With rows of 32768, `compiled` takes as long as
+           `fused`, and less time than two reads from DRAM would take. So Inductor's code reads
+           these rows from DRAM only once, as its cost assumes. Inductor's code probably processes
+           fewer rows at a time than `walked`, so that its rows fit in the L2. `library` takes
+           longer than its memory traffic at all lengths, and is the slowest of the fused sides. We
+           did not examine its kernel. On an H100, `clustered` takes an eighth longer than its
+           memory traffic with rows of 32768, and a sixth longer with 262144. With rows of 262144,
+           `pushed` takes as long as `clustered`, and `ring` takes a quarter longer than its memory
+           traffic. On an H200, `chain` takes over 40 % longer than its memory traffic. With rows of
+           262144, `clustered` takes almost 33 % longer than its memory traffic, `ring` 60 % longer,
+           and `pushed` 20 % longer. So `pushed` is the fastest. An H200 has faster DRAM and the
+           same SMs, so the waits of the blocks are a larger part of the time. A standalone program
+           with the same loops as `pushed` reached more than 90 % of the copy rate on an H200. We do
+           not know why the page reaches less.
 Use when   Always fuse a norm. For rows of up to 32768 elements, compiled code is as fast as a
            hand-written kernel, and torch's own kernel takes longer. Write your own kernel if it
            does more than the norm, as in dropout_norm_test.py. Keep a row in registers if it fits.

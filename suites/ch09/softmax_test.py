@@ -25,17 +25,17 @@ Bound      DRAM. `fused` and `clustered` read and write each element once. `unfu
            online method. `library` reads a row three times if the row does not fit in shared
            memory. With rows of 32768, only one block of fused fits on an SM, so the SM loads
            nothing while the block reduces or stores.
-Seen       On an H200, `unfused` takes up to two fifths longer than its memory traffic alone.
-           `library` takes three fifths longer with rows of 4096 and 32768, and as long as predicted
-           with rows of 256 and of 262144. With rows of 262144, the prediction counts three reads.
-           So `library` gains less than half as much over unfused with such rows as with rows of
-           256. We did not time the kernels of unfused one by one. With rows of 4096, `compiled`
-           takes a fifth longer than `fused`. We did not look at the code of `compiled`. With rows
-           of 32768, `fused` takes as long as its memory traffic, although its SMs do not load all
-           the time. On an H200, `clustered` takes slightly longer than `fused` with rows of 32768.
-           With rows of 262144, `clustered` takes a fifth longer than its memory traffic. On an H100
-           with rows of 262144, `clustered` takes a tenth longer than its memory traffic, and
-           `compiled` takes as long as its three passes.
+Seen       On an H200, `unfused` takes up to 40 % longer than its memory traffic alone. `library`
+           takes about 60 % longer with rows of 4096 and 32768, and as long as predicted with rows
+           of 256 and of 262144. With rows of 262144, the prediction counts three reads. So
+           `library` gains less than half as much over `unfused` with such rows as with rows of 256.
+           We did not time the kernels of `unfused` one by one. With rows of 4096, `compiled` takes
+           a fifth longer than `fused`. We did not look at the code of `compiled`. With rows of
+           32768, `fused` takes as long as its memory traffic, although its SMs do not load all the
+           time. On an H200, `clustered` takes slightly longer than `fused` with rows of 32768. With
+           rows of 262144, `clustered` takes a fifth longer than its memory traffic. On an H100 with
+           rows of 262144, `clustered` takes a tenth longer than its memory traffic, and `compiled`
+           takes as long as its three passes.
 Use when   Always fuse a softmax. Keep a row in registers if it fits. If not, keep it in the shared
            memory of a cluster. On GPUs without clusters, use the online method. If the softmax is
            part of attention or of a loss, do not write the softmax at all: see attention_test.py

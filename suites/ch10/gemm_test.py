@@ -6,7 +6,7 @@ Baseline   mma_sync: a block computes a tile of 128 x 128, in steps of 64 along 
            `ldmatrix` and `mma.sync`. A warp does not compute while it loads.
            library: `torch.matmul`, for which cuBLAS chooses a kernel. In test_gemm, `library` is
            only for comparison. In test_gemm_beside_the_library, it is the baseline of `stored` and
-           multicast.
+           `multicast`.
 Optimized  cp_async: changes `mma_sync`. `cp.async` fills a ring of three tiles while the tensor
            cores work.
            tma: changes `cp_async`. One thread fills the same ring through the tensor memory
@@ -33,20 +33,20 @@ Bound      Tensor cores from `wide` on, at the rate that the power limit allows.
            cost of `mma_sync` adds the times of L2 and shared memory, because a block's loads do not
            overlap its products. Two blocks share an SM, but the measured time shows little overlap
            between them.
-Seen       `cp_async` takes one and a half times as long as predicted, and tma over a quarter longer
-           than predicted. `tma` may be closer to its prediction because its threads compute no
+Seen       `cp_async` takes 1.5 times as long as predicted, and tma over a quarter longer than
+           predicted. `tma` may be closer to its prediction because its threads compute no
            addresses. We did not measure that. On Hopper, `mma.sync` reaches less than two thirds of
            the tensor cores' peak (arXiv 2501.12084). The cost does not include this lower rate. But
            even at this rate, shared memory would take longer than the products. At the power limit,
            the clock rate drifts, and so does the time of `mma_sync`. So compare only sides whose
            timings alternate. In test_gemm, a side's share of the library's rate is the ratio of two
            speedups over `mma_sync`, so the share contains the errors of both speedups.
-           test_gemm_beside_the_library times stored and multicast directly against the library, in
-           alternation. Both take as long as the library, within two percent, on an H100 and on an
-           H200. The order of the middle rungs depends on the GPU. On an H100, `specialized` is
+           test_gemm_beside_the_library times `stored` and `multicast` directly against the library,
+           in alternation. Both take as long as the library, within two percent, on an H100 and on
+           an H200. The order of the middle rungs depends on the GPU. On an H100, `specialized` is
            slower than `wgmma`, and `back_to_back` is faster than both. On an H200, `specialized` is
            faster than `wgmma`, and `back_to_back` is slower than both. `four_tiles` helps on an
-           H200, but not on an H100. `persistent` does not help on an H200. multicast helps on
+           H200, but not on an H100. `persistent` does not help on an H200. `multicast` helps on
            neither GPU. We did not measure why.
 Use when   Call the library. Write this kernel only for a product that the library does not have,
            and start with wide tiles, a warp that only loads, and TMA. Add multicast only if it is

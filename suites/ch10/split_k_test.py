@@ -4,7 +4,7 @@ Problem    Multiply (m, k) by (k, n) in fp16 with fp32 sums and m = 64. A model 
            linear layer when it decodes 64 requests at once.
 Baseline   one_block_a_tile: a program computes a tile of 64 rows over all of k. With tiles of 64
            columns, there are only 64 programs for 132 SMs. With tiles of 32 columns, there are 128
-           programs, but a is read twice as often.
+           programs, but `a` is read twice as often.
 Optimized  split_k: changes `one_block_a_tile`. 8 programs share a tile, and each computes an eighth
            of k. The programs add their sums with fp32 atomics. One kernel zeroes the sums first,
            and another kernel rounds them at the end.

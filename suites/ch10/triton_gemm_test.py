@@ -12,8 +12,8 @@ Optimized  persistent: changes `tiles`. One program per SM computes many tiles, 
            specialized: changes `descriptors`. Some warps load, and others multiply.
            library: `torch.matmul`.
            Every Triton side is autotuned over the same tile sizes.
-Bound      Tensor cores, at the rate that the power limit allows. On all sides except flattened and
-           `specialized`, the cost adds the time to store a tile, because nothing overlaps the
+Bound      Tensor cores, at the rate that the power limit allows. On all sides except `flattened`
+           and `specialized`, the cost adds the time to store a tile, because nothing overlaps the
            store. The cost assumes the largest tiles, 128 x 256. The results do not record which
            tiles the autotuner chose. Triton specializes warps only in kernels of 4 warps, by adding
            more warps. Triton ignores the option in kernels of 8 warps, and in flattened loops on
@@ -43,7 +43,10 @@ CONFIGS = [
 
 
 def launchable(configs, named, WARPS=False, **meta):
-    """Return the configs whose tiles fit in shared memory. With WARPS, only 4-warp configs."""
+    """Return the configs whose tiles fit in shared memory.
+
+    With WARPS, return only configs with 4 warps.
+    """
     driver = triton.runtime.driver.active
     most = driver.utils.get_device_properties(driver.get_current_device())["max_shared_mem"]
 

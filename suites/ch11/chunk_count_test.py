@@ -4,10 +4,10 @@ Problem    Copy a (rows, k) fp32 matrix from pinned host memory and multiply it 
            weight on the GPU. The copy and the product take about the same time. The page times a
            curve over the number of chunks.
 Baseline   whole: copy all rows, then multiply them.
-Optimized  chunked: changes whole. The rows are cut into `chunks` chunks. A second stream copies the
-           chunks one after another. The product of a chunk waits only for the copy of that chunk.
-           Each chunk has its own memory on the GPU, so no copy has to wait for a product. The cases
-           only show a curve, so the page claims no speedup for them.
+Optimized  chunked: changes `whole`. The rows are cut into `chunks` chunks. A second stream copies
+           the chunks one after another. The product of a chunk waits only for the copy of that
+           chunk. Each chunk has its own memory on the GPU, so no copy has to wait for a product.
+           The cases only show a curve, so the page claims no speedup for them.
 Bound      PCIe and fp32 arithmetic, which overlap. Only the copy of the first chunk and the product
            of the last chunk overlap with nothing. With twice as many chunks, these two take half
            the time. Two effects limit the gain. First, each copy and each kernel has a fixed

@@ -44,7 +44,7 @@ def inputs(device, jobs, count, n):
 
 
 def reference(coefficients, points):
-    """Return the values. Add 32 terms at a time, and combine these sums by Horner's rule."""
+    """Return the values. Add 32 terms at a time, and combine these sums with Horner's rule."""
     jobs, count = coefficients.shape
     short = torch.zeros(jobs, -count % 32, dtype=torch.float64, device=points.device)
     blocks = torch.cat([short, coefficients.double()], 1).view(jobs, -1, 32)

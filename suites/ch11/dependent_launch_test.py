@@ -17,7 +17,7 @@ Bound      Latency and DRAM. The weights are ten times as large as the L2, so ea
            only the time to read the weights and a short sum remain. The costs include neither
            latencies nor the hidden part of a start, so `launches`, `waits_first` and `loads_first`
            have the same predicted time.
-Seen       `launches`, `waits_first` and library take a third to two thirds longer than predicted,
+Seen       `launches`, `waits_first` and `library` take a third to two thirds longer than predicted,
            on an H100 and an H200. The costs leave out latencies, which explains the difference:
            `loads_first` hides the latencies, and takes about as long as predicted on an H100.
 Use when   You write short kernels that run one after another, as in decoding. Each kernel also

@@ -7,20 +7,20 @@ Problem    Run `towers` small networks (towers) of different widths, as in a mod
 Baseline   in_turn: one tower after another, on one stream.
 Optimized  streams: like `in_turn`, with a stream for each tower.
            captured: like `in_turn`, as a CUDA graph. The graph is one chain of kernels.
-           branches: like streams, as a CUDA graph. The graph has a branch for each tower, because
+           branches: like `streams`, as a CUDA graph. The graph has a branch for each tower, because
            the capture records the waits between streams as dependencies in the graph.
 Bound      The host limits `in_turn`. The host limits `streams` even more, because each wait between
            `streams` is also a host call. `captured` needs only one launch. The kernels of
            `captured` run one after another, and no product has enough tiles to use most of the SMs.
-           In branches, the tiles of all towers share the SMs. The costs assume tiles of 64 x 64.
+           In `branches`, the tiles of all towers share the SMs. The costs assume tiles of 64 x 64.
            The costs also add up the start times of all kernels, as if no two kernels started at the
            same time.
-Seen       `in_turn` and streams take several times as long as predicted. The same work is much
+Seen       `in_turn` and `streams` take several times as long as predicted. The same work is much
            faster as a graph, so the extra time is spent on the host. The predicted time of a launch
            was measured with a small addition, not with linear layers. `captured` takes as long as
            predicted, and `branches` takes slightly longer than predicted.
 Use when   A model has fixed shapes and independent parts whose kernels are too small to fill the
-           GPU. Without a graph, streams help only if the work takes longer on the GPU than its
+           GPU. Without a graph, `streams` help only if the work takes longer on the GPU than its
            launches take on the host.
 """
 

@@ -12,19 +12,19 @@ Optimized  urgent: changes `same_priority`. The second stream has a higher prior
            the large kernel ends, a waiting block of the network takes its place. Running blocks are
            not interrupted.
 Bound      DRAM limits the large kernel, and the latency of small kernels limits the network. In
-           `same_priority`, the two times add up. In urgent, they overlap, so a call takes only as
+           `same_priority`, the two times add up. In `urgent`, they overlap, so a call takes only as
            long as the longer of the two. The costs include the start of a small kernel, but not its
-           latency. The costs of urgent leave out the network's starts, which happen during the
+           latency. The costs of `urgent` leave out the network's starts, which happen during the
            large kernel.
-Seen       On an H200, `urgent` gains an eighth, and two fifths were predicted. `same_priority`
-           takes three tenths longer than predicted, and urgent three fifths longer. The latency of
+Seen       On an H200, `urgent` gains an eighth, but a gain of 40 % was predicted. `same_priority`
+           takes about 30 % longer than predicted, and `urgent` about 60 % longer. The latency of
            the network's 96 small kernels, which the costs leave out, is probably the reason in
-           `same_priority`. In urgent, the network and the large kernel overlap only in part. If the
-           large kernel takes as long as predicted, only about a quarter of the network's time is
-           hidden. Beside the large kernel, the network's kernels probably take longer, because they
-           wait for free SMs and share DRAM and the L2. We did not measure this. These times are
-           from CUDA graphs. In ordinary calls, `urgent` gains nothing: the host launches the
-           network's kernels so slowly that such a call takes about four times as long.
+           `same_priority`. In `urgent`, the network and the large kernel overlap only in part. If
+           the large kernel takes as long as predicted, only about a quarter of the network's time
+           is hidden. While the large kernel runs, the network's kernels probably take longer,
+           because they wait for free SMs and share DRAM and the L2. We did not measure this. These
+           times are from CUDA graphs. In ordinary calls, `urgent` gains nothing: the host launches
+           the network's kernels so slowly that such a call takes about four times as long.
 Use when   Urgent requests share a GPU with other work, and the kernels of the other work have many
            short blocks. Priority does not help if these blocks run for milliseconds, as in
            persistent kernels. An SM must also have room for an urgent block next to the other

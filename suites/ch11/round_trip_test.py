@@ -14,7 +14,7 @@ Bound      PCIe, which carries data in both directions at once. A GPU has a copy
            DRAM, not PCIe, so it takes much less time than a copy. So a third stream hides only a
            little more.
 Seen       On an H200, `three_streams` takes as long as `two_streams`. The costs predict that it is
-           slightly faster. We do not know why the third stream hides nothing more.
+           slightly faster. We do not know why the third stream does not hide more of the copies.
 Use when   Data is streamed through the GPU, and the results go back to the host. Two chunks in
            flight are enough. If the results stay on the GPU, only the copy in and the kernel can
            overlap (`chunk_count_test.py`). More streams only add buffers.

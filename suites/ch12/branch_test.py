@@ -10,8 +10,8 @@ Optimized  predicated: changes `ask`. The host launches both branches without wa
            because nothing waits.
            conditional: changes `captured`. The branches are the two bodies of a conditional node,
            which starts only the kernels of the selected body.
-Bound      The host limits ask and `predicated`. With fast=0, `ask` waits and launches one step, and
-           `predicated` launches 33 steps. The GPU limits `captured`, and also conditional with
+Bound      The host limits `ask` and `predicated`. With fast=0, `ask` waits and launches one step,
+           and `predicated` launches 33 steps. The GPU limits `captured`, and also conditional with
            fast=1: a small kernel takes longer to start than to do its work. With fast=0, `captured`
            still starts 33 steps, which may take longer than the wait that it avoids. With fast=0,
            `conditional` starts only one step, so the host's launch of the graph is the limit. We

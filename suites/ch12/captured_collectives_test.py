@@ -8,7 +8,7 @@ Optimized  captured: changes `eager`. On each rank, all layers are one CUDA grap
            kernels.
            around_collectives: changes `eager`. The work between two all-reduces is a graph, and the
            host calls the all-reduces. Use this form if a collective cannot be captured.
-Bound      The host limits eager and `around_collectives`, because it calls torch.distributed for
+Bound      The host limits `eager` and `around_collectives`, because it calls torch.distributed for
            each layer. The latency of the all-reduces, which run one after another, limits
            `captured`. A message of 8 rows is so short that its size hardly matters.
 Seen       On two H200s, `captured` is within a tenth of its prediction. `eager` takes almost five

@@ -24,15 +24,15 @@ Bound      Memory, not time. `own_buffers` needs hidden activations for every ba
            measured. The page declares the bound `host`, so calls are timed as the host makes them.
            The other clock would have to copy each graph into a larger graph, and CUDA cannot copy a
            graph that has memory nodes.
-Seen       On an H200, `memory_nodes` and `one_buffer` need less than two fifths of the memory of
+Seen       On an H200, `memory_nodes` and `one_buffer` need less than 40 % of the memory of
            `own_buffers`, as the sizes of the buffers predict. The times of these three sides do not
-           differ measurably. The noise of the host's time is about a seventh, so a small cost of
-           memory nodes would not be visible. `no_graph` needs only a quarter of the memory of
-           `own_buffers`. It runs the largest batch first, and frees the hidden activations of this
-           batch before it allocates most of the outputs. `no_graph` takes one and a half times as
-           long as predicted, and is slower than the graphs. The profiler shows the same products on
-           all sides, and that the GPU is idle for a quarter of a call of `no_graph`. So the host is
-           probably the limit. Its predicted time leaves out the Python code of the layers.
+           differ measurably. The host's time varies by about a seventh, so a small cost of memory
+           nodes would not show up. `no_graph` needs only a quarter of the memory of `own_buffers`.
+           It runs the largest batch first, and frees the hidden activations of this batch before it
+           allocates most of the outputs. `no_graph` takes 1.5 times as long as predicted, and is
+           slower than the graphs. The profiler shows the same products on all sides, and that the
+           GPU is idle for a quarter of a call of `no_graph`. So the host is probably the limit. Its
+           predicted time leaves out the Python code of the layers.
 Use when   You capture code that allocates temporary memory by `cudaMallocAsync`, such as a library
            to which you cannot pass a workspace. A capture turns these calls into memory nodes.
            Launch the graphs on one stream, because graphs that may run at the same time cannot

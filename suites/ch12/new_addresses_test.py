@@ -15,7 +15,7 @@ Optimized  copied_in: changes `eager`. All requests share one graph. A request i
            instance is made. Instead, `cuGraphExecUpdate` writes the new addresses into the existing
            instance.
 Bound      The host limits `eager`. `copied_in` makes three launches per request, and the GPU runs
-           26 kernels per request. `recaptured` and updated make the same torch calls as `eager`,
+           26 kernels per request. `recaptured` and `updated` make the same torch calls as `eager`,
            but each call records its kernel in a graph instead of launching it. Then recaptured
            instantiates this graph of 24 nodes, and updated compares it with the first graph. We did
            not measure how long it takes to begin and end a capture, to instantiate, or to update.

@@ -22,11 +22,11 @@ Optimized  captured: changes `launch_each`. A CUDA graph contains the same launc
 Bound      The host limits `launch_each`, which launches from Python. A loop in C++ should take the
            host less time, but its kernels would run one after another, as in `captured`. So compare
            `device_launches` with `captured`, too. The GPU limits `captured`: its kernels use one SM
-           each, and run one after another. Launches limit `block_per_segment` and library, because
-           reading the elements takes less time than a launch. The longest segment, several times as
-           long as the average, decides when `warp_per_segment` ends, because a single warp has few
-           loads in flight. The costs leave out this tail, and count only the bytes and the launch.
-           We did not measure how long a launch from the GPU takes either, so the costs of
+           each, and run one after another. Launches limit `block_per_segment` and `library`,
+           because reading the elements takes less time than a launch. The longest segment, several
+           times as long as the average, decides when `warp_per_segment` ends, because a single warp
+           has few loads in flight. The costs leave out this tail, and count only the bytes and the
+           launch. We did not measure how long a launch from the GPU takes either, so the costs of
            `device_launches` count the children as blocks.
 Seen       On an H100, `launch_each`, `block_per_segment` and `warp_per_segment` take about twice as
            long as predicted. A launch through `cuda_module` takes the host longer than the launch
@@ -47,7 +47,7 @@ Use when   The number of pieces of work depends on data: segments, experts, requ
            removes the host's time, but it does not fill the GPU. Use one warp per piece if most
            pieces have a few hundred elements or fewer. If a few pieces are much longer than the
            rest, split these pieces, or let warps take pieces from a queue (`uneven_work_test.py`).
-           Launch from the GPU if each piece needs a grid of its own size. By default, at most 2048
+           Launch from the GPU if each piece needs a different grid size. By default, at most 2048
            such launches may be pending. Further launches fail, so the kernel must check for errors.
            The limit can be raised.
 """

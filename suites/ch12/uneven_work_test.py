@@ -25,7 +25,7 @@ Bound      Integer arithmetic, if all SMs are busy until the end. The time of a 
 Seen       `static_share` takes longer than predicted. With order=last, it takes several times as
            long as predicted, because the kernel has to wait for the few warps that have the heavy
            items. With order=last, `interleaved` takes as long as predicted, so its warps are
-           balanced. `queue` takes longer than `interleaved`. The atomics of queue are not the
+           balanced. `queue` takes longer than `interleaved`. The atomics of `queue` are not the
            reason: with order=even, `queue` makes the same number of atomics and takes as long as
            predicted. A warp of `queue_by_4` takes four heavy items in a row, so `queue_by_4` takes
            even longer. With order=random, every side takes longer than predicted. Probably some

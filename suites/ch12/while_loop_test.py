@@ -12,8 +12,8 @@ Optimized  ask_rarely: changes `ask_always`. After every 16 steps, the host wait
            captured: changes `ask_rarely`. The 16 steps are a CUDA graph. The host replays the
            graph, waits for the flag, and replays the graph again.
            while_node: changes `ask_always`. The two steps are the body of a while node of a CUDA
-           graph. A kernel sets the node's condition from the flag, so the GPU repeats the body by
-           itself, and the host launches once.
+           graph. A kernel sets the node's condition from the flag, so the GPU repeats the body
+           without the host, which launches once.
 Bound      The host limits `ask_always`, which waits in every iteration, and `ask_rarely`, which
            launches each step. In `captured` and `while_node`, the GPU starts a small kernel for
            each step. `while_node` has one more kernel in each iteration, which sets the node's

@@ -4,9 +4,9 @@ Problem    Compute the gradients of the mean loss over a batch of 8 x 1024 token
            blocks of width 1024 in bf16. The sequences are independent, so splitting the batch does
            not change the gradients.
 Baseline   whole: one forward and one backward pass over the whole batch.
-Optimized  accumulated: changes whole. The batch is processed in 4 micro-batches of 2 sequences. The
-           mean loss of each micro-batch is divided by 4, and each backward pass adds to `.grad`.
-           `.grad` is bf16, so each gradient is rounded 4 times.
+Optimized  accumulated: changes `whole`. The batch is processed in 4 micro-batches of 2 sequences.
+           The mean loss of each micro-batch is divided by 4, and each backward pass adds to
+           `.grad`. `.grad` is bf16, so each gradient is rounded 4 times.
 Bound      Tensor cores. But the page is about memory. checkpointing_test.py counts the peak memory
            of `whole`: 180 units of activations and temporaries. A unit is one bf16 value per token
            and column. At any time, `accumulated` holds a quarter of these activations and

@@ -20,12 +20,12 @@ Optimized  Each variant changes one setting of the baseline.
 Bound      The allocator's rules. At most 576 MiB are in use: 16 full caches, and an fp32 copy of
            one cache to compute its mean. We simulated torch's rules for these requests, starting
            from an empty cache. According to the simulation, the requests take 3640 MiB for
-           segments, 700 for `expandable`, 2232 for rounded and 6560 for `capped`. So 3064, 124,
+           `segments`, 700 for `expandable`, 2232 for `rounded` and 6560 for `capped`. So 3064, 124,
            1656 and 5984 MiB are unused. The rules of the driver's pool are not published.
-Seen       The measurement of `capped` is exactly what the simulation predicts. segments,
-           `expandable` and rounded leave less memory unused than predicted. If 128 MiB had been
-           free in the allocator before the call, the prediction would be exact for rounded and
-           within 3 % for segments. We did not record how much was free, so we cannot explain the
+Seen       The measurement of `capped` is exactly what the simulation predicts. `segments`,
+           `expandable` and `rounded` leave less memory unused than predicted. If 128 MiB had been
+           free in the allocator before the call, the prediction would be exact for `rounded` and
+           within 3 % for `segments`. We did not record how much was free, so we cannot explain the
            difference. The ranking of the settings is as predicted.
 Use when   Tensors of growing sizes fill the GPU, although little memory is in use. Use expandable
            segments. Do not cap the split size: for such tensors, a cap makes fragmentation worse.

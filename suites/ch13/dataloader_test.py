@@ -21,8 +21,8 @@ Bound      The host. Without workers, decoding is the limit. With workers, the t
            starting and ending the workers takes longer than decoding.
 Seen       On an H200 with 16 CPU cores, `workers` takes almost a fifth longer than `in_process`,
            although 8 processes share the decoding. So starting and ending the workers probably
-           takes most of that epoch. We did not time the start alone. `persistent`, pinned and
-           `prefetched` are not recorded. `in_process` and workers take about a hundred times as
+           takes most of that epoch. We did not time the start alone. `persistent`, `pinned` and
+           `prefetched` are not recorded. `in_process` and `workers` take about a hundred times as
            long as predicted. The cost counts only the launches and copies of the training process.
            There is no measured rate for decoding on the CPU or for passing batches between
            processes, so the prediction leaves these times out.

@@ -15,9 +15,9 @@ Optimized  single: changes `listed`. `all_to_all_single` exchanges tokens betwee
 Bound      Tensor cores for the two matrix products, then NVLink: each rank sends (world - 1) /
            world of its tokens, each way. DRAM limits gathering, scattering, GELU and the sum.
 Seen       All sides are slower than predicted, by about the same factors on two H200s and on four.
-           `overlapped` should hide one exchange. But it saves only about a fifth of the time of
-           that exchange on two GPUs, and two fifths on four. NCCL's kernels occupy SMs during the
-           exchange, so the shared expert may take longer then. We did not time each kernel.
+           `overlapped` should hide one exchange. But it saves only about 20 % of the time of that
+           exchange on two GPUs, and 40 % on four. NCCL's kernels occupy SMs during the exchange, so
+           the shared expert may take longer then. We did not time each kernel.
 Use when   Experts are on several GPUs. Reuse the buffers between calls, which costs nothing. If
            some computation does not depend on the exchange, overlap it with the exchange, but
            expect little gain. `expert_puts` in chapter 15 writes uneven splits into the memory of

@@ -12,7 +12,7 @@ Optimized  All variants multiply in e4m3 by `torch._scaled_mm`.
            once. One pass is enough, because the scale of a row depends only on that row.
 Bound      Tensor cores limit `fused`. The other variants add eager kernels, which DRAM limits.
            `dynamic` moves 13 bytes per quantized element, because the absolute values and the
-           scaled values are written and read again. `rowwise` and prepared move 17 bytes, because
+           scaled values are written and read again. `rowwise` and `prepared` move 17 bytes, because
            multiplying by a tensor of fp32 scales returns fp32 values. A single fp32 scale leaves
            the values bf16. `fused` moves 3 bytes.
 Seen       The variants that quantize in eager mode are slower than predicted. The difference

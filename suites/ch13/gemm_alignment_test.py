@@ -18,7 +18,7 @@ Seen       `odd` is far slower than predicted in both sizes. A profile shows why
            tensor core instructions. The prediction assumes a bf16 rate that was measured with
            Hopper's instructions.
 Use when   A dimension of a bf16 product is odd, and the weight can be padded once. Multiples of 8
-           are enough: padding to a multiple of 64 is hardly any faster.
+           are enough: padding to a multiple of 64 is barely faster.
 """
 
 from types import SimpleNamespace

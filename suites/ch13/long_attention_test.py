@@ -19,10 +19,10 @@ Bound      DRAM limits `eager`: every step reads and writes all scores. The soft
 Seen       `flash`, `cudnn` and `flex` take longer than their matrix products alone. `flash` uses
            `mma.sync`, which does not reach the rate of wgmma on Hopper (ch10/gemm_test.py). If
            exponentials and matrix products do not overlap, their sum explains the time of `cudnn`.
-           We did not measure the overlap, or the steps of eager one by one. We cannot fully explain
-           the times of `flash`, `flex` and `eager`.
+           We did not measure the overlap, or the steps of `eager` one by one. We cannot fully
+           explain the times of `flash`, `flex` and `eager`.
 Use when   Use a fused kernel for every long context, also in training: the memory of eager grows
-           with the square of the length. On Hopper, choose cudnn. Use flex when no library kernel
+           with the square of the length. On Hopper, choose `cudnn`. Use flex when no library kernel
            supports the mask. The page leaves out FlashAttention-3, which had no wheel in November
            2026.
 """

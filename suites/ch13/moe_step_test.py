@@ -15,12 +15,12 @@ Optimized  sliced: changes `looped`. The tokens are sorted by expert once. Each 
            grouped: changes `sliced`. `grouped_mm` processes all experts and reads the ends of the
            slices on the GPU. There are two matrix products in total, not two per expert.
 Bound      Kernel launches by the host. `sliced` makes fewer launches per expert than `looped`. For
-           grouped, the number of launches does not depend on the number of experts. The matrix
+           `grouped`, the number of launches does not depend on the number of experts. The matrix
            products take a small part of the time.
-Seen       All sides take longer than predicted from their launches and waits, most of all grouped.
-           The predicted time of a launch was measured with an in-place addition. We did not measure
-           the host time that autograd and the allocator add to each operation, so we cannot explain
-           the difference.
+Seen       All sides take longer than predicted from their launches and waits. `grouped` has the
+           largest gap. The predicted time of a launch was measured with an in-place addition. We
+           did not measure the host time that autograd and the allocator add to each operation, so
+           we cannot explain the difference.
 Use when   A layer has many experts, and each expert gets few tokens. With larger widths, the GPU
            has more work per launch. If the GPU takes longer than the host, the number of launches
            does not matter for `sliced` and `grouped`. `looped` still waits for the GPU once per

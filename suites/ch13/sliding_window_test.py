@@ -5,22 +5,22 @@ Problem    Run the forward pass of attention in bf16 with a head dimension of 12
            timed part.
 Baseline   dense: computes all scores by `matmul`, applies the mask, computes the softmax in fp32,
            rounds to bf16, and multiplies by the values.
-Optimized  fused: changes `dense`. `scaled_dot_product_attention` gets the mask of dense as a bias.
-           PyTorch chooses the kernel.
+Optimized  fused: changes `dense`. `scaled_dot_product_attention` gets the mask of `dense` as a
+           bias. PyTorch chooses the kernel.
            banded: changes `dense`. The queries are processed in blocks of `window`. Each block
            attends to two blocks of keys, so there are 2 * `window` scores per token instead of
            `tokens`.
            flex: changes `fused`. Compiled FlexAttention gets a block mask and, as in `banded`,
            skips all tiles of 128 x 128 outside the band.
-Bound      DRAM limits dense and `banded`, because every step reads and writes all scores. Tensor
+Bound      DRAM limits `dense` and `banded`, because every step reads and writes all scores. Tensor
            cores limit the fused kernel, which also computes the masked scores. DRAM and tensor
-           cores limit flex about equally: `flex` moves q, k, v and the output once, and computes 3
-           tiles of keys per tile of queries.
+           cores limit `flex` about equally: `flex` moves q, k, v and the output once, and computes
+           3 tiles of keys per tile of queries.
 Seen       On an H200, `dense` and `banded` take almost twice as long as predicted, fused more than
-           twice, and flex about three times. The costs assume the full rates of DRAM and of the
-           tensor cores. We did not time the steps of `dense` and banded one by one, or the phases
+           twice, and `flex` about three times. The costs assume the full rates of DRAM and of the
+           tensor cores. We did not time the steps of `dense` and `banded` one by one, or the phases
            of the fused kernels, so the causes are not known. The speedups of `fused` and `banded`
-           are close to the predicted speedups. The speedup of `flex` is about three fifths of its
+           are close to the predicted speedups. The speedup of `flex` is about 60 % of its
            prediction.
 Use when   A model attends within a window that is much shorter than the sequence. `flex` is about
            eleven times as fast as `banded`. Without FlexAttention, blocks of `window` queries are

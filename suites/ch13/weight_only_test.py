@@ -3,8 +3,8 @@
 Problem    Compute y = x W^T with few rows in x, as in a decode step. x (rows, k), W (n, k) and y
            are bf16. W is the page's state.
 Baseline   bf16: `torch.nn.functional.linear`, which calls cuBLAS.
-Optimized  All variants but library use one Triton kernel, which converts the weights to bf16 in
-           registers. The weights are quantized once, before the timed part. x stays bf16.
+Optimized  All variants except `library` use one Triton kernel, which converts the weights to bf16
+           in registers. The weights are quantized once, before the timed part. x stays bf16.
            streamed: changes `bf16`. The Triton kernel reads bf16 weights, so the variant shows the
            effect of the kernel without smaller weights.
            int8: changes `streamed`. Weights have one byte each, and each row of W has one scale.
@@ -13,13 +13,13 @@ Optimized  All variants but library use one Triton kernel, which converts the we
            library: changes `int4`. PyTorch's own kernel, `_weight_int4pack_mm`, multiplies the same
            weights.
 Bound      DRAM limits bf16 and `streamed`, at 2 bytes per weight. The weights do not fit in any L2.
-           DRAM and instructions limit int8 about equally, and instructions limit int4 and library.
-           Per weight, the main loop of int8 and int4 issues 5 instructions, and the loop of library
-           almost 6. We counted with nvdisasm for sm90. For library, we compiled the kernel from
-           PyTorch's source with nvcc 13.0. So `int4` is hardly faster than `int8`, although it
-           reads about half of the bytes. A third of the instructions of library convert weights.
-           The others load x, multiply and add. Both kernels always multiply 16 rows, so the
-           predictions for 1 row and for 16 rows are nearly equal.
+           DRAM and instructions limit int8 about equally, and instructions limit int4 and
+           `library`. Per weight, the main loop of int8 and int4 issues 5 instructions, and the loop
+           of library almost 6. We counted with nvdisasm for sm90. For library, we compiled the
+           kernel from PyTorch's source with nvcc 13.0. So `int4` is barely faster than `int8`,
+           although it reads about half of the bytes. A third of the instructions of `library`
+           convert weights. The others load x, multiply and add. Both kernels always multiply 16
+           rows, so the predictions for 1 row and for 16 rows are nearly equal.
 Seen       On an H200, `int8` takes about a quarter longer than its memory traffic alone. Loads and
            conversions take about the same time, and probably overlap only in part. With 1 row,
            `library` is about as fast as int4, as predicted. With 16 rows, `library` takes almost
@@ -27,7 +27,7 @@ Seen       On an H200, `int8` takes about a quarter longer than its memory traff
            probable cause: each block of that kernel computes 8 columns of y, and reads all of x in
            loads of 4 bytes. With 16 rows, the blocks together read more than seven times as many
            bytes of x as of weights. We did not measure how much time these reads take. The
-           preparation of library keeps 1.3 GiB. Most of that is one int32 per weight, which the
+           preparation of `library` keeps 1.3 GiB. Most of that is one int32 per weight, which the
            timed part does not use. The packed weights and their scales are less than a tenth.
 Use when   A few rows are multiplied with large weights, as in a decode step. PyTorch's own kernel
            suits 1 row, but not 16. With many rows, the matrix products take most of the time, and

@@ -21,7 +21,7 @@ Seen       On an H100, `captured` takes three times as long as predicted from th
            whole inner dimension. So the product probably takes longer to run than to start.
            `reduce_overhead` replays the same kernels and takes several times as long as `captured`,
            so the guards, copies and address checks take more time than the kernels. The time of
-           `eager` varies by half from one result to the next, so these ratios are rough. The
+           `eager` varies by 50 % from one result to the next, so these ratios are rough. The
            speedup of `compiled` is within this variation, so the page claims only that `compiled`
            is not slower. On an H200, `eager_captured` also takes more than twice as long as
            predicted. The two captured sides were recorded on different GPUs, so we do not know how

@@ -7,21 +7,21 @@ Problem    `running` requests are decoding when a prompt of `chunks` x `chunk` t
            scores.
 Baseline   whole: the whole prompt is one call of the decoder. Then the running requests make
            `chunks` steps. So their first token waits for the whole prompt.
-Optimized  chunked: changes whole. The prompt is computed in chunks, and the running requests make a
-           step after each chunk. So a token of a running request waits for only one chunk. The
+Optimized  chunked: changes `whole`. The prompt is computed in chunks, and the running requests make
+           a step after each chunk. So a token of a running request waits for only one chunk. The
            steps delay the first token of the new request.
            mixed: changes `chunked`. One call of the decoder computes a chunk and a step together
            (Sarathi-Serve, OSDI 2024). Each linear layer multiplies all these tokens as rows of one
            matrix, so the weights are read only once. Only attention handles chunk and step
            separately.
-Bound      Tensor cores limit the prompt. DRAM limits the steps of whole and chunked: a step reads
-           all weights and the whole cache of each row, and does little arithmetic. `mixed` adds the
-           rows of a step to products that already have hundreds of rows. So a step's rows cost
-           extra time only in attention. `chunked` saves nothing: it does the same work as whole in
-           more and smaller calls. Later chunks read the keys of earlier chunks again, and need
-           attention with a mask. `whole` has plain causal attention. On all sides, the starts of
-           many small kernels add time.
-Seen       All sides take longer than predicted. `chunked` and mixed exceed their predictions the
+Bound      Tensor cores limit the prompt. DRAM limits the steps of `whole` and `chunked`: a step
+           reads all weights and the whole cache of each row, and does little arithmetic. `mixed`
+           adds the rows of a step to products that already have hundreds of rows. So a step's rows
+           cost extra time only in attention. `chunked` saves nothing: it does the same work as
+           `whole` in more and smaller calls. Later chunks read the keys of earlier chunks again,
+           and need attention with a mask. `whole` has plain causal attention. On all sides, the
+           starts of many small kernels add time.
+Seen       All sides take longer than predicted. `chunked` and `mixed` exceed their predictions the
            most. A product of 256 rows and 4096 columns has 64 tiles of 128 x 128, and the GPU has
            132 SMs. So the products of a chunk probably reach neither the rate of the tensor cores
            nor the rate of DRAM. The costs also assume that small kernels take no longer than their
@@ -31,7 +31,7 @@ Use when   Long prompts arrive while other requests decode, and the time between
            The longest wait is one call with a chunk, so smaller chunks shorten the wait. Keep the
            chunk long enough to fill the tensor cores, a few hundred tokens on a large GPU. This
            page judges the total time of all calls, not the longest wait: when the longest wait
-           ends, whole and `mixed` have done different amounts of work.
+           ends, `whole` and `mixed` have done different amounts of work.
 """
 
 import pytest

@@ -12,10 +12,10 @@ Optimized  continuous: changes `static`. A row starts the next request as soon a
            has ended (Orca, OSDI 2022). Both sides run the same loop. Only the schedule differs.
            captured: changes `continuous`. The step is a CUDA graph. A step always computes all
            rows, so one graph is enough. Prompts still run eagerly.
-Bound      The host's launches limit static and `continuous`. A step takes the same time in static
-           as in `continuous`. `continuous` makes fewer steps and more calls for prompts, because
-           most requests start alone. DRAM limits the steps of `captured`: each step reads all
-           weights and all rows of the cache, even rows without a request. Even in `captured`,
+Bound      The host's launches limit `static` and `continuous`. A step takes the same time in
+           `static` as in `continuous`. `continuous` makes fewer steps and more calls for prompts,
+           because most requests start alone. DRAM limits the steps of `captured`: each step reads
+           all weights and all rows of the cache, even rows without a request. Even in `captured`,
            launches limit the prompts.
 Seen       `static` and `continuous` on an H100, and `static` on an H200, take two to three times as
            long as predicted. The costs count only the launches, but the eager decoder also spends

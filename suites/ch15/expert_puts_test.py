@@ -17,8 +17,8 @@ Optimized  gathered: NCCL without counts on the host. Every rank gathers all row
            buffers of their targets. After a barrier, a second kernel multiplies the rows and writes
            the results into the buffers of their senders. A second barrier ends the call. The host
            never waits, and only needed rows are sent. Part of the gain comes from fusion: the
-           product needs no kernel of its own. With a real expert, whose matrix products are
-           kernels of their own, that part is lost.
+           product needs no separate kernel. With a real expert, whose matrix products are separate
+           kernels, that part is lost.
            signalled: changes `puts`. There is no barrier. Each kernel adds to a signal on the
            target after its writes, and the second kernel waits for the signals of its source. A
            third kernel waits until all results have arrived. The buffers of `puts` and `signalled`
@@ -35,16 +35,16 @@ Bound      With few tokens, the host limits the first test, where all sides are 
 Seen       On two H200s with up to 1024 tokens, the host limits the first test: the times hardly
            change with the number of tokens. `puts` and `signalled` gain about the same, more than
            three times. `all_to_all` and `gathered` take two to seven times as long as predicted,
-           puts up to two and a half times, and signalled one and a half to over four times. The
-           costs count a call of torch.distributed as one launch, but the call probably keeps the
-           host busy for longer. We did not measure how long. A side's time also varies from case to
+           `puts` up to 2.5 times, and `signalled` 1.5 to over 4 times. The costs count a call of
+           torch.distributed as one launch, but the call probably keeps the host busy for longer. We
+           did not measure how long. A side's time also varies from case to
            case: with 128 tokens, `all_to_all` takes three quarters longer in one case than in
            another. So compare only times of the same case. `gathered` is slower than `all_to_all`
            at every size, although its host never waits. With 16384 tokens, NVLink is the limit, and
            `puts` and `signalled` gain less than two times. They take about a tenth longer than
-           predicted. `all_to_all` takes a third longer than predicted, and gathered over one and a
-           half times as long. By the profiler, kernels run nearly all of the time, so the host is
-           not the cause. The prediction uses NCCL's rate for an all-reduce of 512 MiB. We did not
+           predicted. `all_to_all` takes a third longer than predicted, and `gathered` over 1.5
+           times as long. By the profiler, kernels run nearly all of the time, so the host is not
+           the cause. The prediction uses NCCL's rate for an all-reduce of 512 MiB. We did not
            compare this rate with the rate of each kernel. In graphs, `puts` and `signalled` gain
            five to six times on two GPUs, and five to eight times on four. On two GPUs, both take
            about as long as predicted. `puts` takes 1 to 2 us longer than `signalled` there. On four

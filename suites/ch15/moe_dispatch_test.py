@@ -7,8 +7,8 @@ Problem    Compute a mixture-of-experts layer for inference, in bf16. Each of `t
            first is 4 times as likely as the last. Return the weighted sum for each token.
 Baseline   masked: for each expert, find its tokens, gather them, compute the MLP, and add to the
            result. Early models in public libraries did the same.
-           grouped: the baseline of fused in the second test, and a variant of masked in the first
-           test (see below).
+           grouped: the baseline of `fused` in the second test, and a variant of `masked` in the
+           first test (see below).
 Optimized  sorted_slices: changes `masked`. The (token, expert) pairs are sorted by expert once.
            Each expert then computes one slice of the pairs. The host waits once to read where all
            slices end.
@@ -19,10 +19,10 @@ Optimized  sorted_slices: changes `masked`. The (token, expert) pairs are sorted
            multiplies by the down weights and by the shares. The sorted tokens and the gate and up
            products are never written to memory. The results stay in fp32 until a token's two
            results are added.
-Bound      The host's launches and its waits for the GPU limit masked and `sorted_slices`. `grouped`
-           and `fused` do little arithmetic with each weight that they read, so DRAM limits them
-           when they run in a CUDA graph. The first test uses no graph, and there the host takes
-           longer to launch grouped than the GPU takes to run it.
+Bound      The host's launches and its waits for the GPU limit `masked` and `sorted_slices`.
+           `grouped` and `fused` do little arithmetic with each weight that they read, so DRAM
+           limits them when they run in a CUDA graph. The first test uses no graph, and there the
+           host takes longer to launch `grouped` than the GPU takes to run it.
 Seen       In the first test, on an H100, the two recorded times of masked differ by a factor of
            two, so the host's times are rough. `grouped` takes longer than predicted from its
            launches. The predicted time of a launch was measured with an addition, and the host
@@ -30,9 +30,9 @@ Seen       In the first test, on an H100, the two recorded times of masked diffe
            graph, `grouped` and `fused` take about one and a half times the predicted time. The
            costs count only the starts of the kernels that sort and gather, and assume that the
            products read weights at the DRAM rate. We did not measure which assumption is wrong.
-Use when   A mixture of experts serves requests. `grouped` needs no kernel of your own. Serving
-           engines use kernels like `fused`. `fused` saves some launches, and the traffic of sorted
-           tokens, which matters if there are few tokens per expert. See also chapter 13:
+Use when   A mixture of experts serves requests. For `grouped`, you do not have to write a kernel.
+           Serving engines use kernels like `fused`. `fused` saves some launches, and the traffic of
+           sorted tokens, which matters if there are few tokens per expert. See also chapter 13:
            `moe_step_test.py` trains the layer, and `expert_exchange_test.py` has experts on several
            GPUs.
 """

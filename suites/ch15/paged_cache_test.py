@@ -185,7 +185,7 @@ class PagedCache:
         self.taken = [[] for _ in range(requests)]
 
     def reserve(self, request, tokens):
-        """Give a request pages for `tokens` tokens in all. Return False if the pool is too full."""
+        """Give a request pages for `tokens` tokens in total. Return False if none are free."""
         own = self.taken[request]
         missing = triton.cdiv(tokens, PAGE) - len(own)
         if missing > len(self.free):
@@ -194,7 +194,7 @@ class PagedCache:
         return True
 
     def upload(self):
-        """Copy the page table to the device, padded with zeros. Call it after `reserve`."""
+        """Copy the page table to the device, padded with zeros. Call `reserve` first."""
         most = max(len(own) for own in self.taken)
         table = [own + [0] * (most - len(own)) for own in self.taken]
         self.table = torch.tensor(table, dtype=torch.int32, device=self.keys.device)

@@ -2,8 +2,8 @@
 
 Problem    Compute `requests` prompts with a decoder in bf16 (`suites/decoder.py`) and return the
            logits of each prompt's next token. All prompts begin with the same `prefix` tokens, and
-           each ends with `suffix` tokens of its own. The length of the common prefix is given. A
-           real server finds it by comparing hashes of token blocks. An earlier request had the same
+           each ends with its own `suffix` tokens. The length of the common prefix is given. A real
+           server finds it by comparing hashes of token blocks. An earlier request had the same
            prefix, and its keys and values are part of the state of all sides. After a call, the
            cache has a row for each prompt. Each row then computes one more token, which reads the
            whole row. The check also compares the logits of this token.

@@ -18,8 +18,8 @@ Optimized  speculative: changes `greedy`. The draft, a table of successors, gues
            verifications as the remaining tokens need if all guesses are right. So the host waits
            only a few times, and never launches more verifications than needed.
            draft_model: changes `fewer_waits`. The guesses come from a decoder of one layer and a
-           quarter of the width, which knows the same successors. The steps of this decoder are in
-           the graph too.
+           quarter of the width, which has the same table of successors. The steps of this decoder
+           are in the graph too.
 Bound      DRAM, and the time to start each kernel of the graphs. A verification reads the same
            weights as a step, for a few tokens instead of one, and gives all accepted guesses and
            one more token. If a draft is never right, each verification gives only one token, but
@@ -166,7 +166,7 @@ class Table:
 
 
 class Model:
-    """A draft that is a small decoder with a cache of its own."""
+    """A draft that is a small decoder with its own cache."""
 
     def __init__(self, sequence, small):
         self.sequence, self.small = sequence, small

@@ -11,10 +11,10 @@ Optimized  bits: changes `bools`. The grammar writes a bit per token, in 32-bit 
            fused: changes `bits`. A Triton kernel reads the bits and applies them in one pass.
 Bound      PCIe for `bools` and `fused`. `bits` sends an eighth of the bytes of `bools`, but loses
            much of this gain, because it unpacks the bits in several passes over arrays that are up
-           to 32 times as large. In fused, the copy of the bits still takes longer than the pass
+           to 32 times as large. In `fused`, the copy of the bits still takes longer than the pass
            over the logits.
 Seen       On an H100, all sides take 7 to 11 us more than predicted, which is a large share for
-           fused and a small share for `bools`. For the copy from the host, the costs count the
+           `fused` and a small share for `bools`. For the copy from the host, the costs count the
            bytes and the start of a kernel. Starting a copy probably takes longer than starting a
            kernel.
 Use when   A grammar or a list of forbidden tokens changes in every step. If the mask is always the

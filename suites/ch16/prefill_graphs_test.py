@@ -20,12 +20,12 @@ Bound      The host limits `eager_prefill`, because it launches more than a hund
            smallest graph must read all weights and start all kernels. `piecewise` launches a graph
            and four kernels per layer.
 Seen       On an H100 and an H200, all sides take longer than predicted: `eager_prefill` two to
-           almost four times as long, `padded` and bucketed about one and a half times, and
-           piecewise about twice. The predicted time of a launch was measured with an addition, not
-           with products. For each small kernel of a graph, the costs count only the start. The time
-           of `eager_prefill` differs by a third between the recorded results. `padded` and
-           `bucketed` are recorded on an H100 only, and `piecewise` on an H200 only. So the results
-           do not show whether piecewise is faster or slower than `bucketed`.
+           almost four times as long, `padded` and `bucketed` about 1.5 times, and `piecewise` about
+           twice. The predicted time of a launch was measured with an addition, not with products.
+           For each small kernel of a graph, the costs count only the start. The time of
+           `eager_prefill` differs by a third between the recorded results. `padded` and `bucketed`
+           are recorded on an H100 only, and `piecewise` on an H200 only. So the results do not show
+           whether `piecewise` is faster or slower than `bucketed`.
 Use when   The model is so small that its launches take longer than its work, and prompts are short
            or come in chunks of limited size. With long prompts, launches overlap with the work on
            the GPU, so padding only adds work. Each bucket needs its own capture and its own memory,

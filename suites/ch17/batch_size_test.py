@@ -11,17 +11,16 @@ Bound      DRAM. A step reads all weights once, for one sequence or for many. Th
            positions after the current token. So the time between two tokens is the time to read the
            weights and `rows` caches. The cost of a token is the time to read one cache and a share
            of the weights. If reading the caches takes longer than reading the weights, the cost of
-           a token hardly falls with more sequences. With few sequences and two layers, the starts
+           a token barely falls with more sequences. With few sequences and two layers, the starts
            of a step's many small kernels take even longer than the reads.
-Seen       On an H100, both sides take one and a half times as long as predicted, or slightly
-           longer, at every number of sequences. So their ratio is as predicted. For each small
-           kernel, the costs count only the start. A kernel probably takes somewhat longer, because
-           it waits for its first bytes and has work for only a few SMs, as in
-           `prefill_decode_test.py`. With 64 and 256 sequences, reading the caches should take
-           longer than all kernel starts. But `batched` still takes one and a half times as long as
-           predicted. We did not time the attention of `batched` alone. With 1 sequence, both sides
-           do the same work, so nothing is gained. With 16, `batched` also needs less than a tenth
-           of the energy.
+Seen       On an H100, both sides take 1.5 times as long as predicted, or slightly longer, at every
+           number of sequences. So their ratio is as predicted. For each small kernel, the costs
+           count only the start. A kernel probably takes somewhat longer, because it waits for its
+           first bytes and has work for only a few SMs, as in `prefill_decode_test.py`. With 64 and
+           256 sequences, reading the caches should take longer than all kernel starts. But
+           `batched` still takes 1.5 times as long as predicted. We did not time the attention of
+           `batched` alone. With 1 sequence, both sides do the same work, so nothing is gained. With
+           16, `batched` also needs less than a tenth of the energy.
 Use when   A server has an objective for the time between tokens. The largest batch that meets the
            objective is the cheapest, and the curve shows where larger batches no longer pay off. If
            even a step with one sequence takes longer than the objective, no batch size helps. Use

@@ -14,7 +14,7 @@ Optimized  cascade: changes `large`. A linear model, fitted to easy inputs, labe
            layers continue from the first layer's output. `early_exit` multiplies more than
            `cascade`, because the first layer computes every input.
 Bound      Tensor cores. The large network multiplies each input by all its matrices. `large` runs
-           the network on all inputs, and cascade only on the hard inputs. The wait for the number
+           the network on all inputs, and `cascade` only on the hard inputs. The wait for the number
            of hard inputs is the second largest part of the time.
 Seen       On an H200, large and `cascade` take about as long as predicted. On an H100, `large`
            takes as long as predicted, and `early_exit` takes a third longer. We did not time the

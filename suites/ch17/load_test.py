@@ -25,16 +25,17 @@ Bound      Arrivals are the limit while a side keeps up with them, and all sides
            kernels limit the step. The capacity is limited by the number of steps, and by the host's
            launches for the prompts. `static` makes more steps, and fewer calls for prompts. The
            curve bends where `static` reaches its capacity.
-Seen       At the largest load on an H200, static serves about 240 requests a second, and continuous
-           about 280. The gain is as predicted, but smaller than the confidence interval. `chunked`
-           takes about two fifths longer than `continuous`, also as predicted. But all sides take
-           two and a half times as long as predicted. The launches for prompts cannot be the only
+Seen       At the largest load on an H200, `static` serves about 240 requests a second, and
+           `continuous` about 280. The gain is as predicted, but smaller than the confidence
+           interval. `chunked` takes about 40 % longer than `continuous`, which is also as
+           predicted. But all sides take 2.5 times as long as predicted. The launches for prompts
+           cannot be the only
            reason: `static` makes less than half as many launches as `continuous`, and still exceeds
            its prediction by more time. `prefill_decode_test.py` shows that a step as a CUDA graph
            takes about twice as long as predicted. We did not time the host's work in each step
-           alone. At 100 requests a second, both sides keep up, so `continuous` gains hardly
-           anything. The gain of `continuous` is smaller than the confidence interval at every load.
-           So the curve does not show at which load continuous gains most. The costs do not count
+           alone. At 100 requests a second, both sides keep up, so `continuous` gains almost
+           nothing. The gain of `continuous` is smaller than the confidence interval at every load.
+           So the curve does not show at which load `continuous` gains most. The costs do not count
            the waits for arrivals. So a side that keeps up with its load takes longer than
            predicted.
 Use when   A server has objectives for the time to the first token (TTFT) and between tokens. Above

@@ -17,8 +17,7 @@ Seen       The result with 4 tokens is from an H100, and the others are from an 
            take from half again to a little more than twice as long as predicted. The costs count
            only the start of each small kernel. We did not time the kernels alone. From 16 to 64
            tokens, the time of prefill hardly changes. With 256 tokens, `prefill` takes only about a
-           fifth longer. So up to 256 tokens, the speedup is at least four fifths of the number of
-           tokens.
+           fifth longer. So up to 256 tokens, the speedup is at least 80 % of the number of tokens.
 Use when   You decide how many tokens to compute together. Up to the ridge point, more tokens in a
            call cost nearly nothing. Prompts usually have more tokens than that, but a sequence that
            is being generated adds only one token per step. So a server batches decodes

@@ -13,8 +13,8 @@ Optimized  by_length: changes `fifo`. The queue is sorted by length, still 16 pr
            larger.
 Bound      Tensor cores, which multiply the padding too. A length is `longest` times the cube of a
            uniform random number. So the mean is a quarter of `longest`, and the longest of 16
-           prompts is on average five sixths of `longest`. `token_budget` saves launches and fills
-           the GPU when prompts are short.
+           prompts is on average 5/6 of `longest`. `token_budget` saves launches and fills the GPU
+           when prompts are short.
 Seen       On an H200, all sides take about twice as long as predicted. `by_length` gains a little
            less over `fifo` than predicted. We do not know yet whether `token_budget` gains over
            `by_length`. The second test times both in one run. There, `token_budget` takes about a
@@ -27,8 +27,8 @@ Seen       On an H200, all sides take about twice as long as predicted. `by_leng
            instead of eight, but computes about a tenth more tokens, because it pads more. In the
            first test, two things make `fifo` and `token_budget` slower than predicted. First, the
            costs assume that all products reach the peak of the tensor cores. By the profiler, the
-           kernels take about one and a half times the predicted time. Second, the GPU waits. The
-           kernels of `fifo` take five sixths of its time, and those of `token_budget` seven tenths.
+           kernels take about 1.5 times the predicted time. Second, the GPU waits. The kernels of
+           `fifo` take about 83 % of its time, and the kernels of `token_budget` take about 70 %.
            The GPU probably waits for the host between batches, because the host copies a batch's
            indices to the GPU before it launches the batch's kernels. We did not measure the gaps,
            and did not profile the second test.

@@ -20,7 +20,7 @@ Bound      With few tokens, the host limits all sides: it launches a few kernels
 Seen       On an H100, with many tokens, `of_chosen` gains nothing over `of_all`, because both spend
            nearly all their time in `topk`. `topk` takes several times as long as predicted: the
            cost counts only the starts of its blocks, and not the search. `fused` takes longer than
-           predicted from its bytes. fused searches a row 4 times for the largest score and its
+           predicted from its bytes. `fused` searches a row 4 times for the largest score and its
            index. The cost does not count the instructions of this search. The predicted time of a
            launch was measured with an addition. With few tokens, the host takes longer to call
            `topk` or a Triton kernel than to call an addition.

@@ -15,9 +15,9 @@ Optimized  tiled: changes `biased`. A Triton kernel reads one byte per tile inst
            128 queries and 128 keys. So `flex` computes more scores than `listed`, and masks parts
            of its tiles.
 Bound      The L2 limits `listed`, because each program of 64 queries reads its kept tiles of keys
-           and values. The tensor cores take nearly as long. The L2 also limits `tiled`, for all
-           tiles. Tensor cores limit `biased`, for all tiles. `biased` also reads two bytes of its
-           mask for every score.
+           and values. The tensor cores take nearly as long as the L2. The L2 also limits `tiled`,
+           for all tiles. Tensor cores limit `biased`, for all tiles. `biased` also reads two bytes
+           of its mask for every score.
 Seen       On an H100, `biased` and `flex` take much longer than predicted. We did not record which
            kernel PyTorch chose for `biased`. Nearly every tile of `flex` is kept only in part. In
            those tiles, `flex` loads a flag for each score, and the cost leaves out these loads. The

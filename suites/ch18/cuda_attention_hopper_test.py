@@ -27,16 +27,16 @@ Bound      `mma_sync`, `tma` and `flash` are limited by `mma.sync`, which does n
            barriers keep both warpgroups in step. Tensor cores limit `specialized`, `pingpong` and
            `overlapped`. One warpgroup can compute exponentials while the other warpgroup's products
            run. specialized allows this overlap, and pingpong forces it.
-Seen       On an H100, `pingpong` and `overlapped` gain at most a little over specialized, and only
-           with 1024 tokens. So the warpgroups of `specialized` must already alternate. `mma_sync`
-           takes longer than predicted, because its threads copy all tiles themselves, and the cost
-           leaves out these instructions. `tma` takes as long as predicted. With 1024 tokens, all
-           sides take longer than predicted. A block then has few tiles of keys. The times of
-           `wgmma` at the three lengths suggest that the start and end of a block take a fixed time,
-           which the cost leaves out. With 1024 tokens, `cudnn` is faster than every other side.
-           With the causal mask, all sides also lose time, most of it with short sequences. The
-           reason is probably that blocks have different numbers of tiles, so SMs are idle while the
-           last blocks run.
+Seen       On an H100, `pingpong` and `overlapped` gain at most a little over `specialized`, and
+           only with 1024 tokens. So the warpgroups of `specialized` must already alternate.
+           `mma_sync` takes longer than predicted, because its threads copy all tiles themselves,
+           and the cost leaves out these instructions. `tma` takes as long as predicted. With 1024
+           tokens, all sides take longer than predicted. A block then has few tiles of keys. The
+           times of `wgmma` at the three lengths suggest that the start and end of a block take a
+           fixed time, which the cost leaves out. With 1024 tokens, `cudnn` is faster than every
+           other side. With the causal mask, all sides also lose time, most of it with short
+           sequences. The reason is probably that blocks have different numbers of tiles, so SMs are
+           idle while the last blocks run.
 Use when   Call `scaled_dot_product_attention`, which chooses cuDNN on Hopper. Write your own kernel
            only for attention that no library has, and stop at `specialized`, the last change that
            gains.

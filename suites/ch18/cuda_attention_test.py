@@ -12,7 +12,7 @@ Optimized  online: changes `naive`. One kernel computes the same tiles, keeps a 
            are copied while the tensor cores multiply. This is FlashAttention-2.
            flash: `SDPBackend.FLASH_ATTENTION`, which is FlashAttention-2 too.
            cudnn: `SDPBackend.CUDNN_ATTENTION`, which uses wgmma and TMA on Hopper.
-Bound      Shared memory and fp32 multiply-adds limit naive and `online`. `naive` also writes and
+Bound      Shared memory and fp32 multiply-adds limit `naive` and `online`. `naive` also writes and
            reads all scores, which takes less time than the arithmetic. `mma_sync` and `flash` are
            limited by `mma.sync`, which does not reach the rate of wgmma on Hopper
            (`../ch10/gemm_test.py`), and then by the exponentials. Tensor cores limit `cudnn`.

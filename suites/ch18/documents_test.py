@@ -3,7 +3,7 @@
 Problem    Documents are packed into one sequence for training. A token attends only to itself and
            to earlier tokens of its own document. Compute the forward pass in bf16, with 8 heads of
            128. The lengths of the documents are between one token and about twice the mean.
-           `biased` and flex make their masks before the timed part.
+           `biased` and `flex` make their masks before the timed part.
 Baseline   biased: `scaled_dot_product_attention` with an additive bf16 mask. PyTorch chooses the
            kernel.
 Optimized  looped: changes `biased`. There is one causal call per document, on a view of its tokens.

@@ -39,7 +39,7 @@ Use when   Sequences are long, the model tolerates the error, and no library has
            that are a tenth too large would pass. Most of the error comes from Q and K. A score sums
            128 products, each with two rounding errors. At a standard deviation of 3, a score is
            then off by up to 0.15 (rms), so its weight has a relative error of the same size.
-           Rounding P and V adds little error. So `fp8_scores` is hardly more accurate than
+           Rounding P and V adds little error. So `fp8_scores` is barely more accurate than
            `fp8_both`. The tensor cores accumulate PV. On Hopper, they keep about 14 bits of a sum
            of FP8 products, many more bits than the operands have. One scale per head works if the
            tokens of a head have similar magnitudes. Outlier channels need a rotation first

@@ -22,10 +22,10 @@ Bound      DRAM limits `fused` with 16 heads, because the latent cache is read o
            reads 576 per token for all heads together. The L2 limits `library`. Only PyTorch's
            memory-efficient kernel supports this head dimension. The sums do not fit into this
            kernel's registers, so it writes and reads them once per 128 tokens.
-Seen       On an H100, fused with 128 heads takes more than twice as long as predicted. The sums of
-           fused fill so many registers that an SM holds only one program. So copies, products and
-           exponentials probably wait for one another. absorbed with 128 heads and library also take
-           longer than predicted, which we cannot explain.
+Seen       On an H100, `fused` with 128 heads takes more than twice as long as predicted. The sums
+           of fused fill so many registers that an SM holds only one program. So copies, products
+           and exponentials probably wait for one another. `absorbed` with 128 heads and `library`
+           also take longer than predicted, which we cannot explain.
 Use when   Always absorb in decode. Expand in prefill, where many queries use each key: with
            expanded keys and values, a score costs 192 + 128 multiplications instead of 576 + 512. A
            latent cache also holds many times more tokens in the same memory.

@@ -15,7 +15,7 @@ Optimized  copied: like `gathered`, but a Triton kernel computes attention over 
            step before it reads the page. So Triton can prefetch keys and values, as it does in
            `copied`.
            contiguous: changes `paged`. The cache is contiguous, and is made before the timed part.
-           contiguous only shows what the table costs, because a server that uses pages has no
+           `contiguous` only shows what the table costs, because a server that uses pages has no
            contiguous cache.
 Bound      DRAM limits `paged`, because each page is read once. The numbers of a token and group are
            256 contiguous bytes. The table adds 4 bytes per page. `gathered` reads the pool, writes

@@ -15,7 +15,7 @@ Bound      DRAM limits `fused` at 16384 tokens, because it reads the projection 
            queries and cache once. `eager` reads and writes fp32 copies of the queries several
            times. At 64 tokens, the number of kernels is the limit. All sides are timed in CUDA
            graphs, but even in a graph the GPU needs time to start each kernel.
-Seen       On an H100, eager with 64 tokens takes longer than predicted from the starts of its
+Seen       On an H100, `eager` with 64 tokens takes longer than predicted from the starts of its
            kernels, which read and write little. Each kernel probably takes somewhat longer than its
            start. `compiled` takes as long as the starts of its three kernels. `fused` is one kernel
            and takes a third longer than its start.

@@ -23,19 +23,19 @@ Seen       All cases were recorded on an H100. Without a mask, `cudnn` takes a f
            longer than predicted, and at 16384 tokens it takes longer than the same call in
            `cuda_attention_hopper_test.py`. The GPU's clock was probably lower in the timings with
            `eager`. `tuned` takes a quarter to a half longer than predicted. descriptors differs
-           from tuned only in how tiles are loaded, and is closer to its prediction. `eager` takes
+           from `tuned` only in how tiles are loaded, and is closer to its prediction. `eager` takes
            up to a quarter longer than predicted. We did not time the kernels of `eager` alone. With
-           the causal mask, every side misses its prediction by more: `tiled` takes up to two fifths
+           the causal mask, every side misses its prediction by more: `tiled` takes up to 40 %
            longer than predicted, and `tuned` takes up to twice as long. The misses of the other
            sides lie in between. A causal program has between one tile and all tiles of keys, and
            the costs do not count SMs that wait for the longest program. We did not measure these
            waits. At 1024 tokens with the mask, `tuned` is slower than `tiled`, and `descriptors` is
-           hardly faster than `tiled`. A program of `tuned` or `descriptors` has twice as many
+           barely faster than `tiled`. A program of `tuned` or `descriptors` has twice as many
            queries as a program of `tiled`, so there are half as many programs. `cudnn` is the
            fastest side everywhere. `flash` is slower than every kernel in Triton.
-Use when   You need attention that no library has: Triton takes the least code. Use descriptors, and
-           tune the tile sizes. For plain or causal attention, call the library. The same ladder in
-           CUDA C++ is in `cuda_attention_hopper_test.py`.
+Use when   You need attention that no library has: Triton takes the least code. Use `descriptors`,
+           and tune the tile sizes. For plain or causal attention, call the library. The same ladder
+           in CUDA C++ is in `cuda_attention_hopper_test.py`.
 """
 
 from dataclasses import replace

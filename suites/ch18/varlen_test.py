@@ -19,8 +19,8 @@ Optimized  looped: changes `padded`. There is one call per sequence, on a view o
            starts to the kernel of `nested`.
 Bound      Tensor cores, except for short sequences. `padded` also computes the scores of the
            padding. `looped` leaves SMs idle when a sequence has fewer tiles of queries than there
-           are SMs, and each call ends before the next one begins. In packed, a program has only 64
-           queries, so reading keys and values from the L2 takes longer than the products. A
+           are SMs, and each call ends before the next one begins. In `packed`, a program has only
+           64 queries, so reading keys and values from the L2 takes longer than the products. A
            program's exponentials come after its products.
 Seen       On an H100 with sequences of up to 512 tokens, all sides take about twice as long as
            predicted, and `looped` takes even longer. In `packed`, `nested` and `varlen`, a program

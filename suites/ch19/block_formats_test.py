@@ -25,8 +25,8 @@ Seen       On an H100, `compiled_fp4` takes more than twice as long as predicted
            per element as `fused_fp4` has. `compiled_fp4` probably runs more, but we did not examine
            its GPU code. `eager` takes longer than predicted from its passes. Two kinds of kernels
            are probably slower than a copy: kernels that find the largest of 32 elements, and
-           kernels that multiply by a factor per block. We did not time the kernels of eager one by
-           one.
+           kernels that multiply by a factor per block. We did not time the kernels of `eager` one
+           by one.
 Use when   You quantize in the call, as for activations. The time to quantize can decide whether the
            low-precision product is faster than bf16, so quantize in one pass. For MXFP8, compile
            the definition, which takes one line and is as fast as `fused`. For NVFP4, write the

@@ -38,8 +38,8 @@ Seen       On an H100, the variants in Triton take longer than predicted. The pr
            *Bound*), so nothing hides the block's waits. `summed` is as fast as bf16, and
            `by_blocks` is slower than `bf16`. The kernels in CUDA C++ were recorded on an H200.
            `hopper_rows` is within a seventh of its prediction, and `hopper_summed` takes a quarter
-           longer than predicted. Both are faster than `bf16`. `hopper_blocks` takes three fifths
-           longer than predicted, and is hardly faster than `bf16`. `hopper_blocks` differs from
+           longer than predicted. Both are faster than `bf16`. `hopper_blocks` takes about 60 %
+           longer than predicted, and is barely faster than `bf16`. `hopper_blocks` differs from
            `hopper_summed` only in the scales: a thread reads three scales in each step of 128
            channels. We did not measure whether the thread waits for these scales. In Triton,
            `by_blocks` is also slower than `summed`. In the second test, on an H200,
@@ -54,15 +54,15 @@ Seen       On an H100, the variants in Triton take longer than predicted. The pr
 Use when   Use `by_rows` for speed, if the values along a row are similar in size. `by_rows` does
            not wait for CUDA cores, and cuBLASLt offers it (`../ch13/fp8_linear_test.py`). `summed`
            and `by_blocks` are for accuracy, and in Triton save no time over bf16. In CUDA C++ on an
-           H200, `hopper_summed` saves time, and `hopper_blocks` saves hardly any. Use summed for a
-           long k: Hopper's tensor cores keep about 14 bits of a sum of FP8 products, which may
+           H200, `hopper_summed` saves time, and `hopper_blocks` saves hardly any. Use `summed` for
+           a long k: Hopper's tensor cores keep about 14 bits of a sum of FP8 products, which may
            matter in training. Use `by_blocks` if parts of a row differ in size by more than 2^15,
            the ratio of e4m3's largest number to its smallest normal one. Outliers in a few channels
            do not need `by_blocks`, because e4m3's steps are relative to each value. The check
            accepts the error that rounding each operand by 2^-4 of its value would cause. On these
            normally distributed inputs, all variants lose about the same accuracy. In the second
-           test, products may differ from library by the same amount, because tensor cores round the
-           sums.
+           test, products may differ from `library` by the same amount, because tensor cores round
+           the sums.
 """
 
 import torch

@@ -5,7 +5,7 @@ Problem    Compute attention of one new token per sequence, with 64 heads of 128
            is the page's state.
 Baseline   library: `torch.nn.functional.scaled_dot_product_attention`.
 Optimized  streamed: two Triton kernels. The first attends to 1024 tokens per program and the second
-           joins the results. `streamed` reads as many bytes as library, so it shows the effect of
+           joins the results. `streamed` reads as many bytes as `library`, so it shows the effect of
            the kernels alone.
            int8_cache: changes `streamed`. Keys and values have one byte per number, and one fp32
            scale per token and group.

@@ -21,9 +21,10 @@ Optimized  All variants multiply in int8, with a scale for each row of x and of 
            outliers' channels.
 Bound      Tensor cores, at twice the rate of bf16 at best. Triton uses Hopper's own instruction for
            int8 (`wgmma` with s8), unlike cuBLAS in `../ch13/dynamic_int8_test.py`. DRAM limits the
-           quantizing of x. In smoothed, the quantizing kernel also reads the factors. In rotated,
-           it also multiplies by the matrix, on tensor cores. `apart` has to gather the outlier
-           channels first, and the result of the second product is written to DRAM and read again.
+           quantizing of x. In `smoothed`, the quantizing kernel also reads the factors. In
+           `rotated`, it also multiplies by the matrix, on tensor cores. `apart` has to gather the
+           outlier channels first, and the result of the second product is written to DRAM and read
+           again.
 Seen       On an H100, `smoothed` and `rotated` take less time than predicted. The rate `int8` was
            measured with `torch._int_mm`, and the Triton kernel multiplies faster than that call. So
            a result can exceed 100 % of the limit. `rotated` is as fast as `smoothed`. `apart` is

@@ -10,7 +10,7 @@ Optimized  Both variants quantize x in the call, with the kernels of block_forma
            16 elements. The scale of the whole tensor is 1 here.
 Bound      Tensor cores, at twice the rate of bf16 for mxfp8 and at four times that rate for nvfp4.
            Tensor cores also apply the scales. In fp8_blocks_test.py, CUDA cores apply them. The
-           scales increase the bytes of mxfp8 by a 32nd, and the bytes of nvfp4 by an eighth. x is
+           scales increase the bytes of mxfp8 by 1/32, and the bytes of nvfp4 by an eighth. x is
            quantized in one pass. For nvfp4, instructions limit this pass. According to the cost and
            a B200's data sheet, the pass takes almost half as long as the product.
 Use when   You have a Blackwell GPU, and the layers tolerate four or eight bits. Other GPUs have no

@@ -21,12 +21,12 @@ Bound      Tensor cores, with three or six times as many operations as one produ
            little time compared with the products. Two sums per output take many registers, so tiles
            are at most 128 x 128. The kernel also waits for each of its products.
 Seen       tf32 and `tf32x3` are recorded on an H100, `bf16x3` and `bf16x6` on an H200. All four
-           take longer than predicted: tf32 about one and a half times as long, and the others about
-           a third longer. The rates `tf32` and `bf16` were measured with a library's products. The
-           Triton kernel waits for each product and adds the sums on CUDA cores, so it does not
-           reach those rates. We did not measure the waits and the additions separately. `bf16x3` is
-           still almost four times as fast as fp32 on CUDA cores, and `tf32x3` and `bf16x6` are
-           almost twice as fast. `tf32x3` and `bf16x6` take about the same time, as predicted.
+           take longer than predicted: tf32 about 1.5 times as long, and the others about a third
+           longer. The rates `tf32` and `bf16` were measured with a library's products. The Triton
+           kernel waits for each product and adds the sums on CUDA cores, so it does not reach those
+           rates. We did not measure the waits and the additions separately. `bf16x3` is still
+           almost four times as fast as fp32 on CUDA cores, and `tf32x3` and `bf16x6` are almost
+           twice as fast. `tf32x3` and `bf16x6` take about the same time, as predicted.
 Use when   fp32 products take most of the time, and TF32 is not accurate enough. For `tf32x3` and
            `bf16x6`, the check accepts fp32's error: the error of an fp32 sum that is rounded at
            each step. For `bf16x3` and tf32, the check accepts the error of operands with 11 bits.

@@ -18,13 +18,13 @@ Bound      DRAM. `fp32_copy` moves 12 bytes per weight, stochastic 6. In the cod
            DRAM traffic, checks only the result, and claims no speedup.
 Seen       On an H100, `in_fp32` takes as long as its DRAM traffic plus its steps. So traffic and
            steps probably do not overlap, although the cost of `in_fp32` assumes that they do.
-Use when   Memory has no room for fp32 copies, or the optimizer's step takes long. A single weight
-           is less accurate: stochastic rounding has an error of up to one last bit, and rounding to
-           nearest has an error of at most half a last bit. But the error of stochastic rounding is
-           zero on average, so the errors of many steps cancel, and small steps are not lost. With
-           rounding to nearest, the weights of the second test would not move at all, and the check
-           would reject them. The check accepts a rounding error of bf16: in each weight in the
-           first test, and in the distance in the second test.
+Use when   Memory has no room for fp32 copies, or the optimizer's step takes a long time. A single
+           weight is less accurate: stochastic rounding has an error of up to one last bit, and
+           rounding to nearest has an error of at most half a last bit. But the error of stochastic
+           rounding is zero on average, so the errors of many steps cancel, and small steps are not
+           lost. With rounding to nearest, the weights of the second test would not move at all, and
+           the check would reject them. The check accepts a rounding error of bf16: in each weight
+           in the first test, and in the distance in the second test.
 """
 
 from types import SimpleNamespace

@@ -4,7 +4,7 @@ Problem    Generate `steps` greedy tokens for one sequence with a bf16 decoder
            (`suites/decoder.py`). The KV cache already holds 16 tokens, and each new token is the
            input of the next step. The check compares the tokens, their scores, and the keys and
            values that the steps add to the cache. Each rung has its own test. The last test
-           compares eager with captured and with `persistent`.
+           compares `eager` with `captured` and with `persistent`.
 Baseline   eager: one operation after another. Positions and tokens stay on the GPU.
            compiled: the baseline of `captured`.
            captured: the baseline of `persistent`.
@@ -24,12 +24,12 @@ Optimized  compiled: changes `eager`. `torch.compile` compiles a step. Norms, ro
            segments of weights, 2 KB each, into the L2. If the warp has fewer segments of the next
            product, it continues with the product after that. So DRAM keeps working for longer
            during barriers, norms and attention.
-Bound      The host limits eager and compiled: a step computes one token, but launches more than a
-           hundred small kernels. Two things limit captured: DRAM, because each step reads all
-           weights, and the starts of the kernels in the graph. DRAM limits persistent and
+Bound      The host limits `eager` and `compiled`: a step computes one token, but launches more than
+           a hundred small kernels. Two things limit captured: DRAM, because each step reads all
+           weights, and the starts of the kernels in the graph. DRAM limits `persistent` and
            `prefetched`. Their cost has the bytes and the instructions of the products. The cost
            leaves out the barriers, whose wait was not measured. It also leaves out norms and
-           attention, during which persistent reads only the weights that it loads ahead.
+           attention, during which `persistent` reads only the weights that it loads ahead.
 Seen       `eager` and `compiled` take about three times as long as predicted. The rate `launch` was
            measured with an addition, and most other operators take the host longer.
            `eager_captured` and `captured` take almost twice as long as predicted. The rate

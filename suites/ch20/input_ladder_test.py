@@ -5,7 +5,7 @@ Problem    `batches` batches of 256 images arrive in host memory, in uint8. Norm
            with a small fp32 MLP. The result has the scores of all batches. Each rung has its own
            test, and the last test compares the first rung with the last.
 Baseline   on_host: normalize on the CPU, then copy fp32 to the GPU from pageable memory.
-           on_gpu: the baseline of pinned.
+           on_gpu: the baseline of `pinned`.
            pinned: the baseline of `overlapped`.
 Optimized  on_gpu: changes `on_host`. Copy the bytes, and normalize on the GPU. The copy is a
            quarter as large.
@@ -20,12 +20,12 @@ Bound      The CPU. `on_host` normalizes on the CPU, in three passes over floats
            CPU's copies into pinned memory limit `overlapped`, and all other work overlaps with
            them.
 Seen       On an H100 machine, all sides take longer than predicted: `on_host` more than five times
-           as long, `on_gpu` four to five times, pinned three times, and overlapped twice. No rate
-           was measured for the CPU's work, so the costs leave out the normalization of `on_host`,
-           the driver's copies of `on_gpu`, and the copies into pinned memory. We did not time this
-           work alone. Each rung removes or hides some of this work. `pinned` alone takes a third
-           less time than `on_gpu`. The product of the rungs' speedups is close to the speedup of
-           the last test.
+           as long, `on_gpu` four to five times, `pinned` three times, and `overlapped` twice. No
+           rate was measured for the CPU's work, so the costs leave out the normalization of
+           `on_host`, the driver's copies of `on_gpu`, and the copies into pinned memory. We did not
+           time this work alone. Each rung removes or hides some of this work. `pinned` alone takes
+           a third less time than `on_gpu`. The product of the rungs' speedups is close to the
+           speedup of the last test.
 Use when   Inputs are images or other small integers. Convert them on the GPU. Pin and overlap if
            the GPU still waits. A DataLoader pins with `pin_memory=True`, and copies overlap if the
            loop copies with `non_blocking=True` (`dataloader` in chapter 13). If decoding images

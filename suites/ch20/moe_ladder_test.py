@@ -16,11 +16,11 @@ Optimized  sorted_slices: changes `masked`. The pairs (token, expert) are sorted
            Each expert then computes one slice of the pairs. The host waits once to read where all
            slices end.
            grouped: changes `sorted_slices`. `grouped_mm` computes all experts in two products and
-           reads the ends of the slices on the GPU. The host waits for nothing.
+           reads the ends of the slices on the GPU. The host never waits.
            captured: changes `grouped`. The whole block is a CUDA graph. Code that waits for the GPU
-           cannot be captured, so this rung needs grouped.
-Bound      The host limits masked and sorted_slices: it launches kernels for each expert and waits
-           for the GPU. The number of launches of `grouped` does not depend on the number of
+           cannot be captured, so this rung needs `grouped`.
+Bound      The host limits `masked` and `sorted_slices`: it launches kernels for each expert and
+           waits for the GPU. The number of launches of `grouped` does not depend on the number of
            experts. Two things limit captured: DRAM, because each expert's weights are read for only
            a few tokens, and the starts of about thirty graph nodes.
 Seen       On an H100 machine, `masked` takes about twice as long as predicted. `sorted_slices` and

@@ -2,9 +2,9 @@
 
 Problem    Serve `requests` requests that all wait at the beginning, with a bf16 decoder
            (`suites/decoder.py`). The batch has `slots` rows. All prompts begin with the same
-           `prefix` tokens, as with a system prompt, and end with `suffix` tokens of their own.
-           The server knows `prefix` in advance. A real server finds a common prefix by comparing
-           hashes of blocks of tokens. The lengths of the answers are quantiles of an exponential
+           `prefix` tokens, as with a system prompt, and end with their own `suffix` tokens. The
+           server knows `prefix` in advance. A real server finds a common prefix by comparing hashes
+           of blocks of tokens. The lengths of the answers are quantiles of an exponential
            distribution with the mean `mean`. The server knows the lengths in advance. Every new
            token is copied to the host before the next step, as in a server that streams. Decoding
            is greedy. The check compares all tokens and scores. The loop of all sides is `serve` in
@@ -14,34 +14,34 @@ Problem    Serve `requests` requests that all wait at the beginning, with a bf16
 Baseline   static: one call of the decoder computes `slots` prompts. The next group starts when the
            longest answer of the group has ended. A row of the cache has room for the longest
            request.
-           continuous: the baseline of paged.
-           paged: the baseline of prefix_cached.
-           prefix_cached: the baseline of captured.
-Optimized  continuous: changes static. As soon as a row of the batch is free, the next request
+           continuous: the baseline of `paged`.
+           paged: the baseline of `prefix_cached`.
+           prefix_cached: the baseline of `captured`.
+Optimized  continuous: changes `static`. As soon as a row of the batch is free, the next request
            starts in it, with a separate call for its prompt.
-           paged: changes continuous. Keys and values are in pages of 64 tokens. A Triton kernel
+           paged: changes `continuous`. Keys and values are in pages of 64 tokens. A Triton kernel
            looks up pages in a table and stops at a request's last token. `paged_cache_test.py` in
            chapter 15 measures the kernel, the stop and the pages one by one. The next rung needs
            the pages.
-           prefix_cached: changes paged. The first request computes the pages of the prefix, and the
-           server keeps them. Later requests refer to these pages in their tables and compute only
-           their suffixes. Nothing is kept from an earlier call.
-           captured: changes prefix_cached. A step is a CUDA graph. Prompts still run eagerly.
-Bound      The number of steps limits all sides except captured. Launches limit each step: the costs
-           predict that the host takes longer to launch a step than the GPU takes to read all
-           weights. continuous makes fewer steps. paged reads only the tokens that exist, but gains
-           nothing by itself, because launching a step takes longer than reading the cache. Tensor
-           cores limit prompts that are computed in full. prefix_cached computes only a small part
-           of a prompt's tokens, so launches also limit its prompts. captured removes the launches
-           of steps, so DRAM and the starts of the graph's kernels limit a step. The GPU waits for
-           the host only between two steps and for the launches of prompts.
-Seen       On H100 and H200 machines, all sides take about two to two and a half times as long as
-           predicted, so most ratios are as predicted. The costs count only the launches, but the
-           eager decoder also spends time in Python. Even captured computes its prompts eagerly.
-           paged gains nothing by itself, as predicted: the confidence interval of its speedup
-           includes 1. prefix_cached gains somewhat less than predicted, and its interval includes 1
-           too. captured gains somewhat more than predicted. The same side takes up to half longer
-           on one H100 machine than on another, so compare only the sides of one test.
+           prefix_cached: changes `paged`. The first request computes the pages of the prefix, and
+           the server keeps them. Later requests refer to these pages in their tables and compute
+           only their suffixes. Nothing is kept from an earlier call.
+           captured: changes `prefix_cached`. A step is a CUDA graph. Prompts still run eagerly.
+Bound      The number of steps limits all sides except `captured`. Launches limit each step: the
+           costs predict that the host takes longer to launch a step than the GPU takes to read all
+           weights. `continuous` makes fewer steps. `paged` reads only the tokens that exist, but
+           gains nothing by itself, because launching a step takes longer than reading the cache.
+           Tensor cores limit prompts that are computed in full. `prefix_cached` computes only a
+           small part of a prompt's tokens, so launches also limit its prompts. `captured` removes
+           the launches of steps, so DRAM and the starts of the graph's kernels limit a step. The
+           GPU waits for the host only between two steps and for the launches of prompts.
+Seen       On H100 and H200 machines, all sides take about two to 2.5 times as long as predicted, so
+           most ratios are as predicted. The costs count only the launches, but the eager decoder
+           also spends time in Python. Even `captured` computes its prompts eagerly. `paged` gains
+           nothing by itself, as predicted: the confidence interval of its speedup includes 1.
+           `prefix_cached` gains somewhat less than predicted, and its interval includes 1 too.
+           `captured` gains somewhat more than predicted. The same side takes up to 50 % longer on
+           one H100 machine than on another, so compare only the sides of one test.
 Use when   You build a server, or want to know which of these techniques to add. Each rung gains
            most on certain requests: the first on answers of different lengths, the second on long
            contexts of different lengths, and the third on equal beginnings. The last rung gains

@@ -2,7 +2,7 @@
 
 Problem    Take one AdamW step of a decoder of `layers` blocks (`suites/ch13/transformer.py`) on
            `rows` sequences of `length` tokens, and return the loss. Weights, gradients and moments
-           are bf16. Each rung has its own test, and the last test compares eager with `captured`.
+           are bf16. Each rung has its own test, and the last test compares `eager` with `captured`.
 Baseline   eager: one operation after another, and torch's default AdamW, which works on lists of
            tensors and counts its steps on the CPU. For the previous rung, from TF32 to bf16, see
            `amp_training` in chapter 13.
@@ -24,18 +24,18 @@ Bound      DRAM limits `eager`: it makes passes over activations, and the optimi
            never waits for the host. fp8 doubles the rate of most products, but quantizing makes
            more passes over inputs, weights and gradients. So its test has wider layers.
 Seen       On H100 and H200 machines, `eager` takes about four times as long as predicted, and
-           compiled two to three times. The host limits both: the costs count launches, but not the
-           time that Python takes in modules, autograd and the optimizer. The host also limits
+           `compiled` two to three times. The host limits both: the costs count launches, but not
+           the time that Python takes in modules, autograd and the optimizer. The host also limits
            `fused`, which takes more than twice as long as predicted, and more than four times as
-           long at the smaller size. So `fused` gains little over compiled, and the confidence
-           interval of its speedup includes 1. captured removes that limit. `captured` is nearly
+           long at the smaller size. So `fused` gains little over `compiled`, and the confidence
+           interval of its speedup includes 1. `captured` removes that limit. `captured` is nearly
            twice as fast as `fused` at the larger size, and more than three times as fast at the
            smaller size. `captured` still takes a third longer than predicted at the larger size,
            and one and a half times as long as predicted at the smaller size. By the profiler, the
            GPU is almost always busy in `captured` at the larger size, so the kernels themselves
            take longer. We did not compare single kernels with their costs. On an H200, `captured`
            is almost four times as fast as `eager`. With the wider layers of its test, `fp8` gains
-           about a quarter over captured, about as predicted, and both sides take about a tenth
+           about a quarter over `captured`, about as predicted, and both sides take about a tenth
            longer than predicted.
 Use when   You tune a training loop: take the rungs in this order, because each rung shows the next
            limit. `captured` gains only if the GPU waits for the host, so its test has a second,
