@@ -9,7 +9,6 @@ import pickle
 import re
 import shutil
 import socket
-import subprocess
 import sys
 import threading
 from multiprocessing import Pipe
@@ -48,7 +47,7 @@ def lost(number, why):
 
 
 @pytest.fixture
-def two(tmp_path, forked_processes):
+def two(tmp_path, forked_processes, worker_zygote):
     """Two folders that stand for the trees of two machines, and the rank server of the second."""
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir()
@@ -61,9 +60,9 @@ def two(tmp_path, forked_processes):
         ours, theirs = Pipe()
         command = [sys.executable, "-m", "pytest_aisp.fleet.rank_server", str(theirs.fileno())]
         leases = {"AISP_LEASES": str(tmp_path / "leases")}
-        server = subprocess.Popen(
+        server = worker_zygote.rank_server(
             [*command, str(os.getpid())],
-            cwd=there,
+            cwd=str(there),
             env={**os.environ, **leases, **variables},
             pass_fds=[theirs.fileno()],
         )

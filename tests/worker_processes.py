@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from zygote import WORKER_NAME
+from zygote import SERVER_NAME, WORKER_NAME
 
 PROGRAMS = (b"pytest_aisp.worker", b"pytest_aisp.distributed.rank", WORKER_NAME.encode())
 
@@ -19,7 +19,10 @@ def alive_workers(folder: Path) -> list[int]:
 
 def _is_worker(entry: Path, folder: Path) -> bool:
     try:
-        command = (entry / "cmdline").read_bytes() + (entry / "comm").read_bytes()
+        command, name = (entry / "cmdline").read_bytes(), (entry / "comm").read_bytes()
+        if name.strip() == SERVER_NAME.encode():
+            return False
+        command += name
         return any(p in command for p in PROGRAMS) and os.readlink(entry / "cwd") == str(folder)
     except OSError:  # it has ended meanwhile
         return False

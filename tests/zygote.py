@@ -28,8 +28,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
-WORKER_NAME = "aisp-worker"
-"""The name of a forked worker process, whose command line is that of its zygote."""
+WORKER_NAME, SERVER_NAME = "aisp-worker", "aisp-server"
+"""The names of a forked worker process and rank server. Their command line is their zygote's."""
 WORKERS, RUNS, COMPILERS = 63, 62, 61
 """File descriptors: a run's sockets to the zygotes of its worker processes, of its xdist workers,
 and of worker processes that compile kernels.
@@ -91,7 +91,8 @@ class Forked:
         return self.returncode
 
     def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
 
 
 class Zygote:
@@ -181,12 +182,20 @@ class Zygote:
 
     def launcher(self, command: Sequence[str], **options: Any) -> Any:
         """Start torch's elastic launcher, which forks its ranks from a copy of this zygote."""
-        if not self._can_fork(options["env"], "OMP_NUM_THREADS"):
+        if not self._can_fork(options["env"], "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"):
             return subprocess.Popen(command, **options)
         with contextlib.ExitStack() as sockets:
             fds = {1: options["stdout"].fileno(), 2: options["stderr"].fileno()}
             fds[WORKERS] = self._copy(sockets)
             return self._start(fds, options["env"], target="launcher", args=command[4:])
+
+    def rank_server(self, command: Sequence[str], **options: Any) -> Forked:
+        """Start a node's rank server, whose ranks are forked from a copy of this zygote."""
+        with contextlib.ExitStack() as sockets:
+            fds = {fd: fd for fd in (1, 2, *options["pass_fds"])}
+            fds[WORKERS] = self._copy(sockets)
+            request = {"target": "rank_server", "args": command[3:4], "cwd": options["cwd"]}
+            return self._start(fds, options["env"], **request)
 
     def rank(self, args: Sequence[str], env: Mapping[str, str], **_: Any) -> Forked:
         """Start a rank as torch's elastic launcher does."""
@@ -198,7 +207,8 @@ class Zygote:
         return changed <= self._forkable.union(ours)
 
     def _start(self, fds: Mapping[int, int], environ: Mapping[str, str], **request: Any) -> Forked:
-        request |= {"targets": list(fds), "environ": dict(environ), "cwd": os.getcwd()}
+        where = {"cwd": os.getcwd()}
+        request = {**where, **request, "targets": list(fds), "environ": dict(environ)}
         ours, theirs = socket.socketpair()
         with theirs:
             data = json.dumps(request).encode()
@@ -234,7 +244,7 @@ def _serve(requests: socket.socket) -> None:
 def _supervise(request: dict[str, Any], reply: int, fds: list[int]) -> NoReturn:
     """Fork the process; send its process id, then its exit code."""
     target = request.pop("target")
-    is_worker = target in ("worker", "launcher", "rank")
+    is_worker = target in ("worker", "launcher", "rank", "rank_server")
     if is_worker:
         _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     pid = os.fork()
@@ -256,6 +266,7 @@ def _supervise(request: dict[str, Any], reply: int, fds: list[int]) -> NoReturn:
         "xdist_worker": _run_xdist_worker,
         "worker": _run_worker,
         "launcher": _run_launcher,
+        "rank_server": _run_rank_server,
         "rank": _run_rank,
         "zygote": _run_zygote,
     }[target](**request)
@@ -358,6 +369,16 @@ def _run_launcher(args: list[str]) -> NoReturn:
     ranks = Zygote(socket.socket(fileno=WORKERS))
     subprocess_handler.Popen = lambda args, **options: ranks.rank(args, **options)
     rank.launch(args[0], args[1:])
+    _end(0)
+
+
+def _run_rank_server(args: list[str]) -> NoReturn:
+    from pytest_aisp.distributed import launcher
+    from pytest_aisp.fleet import rank_server
+
+    launcher.Popen = Zygote(socket.socket(fileno=WORKERS)).launcher  # type: ignore[assignment,misc]
+    _prctl(PR_SET_NAME, SERVER_NAME.encode())
+    rank_server.main(int(args[0]), os.getppid())
     _end(0)
 
 
