@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import pty
 import re
-import subprocess
-import sys
 import threading
 from types import SimpleNamespace
 
@@ -17,22 +15,20 @@ from pytest_aisp.util.gpu_lease import lease
 
 
 @pytest.fixture
-def on_a_terminal(pytester):
+def on_a_terminal(pytester, zygote, worker_zygote, monkeypatch):
     """Run pytest on a pseudo-terminal and return what it wrote there."""
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("TERM", "xterm")
 
     def run(*args):
         ours, theirs = pty.openpty()
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *args]
-        environment = {**os.environ, "COLUMNS": "120", "TERM": "xterm"}
-        with subprocess.Popen(
-            command, cwd=pytester.path, stdout=theirs, stderr=theirs, env=environment
-        ) as process:
-            os.close(theirs)
-            written = b""
-            while chunk := _read(ours):
-                written += chunk
+        process = zygote.run(["-p", "no:cacheprovider", *args], theirs, theirs, worker_zygote)
+        os.close(theirs)
+        written = b""
+        while chunk := _read(ours):
+            written += chunk
         os.close(ours)
-        return process.returncode, written.decode(errors="replace")
+        return process.wait(), written.decode(errors="replace")
 
     return run
 
