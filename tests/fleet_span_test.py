@@ -261,6 +261,7 @@ def told(folder):
     return sorted(file.name for file in folder.iterdir())
 
 
+@pytest.mark.slow
 @NEEDS_RAY
 def test_a_case_runs_on_ranks_of_two_nodes(add, run, pytester, tmp_path):
     add("s1", "s2")

@@ -508,6 +508,7 @@ def test_on_a_gpu_the_timeline_of_both_sides_is_written(pool, cuda, tmp_path, mo
     assert timeline.Timeline.read(tmp_path).optimized.count == 6
 
 
+@pytest.mark.slow
 def test_the_code_that_inductor_generated_is_kept_for_a_compiled_side(page, pytester):
     compiled = "def doubled(x):\n    return torch.compile(lambda x: 2 * x, dynamic=False)(x)"
     page(defs=compiled)
