@@ -183,7 +183,7 @@ def test_the_loop_of_all_reduces_runs_without_a_page(pages, capsys):
     [
         ("alone", "alone: it calls no collective of torch.distributed"),
         ("crashes", "rank 2 ended with exit code 3 during: record crashes"),
-        ("smaller", "smaller uses a process group of some ranks only, which is not supported"),
+        ("smaller", "smaller uses a process group of only some ranks, which is not supported"),
     ],
 )
 def test_cases_that_cannot_be_diagnosed(pages, capsys, variant, message):

@@ -211,7 +211,7 @@ def test_a_process_is_not_replaced_before_its_last_lap(page):
     [
         ("/no/such/python", "no such interpreter: No such file or directory"),
         ("/tmp", "no such interpreter: Permission denied"),
-        ("/bin/true", "not a Python that can be used: it printed no versions"),
+        ("/bin/true", "not a usable Python: it printed no versions"),
     ],
 )
 def test_what_is_no_interpreter_is_refused(timed_page, run, python, says):

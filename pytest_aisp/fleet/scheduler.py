@@ -226,7 +226,7 @@ class Scheduler:
     def _shape(self, gpus: int, product: str) -> Shape:
         """Return the shape of a seat for a case on `gpus` GPUs.
 
-        If neither one node nor several ones can run the case, it is the largest node, which then
+        If no node and no group of nodes can run the case, the seat is the largest node, which then
         only checks the case.
         """
         usable = self.usable(product)

@@ -190,7 +190,7 @@ def judge_against(
     """Compare the side `name` with an earlier version, or with itself in another environment.
 
     Args:
-        first: the first measured ln(other time / time here).
+        first: the first measured ln(time there / time here).
         measure: a function that measures this value again in a fresh process.
         than: a phrase that describes the other version or environment.
         cause: the cause to report if the side is slower today.

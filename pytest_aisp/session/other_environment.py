@@ -178,7 +178,7 @@ def _probe(python: str) -> Found:
     with suppress(ValueError):
         return msgspec.json.decode(done.stdout, type=Found)
     last = [*done.stderr.strip().splitlines(), "it printed no versions"][-1 if done.stderr else 0]
-    raise pytest.UsageError(f"{OPTION}={python}: not a Python that can be used: {last}\n{hint}")
+    raise pytest.UsageError(f"{OPTION}={python}: not a usable Python: {last}\n{hint}")
 
 
 def _problem(found: Found, machine: Machine) -> str:

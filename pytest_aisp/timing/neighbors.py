@@ -174,7 +174,7 @@ class Neighbors:
         return f"{who} {share:.0%} of this GPU{length}"
 
     def details(self) -> dict[str, object]:
-        """Return the share and the text if other processes use enough to be named, else nothing."""
+        """Return the share and the text if other processes use enough of the GPU to be reported."""
         share = self.share()
         return {"neighbor": {"share": share, "text": self.text()}} if share >= NAMED else {}
 

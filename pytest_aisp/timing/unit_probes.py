@@ -16,7 +16,7 @@ VECTOR = 16
 """Bytes of a load."""
 EMPTY_BLOCKS, WARP = 1 << 20, 32
 FEW, LOAD = 128, 4
-"""The threads per SM, and the bytes of a load, in the probe of loads in flight."""
+"""The number of threads per SM and bytes per load in the probe of loads in flight."""
 
 
 class Probe(NamedTuple):

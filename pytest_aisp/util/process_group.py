@@ -43,7 +43,7 @@ class SingleProcess:
         return value
 
     def first_message(self, text: str | None) -> str | None:
-        """Return the first rank's text that is not None, with the rank's number, or None."""
+        """Return the first text that is not None, with its rank's number, or None."""
         return text
 
     def broadcast(self, value: T) -> T:

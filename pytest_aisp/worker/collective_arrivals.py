@@ -359,6 +359,6 @@ def _refuse_smaller_groups(name: str) -> None:
     sizes = [len(ranks) for ranks in distributed_c10d._world.pg_group_ranks.values()]
     if group.max(any(size < group.world for size in sizes)):
         raise PageError(
-            f"{name} uses a process group of some ranks only, which is not supported:"
+            f"{name} uses a process group of only some ranks, which is not supported:"
             " a recording does not tell which group a collective belongs to"
         )

@@ -16,7 +16,7 @@ Seen       `padded` takes somewhat longer than predicted. The time is the mean o
            and only the later recording is close to the prediction. We cannot explain the
            difference. `grouped` takes longer than predicted from its bytes. We cannot explain why,
            because we did not time the kernel and the host separately. The speedup of `grouped` over
-           looped differs by up to half between processes, which we cannot explain either.
+           `looped` differs by up to half between processes, which we cannot explain either.
 Use when   There are many groups, and they differ in size. Pad when no grouped kernel supports the
            data type. A few large groups can stay in a loop.
 """

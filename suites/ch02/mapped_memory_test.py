@@ -10,7 +10,7 @@ Optimized  mapped: changes `copied`. The table is not copied. The kernel that se
            space, so each load of a row crosses PCIe.
            gathered: changes `copied`. All threads of torch gather the rows on the CPU into a pinned
            buffer, and only this buffer is copied.
-Bound      PCIe. copied always moves the whole table. `mapped` moves 256 bytes for each read, even
+Bound      PCIe. `copied` always moves the whole table. `mapped` moves 256 bytes for each read, even
            if a row is read twice. So `mapped` should be faster if there are fewer reads than rows,
            and copied if there are more. `gathered` moves as many bytes as `mapped`, but the CPU
            selects the rows first. The costs assume that a kernel reads host memory at the rate of

@@ -14,7 +14,7 @@ Bound      The host. So the page times ordinary calls, without a CUDA graph. `pe
            inputs. A training step does not need these copies, so `bucketed` gains less there than
            here.
 Seen       Every side takes longer than predicted. A call of `all_reduce` takes the host longer than
-           a launch, and peaks.json has no rate for such a call. `per_tensor` and coalesced differ
+           a launch, and peaks.json has no rate for such a call. `per_tensor` and `coalesced` differ
            only in how they call the all-reduces, but their times differ by several launches per
            all-reduce. We cannot explain why coalesced and `bucketed` take longer than predicted.
            CUDA graphs gave no answer: an all-reduce of this size took several times longer in a

@@ -148,7 +148,7 @@ def in_bf16(n, world):
 
 
 def in_int8(n, world):
-    """Return the cost of int8, which sends codes and scales (a byte per 32 codes) separately."""
+    """Return the cost of `int8`, which sends codes and scales (a byte per 32 codes) separately."""
     quantized = 33 / 32
     sent_and_received = exchange(n, world) + exchange(n / 32, world)
     return (

@@ -12,7 +12,7 @@ Optimized  sent: the prefill rank computes all layers, then sends the whole cach
            message.
            pipelined: the prefill rank sends each layer's cache on NCCL's stream while it computes
            the next layer.
-Bound      Tensor cores. pipelined hides every message except the last behind the products of a
+Bound      Tensor cores. `pipelined` hides every message except the last behind the products of a
            layer. PCIe limits `staged`: each layer's cache crosses PCIe before the next layer
            begins. These layers have no attention and no MLP. A whole transformer layer would
            compute about nine times as much for a cache of this size, so both gains are smaller in a

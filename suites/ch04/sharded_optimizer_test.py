@@ -7,7 +7,7 @@ Optimized  sharded: reduce-scatter the gradients, update the rank's own shard, a
            parameters. Reduce-scatter and all-gather are the two halves of an all-reduce, and the
            update runs between them (ZeRO stage 1, Rajbhandari et al., arXiv:1910.02054).
 Bound      NVLink. Both sides send the same number of bytes, so the gain is memory. Each parameter
-           takes 8 bytes for moments, 4 for the gradient, and 4 for its value. sharded splits only
+           takes 8 bytes for moments, 4 for the gradient, and 4 for its value. `sharded` splits only
            the moments, so it needs 8 + 8 / world bytes instead of 16. Mixed precision saves more,
            because the fp32 copies of the weights are sharded too. The update takes 1 / world of the
            time. NVLink multicast was off (README). With four GPUs or more, multicast could shorten

@@ -22,9 +22,9 @@ Bound      The disk. `buffered`, `mapped` and `advised` leave the disk idle betw
            page cache. The costs count only the copy to the GPU, because the disk's rate was not
            measured. So all sides take longer than predicted.
 Seen       On an H200 machine, the gain of `advised` is smaller than its confidence interval.
-           threads and direct clearly gain. Their confidence intervals overlap, so the page does not
-           show how much `O_DIRECT` adds. We did not measure the disk's rate, or how long it takes
-           to drop the pages. On an H100 machine, `mapped` takes about half again as long as
+           `threads` and `direct` clearly gain. Their confidence intervals overlap, so the page does
+           not show how much `O_DIRECT` adds. We did not measure the disk's rate, or how long it
+           takes to drop the pages. On an H100 machine, `mapped` takes about half again as long as
            `buffered`.
 Use when   The data is larger than memory and each byte is read once. `direct` needs addresses,
            offsets and sizes that are multiples of the disk's block size. If data is read again soon

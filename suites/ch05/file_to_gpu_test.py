@@ -1,7 +1,7 @@
 """File to GPU: read into pinned memory, and copy one block while the next is read.
 
 Problem    Load blocks of a file into one tensor on the GPU. The input gives the blocks and their
-           order. The file was written just before, so all sides read it from the page cache.
+           order. The file has just been written, so all sides read it from the page cache.
 Baseline   pageable: read the blocks into a new tensor in ordinary memory, and copy the tensor to
            the GPU.
 Optimized  mapped: changes `pageable`. The file is mapped before the timed part. Each block is

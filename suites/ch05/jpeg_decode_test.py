@@ -11,7 +11,7 @@ Optimized  threads: changes `one_thread`. There is a thread per core. The decode
            GIL.
            on_gpu: changes `one_thread`. One call gets all files and `device="cuda"`. torchvision
            then calls nvJPEG, which uses the GPU's JPEG engines, if any.
-Bound      The CPU limits `one_thread` and threads. The GPU's JPEG engines limit `on_gpu`. A GPU
+Bound      The CPU limits `one_thread` and `threads`. The GPU's JPEG engines limit `on_gpu`. A GPU
            without JPEG engines decodes with its SMs and the CPU together. With `on_gpu`, the files
            cross PCIe instead of the decoded pictures. The costs leave out the decoding, because its
            rate was not measured.
@@ -20,9 +20,9 @@ Seen       On an H200 machine, `threads` is two and a half times as fast as `one
            sides take longer than predicted: `one_thread` takes more than a hundred times as long,
            `threads` about fifty times, and `on_gpu` nearly nine times. `threads` keeps nearly 14
            cores busy, but gains far less than 14 times. We did not measure why. In `one_thread`,
-           one thread decodes, but the process uses five or six cores. We did not find out which
-           threads use the other cores. With `on_gpu`, the profiler shows copies of the files, and
-           kernels that convert RGBA to RGB, but no kernel that decodes. So the JPEG engines decode.
+           one thread decodes, but the process uses five or six cores. We do not know which threads
+           use the other cores. With `on_gpu`, the profiler shows copies of the files, and kernels
+           that convert RGBA to RGB, but no kernel that decodes. So the JPEG engines decode.
 Use when   The GPU waits for data because the CPU decodes too slowly. Try threads or worker
            processes first: they cost nothing if cores are idle. Use `on_gpu` if the cores are not
            enough. If the GPU has no JPEG engines, its SMs decode, and the training step gets fewer

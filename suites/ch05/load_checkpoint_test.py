@@ -2,9 +2,8 @@
 
 Problem    A checkpoint holds the weights (width, width) of all experts of each layer, in bf16. One
            rank loads an eighth of each layer's experts to the GPU. The input gives the numbers of
-           these experts. The file was written just before, so all sides read it from the page
-           cache. Every call opens the file again, because a real process loads a checkpoint only
-           once.
+           these experts. The file has just been written, so all sides read it from the page cache.
+           Every call opens the file again, because a real process loads a checkpoint only once.
 Baseline   whole: `torch.load` reads all weights into memory. Then the rank's weights are copied to
            the GPU.
 Optimized  mapped: changes `whole`. With `mmap=True`, only the pages of the rank's weights are read.

@@ -8,9 +8,9 @@ Optimized  in_turn: changes `single`. A thread has four elements, and loads an e
            has stored the previous one, because the compiler must assume that out and x overlap.
            two: changes `single`. A thread has two elements, and loads both before it uses the
            first.
-           four: like two, with four elements. four and `in_turn` differ only in the order of loads
-           and stores.
-           eight: like four, with eight elements.
+           four: like `two`, with four elements. `four` and `in_turn` differ only in the order of
+           loads and stores.
+           eight: like `four`, with eight elements.
            library: `torch.sigmoid`.
            growth_four: changes `growth_single`. A thread has four elements, whose steps alternate.
            Both kernels are unrolled to 128 multiply-adds per iteration of the loop, so their loops

@@ -23,11 +23,12 @@ Seen       `in_cache` takes longer than predicted. A thread of `in_cache` has on
            L2. `column` takes slightly longer than predicted, and longer than `tiled`, although both
            have the same number of resident threads. On an H100, `planes` takes a sixth longer than
            predicted from its bytes, and gains less than `column` and `tiled` gain on an H200. The
-           three sides have not been measured on the same GPU yet. `column` and planes issue loads
+           three sides have not been measured on the same GPU yet. `column` and `planes` issue loads
            between their sums, `planes` and `tiled` read shared memory, and `planes` also waits for
            loads at each of its 8 barriers. We do not know which of these differences matters most.
-Use when   Compute several cells per thread before trying shared memory. Use shared memory if a
-           wider stencil reads each cell so often that the L1 becomes the limit.
+Use when   Neighboring cells share inputs. Compute several cells per thread before trying shared
+           memory. Use shared memory if a wider stencil reads each cell so often that the L1 becomes
+           the limit.
 """
 
 import torch

@@ -8,8 +8,8 @@ Problem    test_occupancy_ilp computes a * x for n fp32 elements. test_chains it
 Baseline   one: a thread has one load in flight.
            one_chain: a thread iterates one number at a time.
 Optimized  two: changes one. A thread loads two elements before it stores the first.
-           four: like two, with four elements.
-           eight: like four, with eight elements.
+           four: like `two`, with four elements.
+           eight: like `four`, with eight elements.
            two_chains: changes `one_chain`. A thread has two numbers, whose steps alternate.
            four_chains: like `two_chains`, with four numbers. There is no library variant, because
            no library lets a caller choose the number of warps. For a full GPU,

@@ -16,7 +16,7 @@ Optimized  rolled: changes `compiled`. `#pragma unroll 1`. This variant is no op
            because PyTorch has no such function.
 Bound      Instruction issue. A step needs one multiply-add. `compiled` also needs a quarter of a
            load and a share of the loop's instructions, so it issues about 1.6 instructions per
-           step. rolled issues 6 instructions per step: a multiply-add, a load, two counters, a
+           step. `rolled` issues 6 instructions per step: a multiply-add, a load, two counters, a
            comparison and a branch. In `four_points`, four points share the loads and the loop. 64
            warps per SM hide the latency of the chains. All lanes load the same 16 bytes at the same
            time. The costs assume that such a load takes one cycle of shared memory. If a load took

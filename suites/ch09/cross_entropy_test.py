@@ -421,7 +421,7 @@ def pushed_cost(rows, n):
 
 
 def compiled_cost(rows, n):
-    """Return the cost of compiled. Inductor also computes a row's sums and gradient in one kernel.
+    """Return the cost of `compiled`. Inductor also computes a row's sums and gradient in a kernel.
 
     We did not count the instructions of that kernel.
     """

@@ -28,12 +28,12 @@ Seen       On an H100, the kernels in CuTe are slower than `triton_tiles`. `stag
            prefetch, and takes as long as predicted. `ring` takes over a third longer than
            predicted. The costs assume that `mma.sync` is as fast as `wgmma`, but on Hopper
            `mma.sync` reaches less than two thirds of the tensor cores' peak (arXiv 2501.12084).
-           wgmma, which changes only that instruction, is within a tenth of its prediction. `wgmma`
-           is slightly slower than `triton_tiles`, as expected, because it waits for each step's
-           products. `library` launches cuBLAS's kernel `nvjet_sm90_hsh_128x256_64x4`, whose larger
-           tiles read less from the L2. `triton_tiles` was timed four times, once with each variant,
-           and its times differ by an eighth, probably because the clock rate changed. So compare a
-           variant only with the time of `triton_tiles` from the same pair.
+           `wgmma`, which changes only that instruction, is within a tenth of its prediction.
+           `wgmma` is slightly slower than `triton_tiles`, as expected, because it waits for each
+           step's products. `library` launches cuBLAS's kernel `nvjet_sm90_hsh_128x256_64x4`, whose
+           larger tiles read less from the L2. `triton_tiles` was timed four times, once with each
+           variant, and its times differ by an eighth, probably because the clock rate changed. So
+           compare a variant only with the time of `triton_tiles` from the same pair.
 Use when   A kernel needs a layout or an instruction that Triton does not choose, and there is no
            C++ compiler to build it. For a plain product, call the library. If Triton generates the
            instructions that you need, use Triton, because its code is far shorter.

@@ -156,7 +156,7 @@ def library(x):
 
 
 def matrix(rows, n, reads, writes, row_reads=0, row_writes=0):
-    """Return the cost of a kernel with matrix reads and writes, and some numbers per row."""
+    """Return the cost of a kernel that reads and writes matrices, and a few numbers per row."""
     return Cost(
         read=4 * rows * (reads * n + row_reads),
         write=4 * rows * (writes * n + row_writes),

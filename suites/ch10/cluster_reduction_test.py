@@ -18,8 +18,8 @@ Bound      DRAM. x is ten times as large as the L2, so a second kernel reads it 
            `kept`, an SM holds 6 blocks, so some of its blocks move data while others wait at a
            cluster's barrier. In `atomics` and `two_passes`, an SM can hold 8 blocks.
 Seen       `distributed` takes longer than predicted. The difference in time between `distributed`
-           and kept suggests that about half of the second reads miss the L2. The blocks process 99
-           rows (26 MB) at a time, and the results take another 26 MB. Together, they fill the L2
+           and `kept` suggests that about half of the second reads miss the L2. The blocks process
+           99 rows (26 MB) at a time, and the results take another 26 MB. Together, they fill the L2
            (50 MB), so part of a row is probably evicted before the second read. We did not check
            this with hardware counters.
 Use when   Several blocks need a common result and read their data twice, and the data fits in the

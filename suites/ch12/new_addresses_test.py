@@ -25,8 +25,8 @@ Seen       On an H100, all sides take longer than predicted. For eager, the pred
            `graph_each`, a kernel of a few rows takes longer to run than to start, because it waits
            for the previous kernel and for its weights. We did not measure how long such a kernel
            takes alone. The difference between `updated` and `eager` is within the confidence
-           interval. recaptured probably takes longer than `eager`. So a capture saves nothing if it
-           is used only once.
+           interval. `recaptured` probably takes longer than `eager`. So a capture saves nothing if
+           it is used only once.
 Use when   Inputs arrive in new tensors. If the inputs are small, copy them, as
            `torch.compile(mode="reduce-overhead")` does. Capture a graph for each address if there
            are few addresses and the inputs are large. If a grid or a scalar argument changes, a

@@ -9,7 +9,7 @@ Baseline   files: the training process opens and reads the files of a batch one 
 Optimized  in_memory: changes `files`. All files are read once, before the timed part, into one
            tensor in host memory. A batch is selected from the tensor by index.
            on_gpu: changes `in_memory`. The tensor and the epoch's order are on the GPU.
-Bound      The host. files opens one file per image. All sides launch the same kernels in each
+Bound      The host. `files` opens one file per image. All sides launch the same kernels in each
            training step. Running these kernels takes less time than launching them.
 Seen       We did not measure how long it takes to open a file, so the prediction for files leaves
            out that time. `in_memory` and `on_gpu` take several times as long as their launches and

@@ -18,8 +18,8 @@ Optimized  by_words: changes `grown`. `cat` gets views of the bytes as int64. Wh
            kernel, with one program per sequence and head. A tensor core product needs 16 rows, so
            all 16 rows hold the same query.
 Bound      DRAM. Every step reads all keys and values, which do not fit in the L2. In `grown` and
-           `by_words`, every step also copies all keys and values. `preallocated` and paged copy the
-           prompt once per call.
+           `by_words`, every step also copies all keys and values. `preallocated` and `paged` copy
+           the prompt once per call.
 Seen       `grown` takes longer than its memory traffic alone. `by_words` moves the same bytes in
            the same number of kernels and comes close to its prediction. So copying single bf16
            elements explains the extra time of `grown`.

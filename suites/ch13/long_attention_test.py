@@ -21,10 +21,9 @@ Seen       `flash`, `cudnn` and `flex` take longer than their matrix products al
            exponentials and matrix products do not overlap, their sum explains the time of `cudnn`.
            We did not measure the overlap, or the steps of `eager` one by one. We cannot fully
            explain the times of `flash`, `flex` and `eager`.
-Use when   Use a fused kernel for every long context, also in training: the memory of eager grows
-           with the square of the length. On Hopper, choose `cudnn`. Use flex when no library kernel
-           supports the mask. The page leaves out FlashAttention-3, which had no wheel in November
-           2026.
+Use when   Always with a long context, even in training: the memory of `eager` grows with the square
+           of the length. On Hopper, choose `cudnn`. Use flex when no library kernel supports the
+           mask. The page leaves out FlashAttention-3, which had no wheel in November 2026.
 """
 
 import functools

@@ -24,10 +24,10 @@ Seen       In the large model, all sides take longer than predicted. Attention i
            kernel fills the GPU. But matrix products of 256 rows have tiles for only a few of the
            SMs, and the kernels of norms and attention have few blocks. We did not time the kernels
            one by one.
-Use when   Compile when passes over activations take a visible part of the step. Capture when the
-           GPU waits for the host and shapes repeat. The time of matrix products grows with the
-           square of the width, but the time of the passes only grows with the width. So compiling
-           helps less in wide models. Capturing does not help if the kernels take longer than their
+Use when   Passes over activations take a visible part of the step (compile), or the GPU waits for
+           the host and shapes repeat (capture). The time of matrix products grows with the square
+           of the width, but the time of the passes only grows with the width. So compiling helps
+           less in wide models. Capturing does not help if the kernels take longer than their
            launches.
 """
 

@@ -19,8 +19,8 @@ Bound      The host. `broken`, `cond` and `eager` wait for the GPU once per bloc
            nothing while they wait. `where` and `whole` never wait, and launch two kernels per
            block. The host also takes time to check guards and to call compiled code. We did not
            measure this time separately, so the costs leave it out, and `where` and `whole` have the
-           same cost. The costs of `broken` and eager assume that every block clips. Each limit is a
-           separate tensor. If the limits were elements of one tensor, most of them would not be
+           same cost. The costs of `broken` and `eager` assume that every block clips. Each limit is
+           a separate tensor. If the limits were elements of one tensor, most of them would not be
            aligned to 16 bytes, and compiled code copies unaligned inputs before it runs. Only
            `whole` would avoid these copies, because its input would be the entire tensor.
 Seen       On an H100, `eager` is no slower than `broken`, although it launches three times as many

@@ -21,7 +21,7 @@ Seen       `static` and `continuous` on an H100, and `static` on an H200, take t
            long as predicted. The costs count only the launches, but the eager decoder also spends
            time in Python. `captured` takes almost twice as long as predicted. Its prompts still run
            eagerly, and its graphs start many small kernels. We did not time these parts alone. The
-           gains of `continuous` and captured agree with the predictions within the confidence
+           gains of `continuous` and `captured` agree with the predictions within the confidence
            intervals.
 Use when   Answers differ in length, and the lengths are not known in advance. The gain is about the
            ratio of a group's longest answer to the average answer. There is no gain if all answers
@@ -122,7 +122,7 @@ class Batch:
 
 
 def admissions(starts):
-    """Return the prefill calls before each step, as lists of first request, count and row.
+    """Return the prefill calls before each step, each as (first request, count, row).
 
     Requests that start together in neighboring rows share a call.
     """

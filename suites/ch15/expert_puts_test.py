@@ -325,7 +325,7 @@ def all_to_all_cost(tokens, width, world):
 
 
 def gathered_cost(tokens, width, world):
-    """Return the cost of gathered.
+    """Return the cost of `gathered`.
 
     Six launches find this rank's rows in the others' counts, and a seventh makes the zero of
     `where`.
@@ -342,7 +342,7 @@ def puts_cost(tokens, width, world):
 
 
 def signalled_cost(tokens, width, world):
-    """Return the cost of signalled. The second and the third kernel wait for signals."""
+    """Return the cost of `signalled`. The second and the third kernel wait for signals."""
     there = Cost(sent=busiest(tokens, width, world), launches=1)
     back = Cost(sent=busiest(tokens, width, world), launches=1, barriers=1)
     return there + back + Cost(launches=1, barriers=1)

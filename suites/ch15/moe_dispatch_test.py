@@ -260,7 +260,7 @@ def layer_cost(tokens, width, hidden, experts, **starts):
 
 
 def masked_cost(tokens, width, hidden, experts):
-    """Return the cost of masked.
+    """Return the cost of `masked`.
 
     For each expert, `nonzero` takes five kernels and copies, and waits for the GPU. Nine more
     kernels compare, gather tokens and shares, multiply twice, apply SwiGLU (two kernels), scale by
@@ -282,7 +282,7 @@ def sorted_cost(tokens, width, hidden, experts):
 
 
 def grouped_cost(tokens, width, hidden, experts):
-    """Return the cost of grouped. Each grouped product has a second kernel for its pointers."""
+    """Return the cost of `grouped`. Each grouped product has a second kernel for its pointers."""
     launches = SORTING + GATHERING + 2 * 2 + 2
     return layer_cost(tokens, width, hidden, experts, launches=launches)
 

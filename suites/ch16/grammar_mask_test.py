@@ -106,7 +106,7 @@ def bools_cost(rows, vocabulary):
 
 
 def bits_cost(rows, vocabulary):
-    """Return the cost of bits. Shifted words and their lowest bits take 4 bytes per token."""
+    """Return the cost of `bits`. Shifted words and their lowest bits take 4 bytes per token."""
     n = rows * vocabulary
     unpacked = Cost(launches=1) + Cost(read=n / 8, write=4 * n, launches=1)
     unpacked += Cost(read=4 * n, write=4 * n, launches=1) + Cost(read=4 * n, write=n, launches=1)

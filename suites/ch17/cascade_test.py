@@ -16,7 +16,7 @@ Optimized  cascade: changes `large`. A linear model, fitted to easy inputs, labe
 Bound      Tensor cores. The large network multiplies each input by all its matrices. `large` runs
            the network on all inputs, and `cascade` only on the hard inputs. The wait for the number
            of hard inputs is the second largest part of the time.
-Seen       On an H200, large and `cascade` take about as long as predicted. On an H100, `large`
+Seen       On an H200, `large` and `cascade` take about as long as predicted. On an H100, `large`
            takes as long as predicted, and `early_exit` takes a third longer. We did not time the
            parts of `early_exit` alone.
 Use when   Most inputs are easy, and the small model's scores show when it is not sure. Measure the

@@ -24,11 +24,11 @@ Seen       On an H100, with many tokens, `of_chosen` gains nothing over `of_all`
            index. The cost does not count the instructions of this search. The predicted time of a
            launch was measured with an addition. With few tokens, the host takes longer to call
            `topk` or a Triton kernel than to call an addition.
-Use when   Choose first and normalize the chosen scores. The shares are the same, and fewer launches
-           matter only with few tokens. Write one kernel if the router takes a noticeable part of a
-           layer's time. The kernel gains most with many tokens, but with large experts the router
-           hardly matters. Vectorize any decision that is made per request and does not depend on
-           the previous decision.
+Use when   Always: choose first, and then normalize the chosen scores. The shares are the same, and
+           fewer launches matter only with few tokens. Write one kernel if the router takes a
+           noticeable part of a layer's time. The kernel gains most with many tokens, but with large
+           experts the router hardly matters. Vectorize any decision that is made per request and
+           does not depend on the previous decision.
 """
 
 import functools

@@ -26,7 +26,7 @@ Bound      `mma_sync`, `tma` and `flash` are limited by `mma.sync`, which does n
            `scores_ahead` are limited by products and then by exponentials, because block-wide
            barriers keep both warpgroups in step. Tensor cores limit `specialized`, `pingpong` and
            `overlapped`. One warpgroup can compute exponentials while the other warpgroup's products
-           run. specialized allows this overlap, and pingpong forces it.
+           run. `specialized` allows this overlap, and pingpong forces it.
 Seen       On an H100, `pingpong` and `overlapped` gain at most a little over `specialized`, and
            only with 1024 tokens. So the warpgroups of `specialized` must already alternate.
            `mma_sync` takes longer than predicted, because its threads copy all tiles themselves,

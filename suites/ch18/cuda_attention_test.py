@@ -20,7 +20,7 @@ Seen       `naive` and `online` take at least one and a half times as long as pr
            assume that loads of shared memory, multiply-adds and exponentials overlap fully, which
            we did not profile. `mma_sync` takes longer than predicted, as in
            `cuda_attention_hopper_test.py`, because its threads copy all tiles themselves. With 1024
-           tokens, `mma_sync` and cudnn miss their predictions by more than with longer sequences.
+           tokens, `mma_sync` and `cudnn` miss their predictions by more than with longer sequences.
            With so few tokens, a block has few tiles of keys, so its start and end probably take a
            large share of its time. With the causal mask, every side misses its prediction by more
            than without the mask, probably because blocks have different numbers of tiles.

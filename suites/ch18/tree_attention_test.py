@@ -23,7 +23,7 @@ Bound      DRAM limits `fused`, because the context is read once. `per_branch` r
 Seen       `masked` takes two to three times as long as predicted, on an H100 and on an H200. We did
            not record which kernel PyTorch chose. If it does not split the context, an SM has at
            most one program, which probably keeps too few bytes in flight. With 2 sequences on an
-           H100, `masked` gains about a third over `per_branch`. fused splits the context, and is
+           H100, `masked` gains about a third over `per_branch`. `fused` splits the context, and is
            many times as fast as `per_branch`. In the same case, `per_branch` takes a third longer
            than predicted. We did not measure why. `fused` is within about a fifth of its
            prediction.

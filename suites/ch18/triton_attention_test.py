@@ -22,7 +22,7 @@ Bound      DRAM limits `eager`, because each step reads and writes all scores. T
 Seen       All cases were recorded on an H100. Without a mask, `cudnn` takes a fifth to a third
            longer than predicted, and at 16384 tokens it takes longer than the same call in
            `cuda_attention_hopper_test.py`. The GPU's clock was probably lower in the timings with
-           `eager`. `tuned` takes a quarter to a half longer than predicted. descriptors differs
+           `eager`. `tuned` takes a quarter to a half longer than predicted. `descriptors` differs
            from `tuned` only in how tiles are loaded, and is closer to its prediction. `eager` takes
            up to a quarter longer than predicted. We did not time the kernels of `eager` alone. With
            the causal mask, every side misses its prediction by more: `tiled` takes up to 40 %

@@ -12,10 +12,10 @@ Optimized  All variants use one Triton kernel, which converts weights to bf16 in
            fp6: changes `fp8`. MXFP6: e2m3, four weights in three bytes. Each byte holds the code of
            one weight and two bits of the fourth code.
            fp4: changes `fp6`. MXFP4: e2m1, two weights in a byte.
-Bound      DRAM limits `bf16`, `streamed` and fp8. The L2 of an H100 is too small for the weights of
-           any side. Instructions limit fp6 and fp4. No GPU before Blackwell converts codes of six
-           or four bits. So the kernel shifts the bits of a code to the place of fp32's exponent and
-           mantissa, and multiplies by the scale. In nvdisasm's listing for sm90, the loop has 6
+Bound      DRAM limits `bf16`, `streamed` and `fp8`. The L2 of an H100 is too small for the weights
+           of any side. Instructions limit fp6 and fp4. No GPU before Blackwell converts codes of
+           six or four bits. So the kernel shifts the bits of a code to the place of fp32's exponent
+           and mantissa, and multiplies by the scale. In nvdisasm's listing for sm90, the loop has 6
            instructions per weight for fp8, 11 for fp6 and 8 for fp4, with the autotuner's largest
            tile per warp. Smaller tiles take up to one more instruction per weight. So fp6 saves a
            quarter of fp8's memory but should take longer. A product always has 16 rows, so 1 row

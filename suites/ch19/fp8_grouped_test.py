@@ -293,7 +293,7 @@ def grouped_cost(experts, rows, n, k, multiple):
 
 
 def library_cost(experts, rows, n, k, multiple):
-    """Return the cost of library. A second kernel prepares its pointers."""
+    """Return the cost of `library`. A second kernel prepares its pointers."""
     return quantizing(rows, k) + products(experts, rows, n, k, multiple, launches=2)
 
 

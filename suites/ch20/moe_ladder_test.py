@@ -131,7 +131,7 @@ def block_cost(tokens, width, hidden, experts, **starts):
 
 
 def masked_cost(tokens, width, hidden, experts):
-    """Return the cost of masked.
+    """Return the cost of `masked`.
 
     For each expert, `nonzero` takes five kernels and copies and waits for the GPU. Further kernels
     compare, gather tokens and shares, multiply (2), apply SwiGLU (2), weight, and add.
