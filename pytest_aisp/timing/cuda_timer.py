@@ -276,8 +276,8 @@ class CudaPairTimer:
     def _runs_longer(self, window: CudaWindow, called: KernelProfile, expected: float) -> bool:
         """Return whether kernels run longer than `expected` seconds, in calls and in a replay.
 
-        Kernels of several streams, or with programmatic dependent launch, overlap in a graph, but
-        often not when Python launches them. The replay must run the same kernels.
+        Kernels on several streams, or with programmatic dependent launch, overlap in a graph. They
+        often do not overlap when Python launches them. The replay must run the same kernels.
         """
         if not isinstance(window, GraphWindow):
             return True

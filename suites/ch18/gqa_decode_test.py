@@ -18,7 +18,7 @@ Bound      DRAM limits `split`, because the cache is read once. The L2 limits `p
            one program per sequence and group. If there are fewer programs than SMs, the rate at
            which an SM can read is the limit.
 Seen       On an H100, `library` takes one and a half times as long as predicted with one group of
-           heads and 16 sequences. In the same case, `split` reads at about 80 % of the rate that
+           heads and 16 sequences. In the same case, `split` reads at four fifths of the rate that
            DRAM allows. With few sequences, `grouped` takes longer than predicted from each SM's
            share of the L2 rate. An SM has only one program of 4 warps, which probably cannot keep
            enough bytes in flight to use that share.
