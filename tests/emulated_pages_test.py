@@ -51,6 +51,8 @@ PAGES = [
     for path in sorted((ROOT / "suites").rglob("*_test.py"))
     if "cuda_module" in path.read_text()
 ]
+SLOW = {"ch20/decode_ladder-test_decode_ladder_persistent"}
+"""Tests whose kernels are also those of another test of their page."""
 SEEDS = (1, pytest.param(2, marks=pytest.mark.slow))
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
@@ -106,7 +108,13 @@ def names(case):
     return name_of(path), f"{name_of(path)}-{function}", f"{name_of(path)}-{variant}"
 
 
-@pytest.mark.parametrize("case", cases(), ids=lambda case: names(case)[-1])
+def params():
+    for case in cases():
+        marks = [pytest.mark.slow] * bool(SLOW & {*names(case)})
+        yield pytest.param(case, id=names(case)[-1], marks=marks)
+
+
+@pytest.mark.parametrize("case", list(params()))
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_page_computes_correct_results_in_the_emulator(case, seed):
     [*errors] = filter(None, map(GPU_ONLY.get, names(case)))
@@ -117,5 +125,5 @@ def test_a_page_computes_correct_results_in_the_emulator(case, seed):
         assert check(*case, seed).sizes
 
 
-def test_every_gpu_only_entry_names_a_page():
-    assert GPU_ONLY.keys() <= {name for case in cases() for name in names(case)}
+def test_every_entry_names_a_page():
+    assert {*GPU_ONLY, *SLOW} <= {name for case in cases() for name in names(case)}
