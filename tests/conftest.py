@@ -146,7 +146,7 @@ def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Fork a module's worker processes from a process that has imported what they need."""
     from pytest_aisp.worker import client
 
-    zygote = Zygote.new("torch._dynamo")
+    zygote = Zygote.new(*WORKER_MODULES, "torch._dynamo", *monkeypatches.watched_modules())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(client, "Popen", zygote.worker)
         patch.setenv("AISP_LEASES", str(tmp_path_factory.mktemp("leases")))
