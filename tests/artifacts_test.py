@@ -206,7 +206,7 @@ def test_an_unusable_lock_folder_fails_the_case_with_a_way_out(page, pytester, m
     result.stdout.fnmatch_lines(
         [
             "ch99/doubling_test.py:*: the machine cannot be leased: [[]Errno 17] File exists: *",
-            "Point AISP_LEASES at a folder that can be written, *",
+            "Point AISP_LEASES at a writable folder, *",
         ]
     )
 

@@ -225,7 +225,10 @@ class Goal(Struct, kw_only=True, omit_defaults=True):
     ]
     stored: Annotated[int | float | None, about("The optimized side's stored amount.")]
     margin: Annotated[
-        float, about("A rise by more than this share plus `slack` is a loss. Noise widens both.")
+        float,
+        about(
+            "Worse than stored by more than this share plus `slack` is a loss. Noise adds to it."
+        ),
     ]
     slack: Annotated[int | float, about("An additional allowed loss, in the metric's own unit.")]
 

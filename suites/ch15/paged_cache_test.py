@@ -185,7 +185,7 @@ class PagedCache:
         self.taken = [[] for _ in range(requests)]
 
     def reserve(self, request, tokens):
-        """Give a request pages for `tokens` tokens in total. Return False if none are free."""
+        """Reserve pages for `tokens` tokens in total. Return False if the pool is too full."""
         own = self.taken[request]
         missing = triton.cdiv(tokens, PAGE) - len(own)
         if missing > len(self.free):

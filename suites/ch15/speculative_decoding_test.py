@@ -18,7 +18,7 @@ Optimized  speculative: changes `greedy`. The draft, a table of successors, gues
            verifications as the remaining tokens need if all guesses are right. So the host waits
            only a few times, and never launches more verifications than needed.
            draft_model: changes `fewer_waits`. The guesses come from a decoder of one layer and a
-           quarter of the width, which has the same table of successors. The steps of this decoder
+           quarter of the width, which was built with the same successors. The steps of this decoder
            are in the graph too.
 Bound      DRAM, and the time to start each kernel of the graphs. A verification reads the same
            weights as a step, for a few tokens instead of one, and gives all accepted guesses and
