@@ -27,7 +27,7 @@ bench: $(VENV)/.ready
 test: $(VENV)/.ready lint docs browser
 	$(ONE_THREAD) $(PY) -m pytest -q -n 2 --dist loadfile --aisp-check suites
 	$(ONE_THREAD) $(PY) -m pytest -q -n 2 --dist loadfile --aisp-compile=sm90,sm100 suites -m "sm90 or sm100"
-	$(PY) -m pytest -q -n 2 -p no:benchmark --durations=40 -m "not slow" tests emulator
+	$(PY) -m pytest -q -n 2 --dist worksteal -p no:benchmark --durations=40 -m "not slow" tests emulator
 
 compile: $(VENV)/.ready
 	$(ONE_THREAD) $(PY) -m pytest -q -n 2 --dist loadfile --aisp-compile suites -m "sm90 or sm100 or sm103 or sm121"
