@@ -20,12 +20,11 @@ from pytest_aisp.worker.collective_arrivals import (
     CALLS,
     DiagnoseResult,
     Meeting,
-    Operation,
     SideArrivals,
     aligned,
     meetings,
-    operations,
 )
+from pytest_aisp.worker.collective_events import Operation, operations
 
 MS, US = 1e-3, 1e-6
 
