@@ -225,10 +225,7 @@ class Goal(Struct, kw_only=True, omit_defaults=True):
     ]
     stored: Annotated[int | float | None, about("The optimized side's stored amount.")]
     margin: Annotated[
-        float,
-        about(
-            "Worse than stored by more than this share plus `slack` is a loss. Noise adds to it."
-        ),
+        float, about("A change above this share plus `slack` is a loss. Noise adds to it.")
     ]
     slack: Annotated[int | float, about("An additional allowed loss, in the metric's own unit.")]
 
@@ -257,9 +254,7 @@ class Case(Struct, kw_only=True):
     product: Annotated[str, about("The product that the stored result belongs to.")]
     arch: Annotated[str, about("`sm90`, `cpu`, ...")]
     bound: Annotated[str, about("What the page says bounds it, such as `dram`.")]
-    clock: Annotated[
-        str, about("`graph`, `queue`, `host`, `cpu`, `process`; empty if nothing was timed.")
-    ]
+    clock: Annotated[str, about("`graph`, `queue`, `host`, `cpu`, `process`; empty if not timed.")]
     verdict: Annotated[Verdict, about("Empty if the case ended before it had a verdict.")]
     not_timed: Annotated[str, about("Why it could not be timed here, or empty.")]
     speedup: Speedup | None
