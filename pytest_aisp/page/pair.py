@@ -138,8 +138,7 @@ class Conditions:
         needs: features that every side needs, as in ``"tma"``.
         gpus: number of GPUs that the sides run on, with one rank per GPU. If several counts are
             given, each count gets its own cases.
-        l2: ``cold`` (calls take turns on copies of the inputs, together five times the L2's size)
-            or ``warm``.
+        l2: ``warm``, or ``cold`` (calls take turns on copies of the inputs, five times the L2).
         owns: settings that the page changes on purpose. The harness allows these changes.
         environment: environment variables that the page's ranks start with. `gpus` must be above 1.
             Pages with the same variables share their rank processes.

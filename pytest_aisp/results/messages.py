@@ -57,11 +57,9 @@ class CaseTask(Task, frozen=True, kw_only=True):
         page, root, module: path of the page, root of its source tree, and the page's import name.
         function, variant, size, gpus: the test function and the parameters of the case.
         case: pytest id of the case.
-        at: the sizes to check. ``case`` means the case's own size and a few fixed sizes. ``check``
-            means small sizes only.
+        at: the sizes to check: ``case`` (the case's own and a few fixed ones) or ``check`` (small).
         rule: keyword arguments for `numerics.Rule`.
-        seed: secret seed for the input values at check sizes, and for values that are drawn after
-            the sides were prepared.
+        seed: secret seed for inputs at check sizes, and for values drawn after the preparation.
         reproducible: True to use only deterministic algorithms.
         without: protections to switch off, for this project's tests of exploits.
     """
