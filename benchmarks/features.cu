@@ -26,7 +26,7 @@
 // mma_block_scale: mma.sync with block_scale on e2m1, NVFP4 in the warp's tensor core.
 // wgmma: wgmma.mma_async, the tensor core of Hopper for a warpgroup.
 // tmem: tcgen05.alloc, st and ld: tensor memory.
-// tcgen05: tcgen05.mma on bf16, the tensor core of data-centre Blackwell.
+// tcgen05: tcgen05.mma on bf16, the tensor core of data-center Blackwell.
 // tcgen05_int8: tcgen05.mma with kind::i8.
 // tcgen05_block_scale: tcgen05.mma with block_scale on e2m1, NVFP4 through tensor memory.
 // two_cta: tcgen05.alloc with cta_group::2, tensor memory and tensor core of a pair of blocks.
