@@ -24,7 +24,8 @@ ONE_THREAD := OMP_NUM_THREADS=1
 bench: $(VENV)/.ready
 	$(PY) -m pytest suites/ch01
 
-test: $(VENV)/.ready lint docs browser
+test: $(VENV)/.ready
+	$(MAKE) -j 2 lint docs browser
 	$(ONE_THREAD) $(PY) -m pytest -q -n 2 --dist loadfile --aisp-check suites
 	$(ONE_THREAD) $(PY) -m pytest -q -n 2 --dist loadfile --aisp-compile=sm90,sm100 suites -m "sm90 or sm100"
 	$(PY) -m pytest -q -n 2 --dist worksteal -p no:benchmark --durations=40 -m "not slow" tests emulator
