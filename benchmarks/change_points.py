@@ -1,7 +1,7 @@
 """False and missed change points in simulated histories.
 
-    python benchmarks/change_points.py           quick: 500 series per row python
-    benchmarks/change_points.py --full    10,000, the table of docs/explanation/history.md
+    python benchmarks/change_points.py           quick: 500 series per row
+    python benchmarks/change_points.py --full    10,000, the table of docs/explanation/history.md
 
 Each row is a kind of noise. For comparison, the plain method is binary segmentation alone: it
 splits a series where the means of the two parts differ most, in standard errors of white noise. Its

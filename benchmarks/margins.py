@@ -1,8 +1,8 @@
 """The margin against a stored result, by its number of sessions: simulated, and cross-validated.
 
-    python benchmarks/margins.py            quick: 2,000 cases per row python benchmarks/margins.py
-    --full     20,000 cases per row, the tables of docs/explanation/spread.md python
-    benchmarks/margins.py --stored   only the tables about stored results; no simulation
+    python benchmarks/margins.py            quick: 2,000 cases per row
+    python benchmarks/margins.py --full     20,000, the tables of docs/explanation/spread.md
+    python benchmarks/margins.py --stored   only the tables about stored results; no simulation
 
 Chapters of 40 cases are recorded in 1, 2, 3 or 5 sessions, and judged in one more session. The code
 that judges real runs computes margin and `detects`. The session of a run shifts ln(speedup), and

@@ -22,9 +22,8 @@ Seen       Every side takes several times as long as predicted. The prediction c
            must also take the host longer than predicted. We cannot explain this. `exchanged`, the
            baseline of both variants, was measured twice. The two times differ a lot, so the gain of
            `signalled` is uncertain.
-Use when   The second stage can wait for the first: then use one message. Use puts with signals
-           inside a kernel, where a put needs no Python call. From Python, puts gain little over
-           NCCL.
+Use when   Use one message if the second stage can wait for the first. Use puts with signals inside
+           a kernel, where a put needs no Python call. From Python, puts gain little over NCCL.
 """
 
 import torch

@@ -29,9 +29,9 @@ Seen       On two GPUs, each time is within 25 % of its prediction. But `interle
            they would lose more than the smaller bubble saves. We did not measure how long the ranks
            wait, so we cannot explain the loss. 1F1B takes as long as `gpipe` on two GPUs, and is
            slightly faster on four. On both, 1F1B needs less memory than `gpipe`.
-Use when   Activations limit the batch: then use 1F1B instead of GPipe. Interleave when there are
-           few microbatches per rank, and computing a microbatch takes much longer than its
-           transfer. At the sizes of this page, interleaving loses on two and on four GPUs.
+Use when   Activations limit the batch. In that case, 1F1B is better than GPipe. Interleave when
+           there are few microbatches per rank, and computing a microbatch takes much longer than
+           its transfer. At the sizes of this page, interleaving loses on two and on four GPUs.
 """
 
 from types import SimpleNamespace

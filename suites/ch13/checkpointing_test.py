@@ -14,12 +14,16 @@ Bound      Tensor cores. But the page is about memory, counted in units. One uni
            normalized (4), q, k, v (3), q and k rotated (2), the output of attention and a copy with
            the heads side by side (2), and gate, silu(gate), up and their product (10.6, since a
            hidden tensor is 2.656 units). The peak comes at a multiplication in the backward pass of
-           SwiGLU: units                     stored  checkpointed  selective blocks that are kept
-           173.0           1.0       98.5 computed again               0.0          20.6       10.3
-           temporaries                  6.3           6.3        6.3 gradients of weights 0.4
-           10.8        0.4 statistics                   0.3           0.0        0.3 sum
-           180.0          38.8      115.7 The temporaries are three hidden tensors and the gradient
-           of the residual, minus the product of silu(gate) and up, which is already freed.
+           SwiGLU:
+             units                     stored  checkpointed  selective
+             blocks that are kept       173.0           1.0       98.5
+             computed again               0.0          20.6       10.3
+             temporaries                  6.3           6.3        6.3
+             gradients of weights         0.4          10.8        0.4
+             statistics                   0.3           0.0        0.3
+             sum                        180.0          38.8      115.7
+           The temporaries are three hidden tensors and the gradient of the residual, minus the
+           product of silu(gate) and up, which is already freed.
            `checkpointed` peaks in the last block of the backward pass, when the gradients of seven
            blocks are stored. `selective` has already freed one of the projections that it kept.
 Seen       The measured peaks are within 0.8 % of these sums. `stored` and `selective` are within 1

@@ -23,10 +23,10 @@ Bound      DRAM. Every step reads all keys and values, which do not fit in the L
 Seen       `grown` takes longer than its memory traffic alone. `by_words` moves the same bytes in
            the same number of kernels and comes close to its prediction. So copying single bf16
            elements explains the extra time of `grown`.
-Use when   The maximum length is known and fits in memory: then preallocate. Use pages when
-           sequences end at different lengths, because pages allocate memory for 64 tokens at a
-           time. On this page, all sequences have the same length, so `paged` needs about as much
-           memory as `preallocated`. `grown` needs twice as much.
+Use when   Preallocate if the maximum length is known and fits in memory. Use pages when sequences
+           end at different lengths, because pages allocate memory for 64 tokens at a time. On this
+           page, all sequences have the same length, so `paged` needs about as much memory as
+           `preallocated`. `grown` needs twice as much.
 """
 
 import functools

@@ -19,10 +19,10 @@ Optimized  sorted_slices: changes `masked`. The (token, expert) pairs are sorted
            multiplies by the down weights and by the shares. The sorted tokens and the gate and up
            products are never written to memory. The results stay in fp32 until a token's two
            results are added.
-Bound      The host's launches and its waits for the GPU limit `masked` and `sorted_slices`.
-           `grouped` and `fused` do little arithmetic with each weight that they read, so DRAM
-           limits them when they run in a CUDA graph. The first test uses no graph, and there the
-           host takes longer to launch `grouped` than the GPU takes to run it.
+Bound      The host limits `masked` and `sorted_slices`: it launches many kernels, and it waits for
+           the GPU. `grouped` and `fused` do little arithmetic with each weight that they read, so
+           DRAM limits them when they run in a CUDA graph. The first test uses no graph, and there
+           the host takes longer to launch `grouped` than the GPU takes to run it.
 Seen       In the first test, on an H100, the two recorded times of masked differ by a factor of
            two, so the host's times are rough. `grouped` takes longer than predicted from its
            launches. The predicted time of a launch was measured with an addition, and the host

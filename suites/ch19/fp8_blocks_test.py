@@ -51,18 +51,18 @@ Seen       On an H100, the variants in Triton take longer than predicted. The pr
            launches another kernel. The costs assume that `library_summed` adds once per 128
            channels. But `library_summed` loses less to library than these additions would cost, so
            it may add less often.
-Use when   You want speed, and the values along a row are similar in size: then use `by_rows`.
-           `by_rows` does not wait for CUDA cores, and cuBLASLt offers it
-           (`../ch13/fp8_linear_test.py`). `summed` and `by_blocks` are for accuracy, and in Triton
-           save no time over bf16. In CUDA C++ on an H200, `hopper_summed` saves time, and
-           `hopper_blocks` saves almost none. Use `summed` for a long k: Hopper's tensor cores keep
-           about 14 bits of a sum of FP8 products, which may matter in training. Use `by_blocks` if
-           parts of a row differ in size by more than 2^15, the ratio of e4m3's largest number to
-           its smallest normal one. Outliers in a few channels do not need `by_blocks`, because
-           e4m3's steps are relative to each value. The check accepts the error that rounding each
-           operand by 2^-4 of its value would cause. On these normally distributed inputs, all
-           variants lose about the same accuracy. In the second test, products may differ from
-           `library` by the same amount, because tensor cores round the sums.
+Use when   Use `by_rows` for speed if the values in a row are similar in size. `by_rows` does not
+           wait for CUDA cores, and cuBLASLt offers it (`../ch13/fp8_linear_test.py`). `summed` and
+           `by_blocks` are for accuracy, and in Triton save no time over bf16. In CUDA C++ on an
+           H200, `hopper_summed` saves time, and `hopper_blocks` saves almost none. Use `summed` for
+           a long k: Hopper's tensor cores keep about 14 bits of a sum of FP8 products, which may
+           matter in training. Use `by_blocks` if parts of a row differ in size by more than 2^15,
+           the ratio of e4m3's largest number to its smallest normal one. Outliers in a few channels
+           do not need `by_blocks`, because e4m3's steps are relative to each value. The check
+           accepts the error that rounding each operand by 2^-4 of its value would cause. On these
+           normally distributed inputs, all variants lose about the same accuracy. In the second
+           test, products may differ from `library` by the same amount, because tensor cores round
+           the sums.
 """
 
 import torch
