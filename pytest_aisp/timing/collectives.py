@@ -116,12 +116,12 @@ def sweep(
     for op, nbytes in cases:
         progress(with_progress(f"{op} of {size_text(nbytes)}", len(rows), len(cases)))
         rows.append(_timed(makers[op](nbytes, device), device))
-    versions = {"torch": str(torch.__version__)}
+    versions, least = {"torch": str(torch.__version__)}, dict[str, float]()
     if device.startswith("cuda"):
         versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
         versions["device"] = torch.cuda.get_device_name()
         progress("the smallest all-reduce and a barrier")
-    least = latencies(device) if device.startswith("cuda") else {}
+        least = latencies(device)
     world, backend = current_group().world, dist.get_backend()
     found = {"rows": rows, "notes": notes, "latencies": least}
     return {**found, "ranks": world, "backend": backend, **versions}
@@ -260,7 +260,7 @@ def _seconds(side: BoundSide, device: str) -> tuple[str, float]:
     for clock, make in _clocks(device):
         try:
             window, calls = on_all_ranks(partial(make, side, 1)), 0
-            # The first windows have few calls, so they mostly show how late a rank starts.
+            # A window of few calls mostly shows how late a rank starts, so lengthen it first.
             while (more := calls_for(min(window() for _ in range(3)), LONG_WINDOW, 1)) > 2 * calls:
                 calls = more
                 window = on_all_ranks(partial(make, side, calls))
