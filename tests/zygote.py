@@ -251,14 +251,14 @@ def _supervise(request: dict[str, Any], reply: int, fds: list[int]) -> NoReturn:
     if pid:
         for fd in fds:
             os.close(fd)
-        os.write(reply, b"%d\n" % pid)
         _, status = os.waitpid(pid, 0)
         with contextlib.suppress(BrokenPipeError):
             os.write(reply, b"%d\n" % os.waitstatus_to_exitcode(status))
         os._exit(0)
-    os.close(reply)
     if is_worker:
-        os.setsid()
+        os.setsid()  # first: whoever knows the process id may kill the process group
+    os.write(reply, b"%d\n" % os.getpid())
+    os.close(reply)
     _move(fds, request.pop("targets"))
     _set_up(request.pop("cwd"), request.pop("environ"), is_worker)
     {
