@@ -119,11 +119,14 @@ def test_shellcheck_finds_nothing():
         assert done.returncode == (text == "echo $unquoted")
 
 
+def test_files_name_existing_files():
+    for file in filter(Path.is_file, CI.rglob("*")):
+        for name in re.findall(r"(?<![\w./-])(?:ci|suites)/[\w./-]+\w", file.read_text()):
+            assert (CI.parent / name).exists(), f"{file}: {name}"
+
+
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda s: s.name)
-def test_scripts_name_existing_files(script):
-    assert all(
-        (CI.parent / name).exists() for name in re.findall(r"ci/[\w./-]+", script.read_text())
-    )
+def test_scripts_can_be_executed(script):
     assert os.access(script, os.X_OK) or script.suffix == ".sbatch"
 
 
@@ -154,6 +157,19 @@ def test_the_container_for_docker_has_what_the_doctor_asks_for():
     script = (CI / "docker/measure.sh").read_text()
     for option in ("--cpuset-cpus", "--cpuset-mems", "--shm-size", "memlock=-1", "stack="):
         assert option in script
+
+
+def test_docker_and_kubernetes_have_the_same_settings():
+    """The environment is the image's, which both start."""
+    pod = load(KUBERNETES)[0]["spec"]["template"]["spec"]
+    [size] = [v["emptyDir"]["sizeLimit"] for v in pod["volumes"] if v["name"] == "shm"]
+    script = (CI / "docker/measure.sh").read_text()
+    assert size == re.search(r"--shm-size (\d+)g", script)[1] + "Gi"
+    first, last = re.search(r"CORES:-(\d+)-(\d+)", script).groups()
+    [container] = pod["containers"]
+    assert int(container["resources"]["limits"]["cpu"]) == int(last) - int(first) + 1
+    assert not {v["name"] for v in container["env"]} & {"PYTORCH_CUDA_ALLOC_CONF"}
+    assert "ci/docker/Dockerfile" in KUBERNETES.read_text()
 
 
 def test_hook_checks_stored_results():
