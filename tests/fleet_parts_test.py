@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import fake_results
@@ -23,11 +25,19 @@ from pytest_aisp.fleet.seat import Seat, node_environment, uuids_of
 from pytest_aisp.fleet.start import resume_command, start_command
 from pytest_aisp.results import store
 from pytest_aisp.util.cli_result import CliError
+from pytest_aisp.util.own_code import PACKAGE, own_digest
 
 H200 = {"index": 0, "name": "NVIDIA H200", "capability": (9, 0), "mig": False}
 FACTS = {"plugin": "1.0", "protocol": PROTOCOL, "python": "3.11.7", "pytest": "9.2.0"}
 FACTS |= {"torch": "2.13.0", "triton": "3.9.0", "driver": "580.1", "nice": 0, "time": 1000.0}
-FACTS |= {"host": "n1", "product": "nvidia-h200", "arch": "sm90", "gpus": [H200]}
+FACTS |= {
+    "digest": own_digest(),
+    "host": "n1",
+    "product": "nvidia-h200",
+    "arch": "sm90",
+    "gpus": [H200],
+}
+VERSION = version("pytest-aisp")
 NODE = RayNode("id1", "n1", 1, {"product": "nvidia-h200"})
 
 
@@ -50,6 +60,16 @@ def test_a_node_like_this_machine_is_accepted():
             {"protocol": 99, "plugin": "7.0"},
             f"its pytest-aisp 7.0 speaks protocol 99, this one {PROTOCOL}\n"
             "Install the same version on both",
+        ),
+        (
+            {"plugin": "0.0.9", "digest": None},
+            f"it has pytest-aisp 0.0.9, and this machine has {VERSION}\n"
+            "Install the same on both, for example one wheel",
+        ),
+        (
+            {"plugin": VERSION, "digest": "other"},
+            f"it has pytest-aisp {VERSION}, with other code\n"
+            "Install the same on both, for example one wheel",
         ),
         (
             {"product": "", "gpus": []},
@@ -127,6 +147,25 @@ def test_the_probe_tells_the_facts_of_a_machine_without_the_plugin():
     assert f'"python": "{sys.version.split()[0]}"' in done.stdout
 
 
+def test_the_same_code_has_one_digest_wherever_it_is_installed(tmp_path):
+    other = tmp_path / "site-packages/pytest_aisp"
+    shutil.copytree(PACKAGE, other, ignore=shutil.ignore_patterns("__pycache__"))
+    (other / "__pycache__").mkdir()
+    (other / "__pycache__/plugin.pyc").touch()
+    assert own_digest(other) == own_digest()
+    accepted = {**FACTS, "plugin": "1.0.dev1", "digest": own_digest(other)}  # a stale version
+    assert refusal(NODE, accepted, now=1000.0) == ""
+    with open(other / "timing/probes.cu", "a") as file:
+        file.write("// changed\n")
+    assert own_digest(other) != own_digest()
+
+
+def test_the_probe_tells_that_an_older_plugin_has_no_digest(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pytest_aisp.util.own_code", None)
+    facts = probe.probe()
+    assert (facts["protocol"], facts["digest"]) == (PROTOCOL, None)
+
+
 def test_the_probe_tells_the_facts_of_this_machine(monkeypatch):
     monkeypatch.setenv("AISP_FLEET_SIMULATED", "simulated-a:sm100")
     facts = probe.probe()
@@ -135,6 +174,7 @@ def test_the_probe_tells_the_facts_of_this_machine(monkeypatch):
         "sm100",
         PROTOCOL,
     )
+    assert facts["digest"] == own_digest()
     assert abs(facts["time"] - time.time()) < 10
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 
@@ -17,6 +19,7 @@ from fleet_cluster import CONFTEST, NEEDS_RAY, RayCluster, processes_of, stop
 from worker_processes import wait_for
 
 from pytest_aisp.cli import app
+from pytest_aisp.util.own_code import PACKAGE
 
 pytestmark = NEEDS_RAY
 CLIENT_PORT = 10011
@@ -233,6 +236,24 @@ def test_a_product_without_a_good_node_is_named_and_red(suite, fleet, own_nodes)
     assert missing.attrib == {"name": "aisp_missing", "value": "simulated-none"}
 
 
+def test_a_node_with_other_code_of_the_plugin_is_refused_by_name(suite, fleet, own_nodes, tmp_path):
+    shutil.copytree(PACKAGE, tmp_path / "lib/pytest_aisp")
+    with open(tmp_path / "lib/pytest_aisp/timing/fake_device.py", "a") as file:
+        file.write("\nCHANGED = True\n")
+    own_nodes("changed", "simulated-other", PYTHONPATH=str(tmp_path / "lib"))
+    suite(tests="def test_it():\n    pass\n")
+    result = fleet("simulated-other", "-o", "aisp_fleet_wait=1")
+    here = version("pytest-aisp")
+    result.stdout.fnmatch_lines(
+        [
+            f"aisp: changed is refused: it has pytest-aisp {here}, with other code",
+            "aisp: Install the same on both, for example one wheel",
+            "no node of simulated-other for 1 s (aisp_fleet_wait)",
+            "=* 1 failed in *",
+        ]
+    )
+
+
 SLEEPS = """
 import os
 import time
@@ -278,6 +299,7 @@ def test_a_node_killed_in_a_case_loses_nothing(suite, own_nodes, start, cluster,
 
 KILLS = """
 import os
+import shutil
 import signal
 
 import pytest

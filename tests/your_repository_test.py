@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from pytest_aisp.util.own_code import own_digest
+
 ROOT = Path(__file__).parents[1]
 GUIDE = ROOT / "docs/how-to/your-repository.md"
 LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info", "artifacts")
@@ -58,6 +60,7 @@ def test_the_guides_commands_work_in_a_new_repository(pytester, gpu, monkeypatch
     result.stdout.fnmatch_lines(["bench/row_sums_test.py .*"])
     [wheel] = Path("dist").iterdir()
     holds_the_plugin_alone(wheel)
+    assert own_digest(Path("lib/pytest_aisp")) == own_digest()
 
     gpu(chained=2e-5, reduced=3.6e-6)
     result = pytester.run(*PYTEST, "bench", "--aisp-artifacts=out")

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..page.gpu_specs import GPUS
+from ..util.own_code import own_digest
 from . import PROTOCOL
-from .probe import Facts
+from .probe import Facts, probe
 
 CLOCK_SECONDS = 60.0
 """The largest allowed difference between a node's clock and this machine's."""
@@ -49,6 +50,13 @@ def refusal(node: RayNode, facts: Facts, *, now: float) -> str:
         return (
             f"its pytest-aisp {facts['plugin']} speaks protocol {facts['protocol']}, this one"
             f" {PROTOCOL}\nInstall the same version on both"
+        )
+    if facts["digest"] != own_digest():
+        here = probe()["plugin"]
+        other = f"and this machine has {here}" if here != facts["plugin"] else "with other code"
+        return (
+            f"it has pytest-aisp {facts['plugin']}, {other}\n"
+            "Install the same on both, for example one wheel"
         )
     if not facts["product"]:
         return "NVML finds no GPU on it\nStart Ray there with --num-gpus=0, or repair the driver"

@@ -12,9 +12,10 @@ def probe() -> Facts:
     """Return facts about this machine, which may have only Python's standard library.
 
     The keys: ``plugin``, ``protocol``, ``python``, ``pytest``, ``torch``, ``triton``, ``driver``
-    (versions; None if missing), ``nice``, ``time`` (seconds since 1970), ``host``, ``product``,
-    ``arch``; ``uuids`` of all GPUs, by their index; and ``gpus``: for each GPU that Ray may use
-    its ``index``, ``name``, ``capability`` and ``mig``.
+    (versions; None if missing), ``digest`` (of the plugin's code; None if missing), ``nice``,
+    ``time`` (seconds since 1970), ``host``, ``product``, ``arch``; ``uuids`` of all GPUs, by their
+    index; and ``gpus``: for each GPU that Ray may use its ``index``, ``name``, ``capability`` and
+    ``mig``.
     """
     import importlib.metadata
     import os
@@ -43,6 +44,7 @@ def probe() -> Facts:
     facts |= {
         "plugin": version("pytest-aisp"),
         "protocol": None,
+        "digest": None,
         "driver": None,
         "gpus": [],
         "uuids": [],
@@ -56,6 +58,12 @@ def probe() -> Facts:
         facts["protocol"] = PROTOCOL
     except ImportError:
         return facts
+    try:
+        from pytest_aisp.util.own_code import own_digest
+
+        facts["digest"] = own_digest()
+    except ImportError:  # an older version of the plugin
+        pass
     if simulated := os.environ.get("AISP_FLEET_SIMULATED"):
         facts["product"], _, facts["arch"] = simulated.partition(":")
         return facts

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import subprocess
 import sys
@@ -16,9 +15,9 @@ import msgspec
 import pytest
 from msgspec import Struct
 
-from ..page.sources import PACKAGE
 from ..results.messages import Json
 from ..util.device import Machine
+from ..util.own_code import own_digest
 from ..worker.client import Worker, WorkerProcess, worker_environment
 from .run_context import RunContext
 
@@ -189,7 +188,7 @@ def _problem(found: Found, machine: Machine) -> str:
     )
     if not found.folder:
         return f"it has no pytest-aisp; this run needs {needed} there{install}"
-    if _digest(found.folder) != _digest(PACKAGE):
+    if own_digest(Path(found.folder)) != own_digest():
         same = found.version == needed
         other = "with files that differ from those here" if same else f"and this run needs {needed}"
         return f"it has pytest-aisp {found.version}, {other}{install}"
@@ -208,11 +207,3 @@ def _problem(found: Found, machine: Machine) -> str:
             f" supports CUDA {driver}: both environments must work with one driver"
         )
     return ""
-
-
-def _digest(folder: str) -> str:
-    """Return a hash of the plugin's code, which must be the same in both environments."""
-    hashed = hashlib.sha256()
-    for file in sorted(p for p in Path(folder).rglob("*") if p.suffix in (".py", ".cu")):
-        hashed.update(f"{file.relative_to(folder)}\0".encode() + file.read_bytes() + b"\0")
-    return hashed.hexdigest()
