@@ -296,7 +296,7 @@ def _exit_code(session: pytest.Session, recorder: Recorder | None) -> int:
     verdicts = {row.verdict for row in recorder.rows}
     if recorder.errors or not verdicts.isdisjoint(RED):
         return pytest.ExitCode.TESTS_FAILED
-    return INVALID_RUN if DISTURBED in verdicts else code
+    return INVALID_RUN if DISTURBED in verdicts or recorder.not_replayed() else code
 
 
 def pytest_terminal_summary(terminalreporter: TerminalReporter, config: pytest.Config) -> None:

@@ -60,6 +60,8 @@ DISTURBED = "disturbed"
 """The verdict of a case that the machine disturbed. This verdict says nothing about the code."""
 NOT_COMPARED = "not compared with its version"
 """Part of every remark about a side that may have changed, but was not compared."""
+NOT_RECORDED = "the recording holds"
+"""The start of the reason why a replay lacks samples that it needs for a verdict."""
 LOOK = (*RED, DISTURBED, "inconclusive", "stale")
 """Verdicts of cases that somebody should look at."""
 ORDER = (*RED, DISTURBED, "stale", "inconclusive", "improved", "new", "pass", "checked", "compiled")

@@ -22,12 +22,12 @@ from ..results.messages import (
     Result,
     TimeTask,
 )
-from ..results.row import size_text
+from ..results.row import JournalLine, size_text
 from ..results.task_results import CompileResult, Facts, TimeResult
 from ..results.verdict import Reading
 from ..util.device import VERSIONS, Machine, cpu_machine
 from ..util.git import SnapshotError
-from ..worker.client import START_SECONDS, Worker, WorkerProcess
+from ..worker.client import START_SECONDS, ReplayWorker, Worker, WorkerProcess, name_of_task
 from .collect import CaseLocation
 from .placement import COMPILER, Placement
 from .run_context import Failed, MachineDisturbed, RunContext, Unrecorded
@@ -104,6 +104,12 @@ class CaseClient:
             "reproducible": settings.reproducible,
         }
         return kind(**{**same, **fields})
+
+    def recorded_row(self) -> JournalLine | None:
+        """Return the case's row in the replayed run, or None."""
+        replay = self.run.replay
+        name = name_of_task(self.task(FactsTask, seed=0))
+        return replay.rows.get(name) if isinstance(replay, ReplayWorker) else None
 
     def ask(self, task: CaseTask, kind: type[Result], worker: Worker | None = None) -> Result:
         """Return the result of `task`, which has the type `kind`. Raise `Failed` for an error."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
-from ..results.row import Recording
-from ..results.verdict import RED, Finding
+from ..results.row import JournalLine, Recording
+from ..results.verdict import RED, Cause, Finding
 from . import sandbox_and_profile
 from .collect import NO_XFAIL, at_test
-from .measurement import build_row
+from .measurement import TOO_FAST, build_row
 from .pair_fixture import PAIR, PairUnderTest
+
+ON_THE_PAGE = "on the page)"
+"""Part of the reason for a missed claim and for a missed limit of a metric."""
 
 
 def complete_report(
@@ -26,6 +30,7 @@ def complete_report(
     if pair is None or pair.reported or not (report.when == "call" or pair.failure):
         return
     _add_finding(pair, call, report)
+    _keep_red(item, pair, report)
     if pair.failure is not None:
         _show_failure(item, report, pair.failure)
     pair.reported = True
@@ -54,6 +59,34 @@ def _add_finding(
     else:
         text = call.excinfo.exconly(tryshort=True)
     case_run.findings.append(Finding("fail", (text.partition("\n")[0],)))
+
+
+def _keep_red(item: pytest.Item, pair: PairUnderTest, report: pytest.TestReport) -> None:
+    """In a replay, keep the red verdict of the recorded run if no replayed gate can explain it."""
+    case_run = pair.case_run
+    then = case_run.client.recorded_row()
+    if then is None or then.verdict not in RED or case_run.verdict in RED:
+        return
+    judged = case_run.timing is not None or bool(case_run.metrics)
+    if judged and _is_replayed(then):
+        return
+    reason = f"{then.verdict} in the recorded run, for a reason that this replay does not judge"
+    cause = msgspec.convert(then.cause, Cause)
+    case_run.findings.append(Finding(then.verdict, (reason, *then.reasons), cause))
+    lines = [f"{reason}:", *then.reasons, "Run the case again, without --aisp-replay"]
+    report.outcome, report.longrepr = "failed", at_test(item, "\n".join(lines))
+
+
+def _is_replayed(then: JournalLine) -> bool:
+    """Return whether a replay judges the gate that made the recorded case red.
+
+    The gates of `regressed` are always replayed. The verdicts `fail` and `invalid` can also come
+    from a side's error, an assertion of the test, or a sandbox, which are not replayed.
+    """
+    if then.verdict == "invalid":
+        return any(TOO_FAST in reason for reason in then.reasons)
+    limits = (r for r in then.reasons if ON_THE_PAGE in r and r.endswith("-> red"))
+    return then.verdict == "regressed" or (then.verdict == "fail" and any(limits))
 
 
 def _show_failure(item: pytest.Item, report: pytest.TestReport, failure: AssertionError) -> None:

@@ -55,8 +55,12 @@ def count_and_judge(case: CaseRun, name: Name, limit: float) -> MetricJudgement:
     if judged.is_suspect:
         # Only the votes decide. The first amount is biased, because only extreme amounts lead to
         # votes.
+        known = len(case.client.missing_votes)
         votes = _votes(case, name, lambda vote: _judge(case, name, limit, [vote]))
         judged = _judge(case, name, limit, votes) if votes else judged
+        missing = case.client.missing_votes[known:]
+        if missing and not judged.is_suspect:
+            judged.findings.append(Finding("inconclusive", tuple(missing)))
         counted += votes
     if settings.update is not None and not judged.is_suspect:
         numbers = range(len(counted), settings.processes)
@@ -94,7 +98,9 @@ def _count_again(case: CaseRun, name: Name, number: int, *, vote: bool = False) 
     worker = case.client.fresh_worker() if fresh else case.run.replay or case.client.worker(number)
     try:
         amounts = _count(case, name, worker)
-    except Unrecorded:
+    except Unrecorded as failure:
+        if vote:
+            case.client.missing_votes.append(str(failure).splitlines()[0])
         return None
     finally:
         if fresh:

@@ -86,7 +86,9 @@ def judge_speedup(
     reasons = list(client.missing_votes)
     reasons += _missed_gates(gates, decision, timing.reading.value, differences, stored)
     lost = decision.outcomes.get("record") == "red"
-    cause = stored.cause(differences) if lost else "noise" if word == "inconclusive" else ""
+    cause = stored.cause(differences) if lost else ""
+    if word == "inconclusive":
+        cause = _noise(decision)
     findings.append(Finding(word, tuple(reasons), cause))
     return Judgement(
         votes=votes,
@@ -156,6 +158,11 @@ def _missed_gates(
     return reasons
 
 
+def _noise(decision: Decision) -> Cause:
+    """Return the cause of a decision without a majority: noise, if all votes were counted."""
+    return "noise" if len(decision.votes) == verdict.ATTEMPTS else ""
+
+
 def _listed(decision: Decision) -> str:
     return ", ".join(bare(vote.value) for vote in decision.votes) or "none"
 
@@ -198,6 +205,7 @@ def judge_against(
     Returns:
         The findings; empty if the side is not slower.
     """
+    known = len(client.missing_votes)
     decision = _decide(client, first, [gate], measure)
     value = fmean(vote.value for vote in decision.votes or (first,))
     smallest = 1 - math.exp(-verdict.DETECTABLE_CODE * gate.spread)
@@ -211,7 +219,7 @@ def judge_against(
     )
     if outcome == "red":
         return [Finding("regressed", (reason,), cause)]
-    return [Finding("inconclusive", (reason,), "noise")]
+    return [Finding("inconclusive", (*client.missing_votes[known:], reason), _noise(decision))]
 
 
 def judge_recorded_claim(

@@ -38,6 +38,9 @@ from .stored_result import StoredResult
 if TYPE_CHECKING:
     from .case import CaseRun
 
+TOO_FAST = "rate allows for the declared work"
+"""Part of the reason why a side that is faster than the machine's limit is refused."""
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -91,7 +94,7 @@ class Timing:
         if self.shortest is not None:
             raise Failed(
                 f"{duration(min(self.pair_seconds))} is less than the {duration(self.shortest)}"
-                f" that this machine's {self.limit} rate allows for the declared work:\n"
+                f" that this machine's {self.limit} {TOO_FAST}:\n"
                 "the work is overstated, or a side does less of it",
                 verdict="invalid",
             )

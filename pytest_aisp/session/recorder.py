@@ -25,11 +25,12 @@ from ..results.models import Result
 from ..results.results_json import Canary, GitState, MachineFacts, Manifest, StoredPeaks, Workload
 from ..results.row import Row, ratio
 from ..results.store import StoreError
-from ..results.verdict import environment_moved
+from ..results.verdict import NOT_RECORDED, environment_moved
 from ..timing import peaks as peaks_module
 from ..util import device, git
 from .options import Settings
 from .run_context import RunContext
+from .unused_results import is_selected
 
 INCOMPLETE = (
     pytest.ExitCode.INTERRUPTED,
@@ -50,6 +51,7 @@ class Recorder:
         unused: the stored results that no collected case uses, each with its file.
         left_alone: the reason why the artifacts of an earlier run were kept, or empty.
         recorded_invalid: the reasons why the run that is replayed was invalid, if it was.
+        recorded_red: the ids of the red cases of the run that is replayed.
     """
 
     def __init__(self, settings: Settings, config: pytest.Config) -> None:
@@ -65,6 +67,7 @@ class Recorder:
         self.unused: set[str] = set()
         self.left_alone = ""
         self.recorded_invalid: list[str] = []
+        self.recorded_red: list[str] = []
         self.artifacts = None if settings.artifacts is None else Artifacts(settings.artifacts)
 
     def finish(self, exit_code: int) -> None:
@@ -176,6 +179,19 @@ class Recorder:
             )
         found = [f"RUN INVALID ({reason}; no verdict of this run counts" for reason in reasons]
         return list(dict.fromkeys([*self.recorded_invalid, *found]))
+
+    def not_replayed(self) -> list[str]:
+        """Return lines about the cases that this replay could not judge, or nothing."""
+        lacking = [
+            row.nodeid
+            for row in self.rows
+            if row.verdict == "inconclusive"
+            and any(r.startswith(NOT_RECORDED) for r in row.reasons)
+        ]
+        known = {row.nodeid for row in self.rows}
+        gone = [i for i in self.recorded_red if i not in known and is_selected(self._config, i)]
+        lines = [f"{nodeid}: {NOT_RECORDED} too few samples" for nodeid in lacking]
+        return lines + [f"{nodeid}: red in the recorded run, and not run again" for nodeid in gone]
 
 
 def _commit(root: Path) -> str | None:

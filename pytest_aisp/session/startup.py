@@ -21,6 +21,7 @@ from ..results.models import SIMULATED
 from ..results.results_json import Canary
 from ..results.row import Row
 from ..results.run_reader import folder_of
+from ..results.verdict import RED
 from ..util.device import Machine
 from ..util.git import GitError, GitSnapshot
 from ..util.gpu_lease import REMEDY
@@ -92,6 +93,8 @@ def configure(config: pytest.Config) -> None:
         config.stash[RECORDER] = recorder = _recorder(config, run)
         if isinstance(run.replay, ReplayWorker):
             recorder.recorded_invalid = run.replay.invalid
+            rows = run.replay.rows.values()
+            recorder.recorded_red = [row.nodeid for row in rows if row.verdict in RED]
         config.pluginmanager.register(_Gather(recorder, run), "aisp-gather")
         if hasattr(config.option, "benchmark_disable"):  # pytest-benchmark is installed
             from . import benchmark_plugin

@@ -165,6 +165,9 @@ def _closing(recorder: Recorder, rows: Sequence[Row], verbosity: int) -> list[st
     lines += [f"canary: {canary}" for canary in recorder.canaries if not canary.wrong]
     invalid = recorder.why_invalid()
     lines += [f"{reason} (exit code {INVALID_RUN})" for reason in invalid]
+    if unjudged := recorder.not_replayed():
+        lines.append(f"NOT REPLAYED (exit code {INVALID_RUN} if no case is red):")
+        lines += [f"    {line}" for line in unjudged]
     if disturbed := sum(row.verdict == DISTURBED for row in rows):
         lines.append(
             f"DISTURBED: {disturbed} of {_cases(len(rows))} got no verdict, because something else"

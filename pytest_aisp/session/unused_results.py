@@ -104,6 +104,21 @@ def _places(chapter: str, settings: Settings) -> Iterator[Path]:
             yield base.resolve()
 
 
+def is_selected(config: pytest.Config, nodeid: str) -> bool:
+    """Return whether the arguments of this run select a case, which may no longer exist."""
+    option = config.option
+    narrowed = option.keyword or option.markexpr or option.deselect or getattr(option, "lf", False)
+    if narrowed or option.collectonly:
+        return False
+    page, _, name = nodeid.partition("::")
+    for argument in config.args:
+        path, _, wanted = str(argument).partition("::")
+        place = (config.invocation_params.dir / path).resolve()
+        if (config.rootpath / page).resolve().is_relative_to(place) and name.startswith(wanted):
+            return True
+    return False
+
+
 def missing_files(rows: Iterable[Row], root: Path) -> list[str]:
     """Return the missing files of stored results that git tracks and that new cases need."""
     files = {row.file for row in rows if row.verdict == "new" and not Path(row.file).exists()}

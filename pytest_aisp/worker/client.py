@@ -36,7 +36,7 @@ from ..results.messages import (
     timeout_reply,
 )
 from ..results.row import JournalLine
-from ..results.verdict import DISTURBED
+from ..results.verdict import DISTURBED, NOT_RECORDED
 from ..util.device import Machine
 from .output_capture import OutputCapture, Stream
 
@@ -301,7 +301,7 @@ class ReplayWorker:
         """Return the recorded reply to `task`. Timings are returned in the recorded order."""
         if not isinstance(task, CaseTask):
             return Reply(error="page", message=f"the recording holds no {task.kind}")
-        name = _name_of_task(task)
+        name = name_of_task(task)
         if (row := self.rows.get(name)) is None:
             case = f"{task.function}[{task.variant}] at {dict(task.size)}"
             why = f"; {self.dropped}" if self.dropped else ""
@@ -328,7 +328,7 @@ class ReplayWorker:
             return Reply(error="disturbed", message="; ".join(row.reasons))
         if number >= len(answers):
             word = kind if len(answers) != 1 else kind.removesuffix("s")
-            message = f"the recording holds {len(answers)} {word} of it, and one more is needed"
+            message = f"{NOT_RECORDED} {len(answers)} {word} of it, and one more is needed"
             return Reply(error="unrecorded", message=message)
         return Reply(result=answers[number])
 
@@ -342,6 +342,7 @@ def _name_of_row(row: JournalLine, root: str | None) -> CaseName:
     return page, row.key, row.gpus
 
 
-def _name_of_task(task: CaseTask) -> CaseName:
+def name_of_task(task: CaseTask) -> CaseName:
+    """Return the identity of the case that a task is for."""
     key = f"{Path(task.page).name}::{task.function}[{task.case}]"
     return path_below(task.page, task.root), key, task.gpus
