@@ -1,7 +1,7 @@
 # make bench     measure the first chapter on this machine
 # make test      lint, build the docs, check every page, assemble it for sm90 and sm100, run the tests
 # make compile   assemble every page for every GPU
-# make slow      the tests that make test leaves out: wrong sides of pages, further protections, large tensors
+# make slow      what make test leaves out: cases on four ranks, wrong sides of pages, large tensors
 # make lint      ruff, mypy, and the import layers of pyproject.toml
 # make docs      build the documentation site into site/
 # make release   build the sdist and the wheel into dist/ and try the wheel out
@@ -21,19 +21,24 @@ unexport PYTHONDONTWRITEBYTECODE
 # tests/conftest.py sets this, too: `exploits_test.py` needs two threads where exploits take one away.
 ONE_THREAD := OMP_NUM_THREADS=1
 
+# A test that hangs ends the run with the stack of each thread. pytest-timeout would use SIGALRM, which
+# tests/exploits uses, too.
+HANGS := -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
+
 bench: $(VENV)/.ready
 	$(PY) -m pytest suites/ch01
 
 test: $(VENV)/.ready
 	$(MAKE) -j 2 lint docs browser
-	$(ONE_THREAD) $(PY) -m pytest -q -n 2 --dist loadfile --aisp-check suites
+	$(ONE_THREAD) $(PY) -m pytest -q -n 2 --dist loadfile --aisp-check suites -m "not aisp_gpus(n=4)"
 	$(ONE_THREAD) $(PY) -m pytest -q -n 2 --dist loadfile --aisp-compile=sm90,sm100 suites -m "sm90 or sm100"
-	$(PY) -m pytest -q -n 2 --dist worksteal -p no:benchmark --durations=40 -m "not slow" tests emulator
+	$(PY) -m pytest -q -n 2 --dist worksteal -p no:benchmark --durations=40 $(HANGS) -m "not slow" tests emulator
 
 compile: $(VENV)/.ready
 	$(ONE_THREAD) $(PY) -m pytest -q -n 2 --dist loadfile --aisp-compile suites -m "sm90 or sm100 or sm103 or sm121"
 
 slow: $(VENV)/.ready
+	$(ONE_THREAD) $(PY) -m pytest -q -n 2 --dist loadfile --aisp-check suites -m "aisp_gpus(n=4)"
 	$(PY) -m pytest -q -n 2 -p no:benchmark -m slow tests
 
 lint: $(VENV)/.ready

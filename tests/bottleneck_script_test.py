@@ -264,6 +264,7 @@ def test_the_command_prints_the_report_after_the_scripts_own_output(tmp_path):
     assert done.stderr == "[]\nshell\n"
 
 
+@pytest.mark.slow
 def test_spawned_workers_of_a_script_are_timed(tmp_path):
     path = tmp_path / "train.py"
     path.write_text(

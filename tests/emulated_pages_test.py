@@ -51,8 +51,13 @@ PAGES = [
     for path in sorted((ROOT / "suites").rglob("*_test.py"))
     if "cuda_module" in path.read_text()
 ]
-SLOW = {"ch20/decode_ladder-test_decode_ladder_persistent"}
-"""Tests whose kernels are also those of another test of their page."""
+SLOW = {
+    "ch07/matmul-vectorized",
+    "ch07/matmul-register_tiled",
+    "ch20/decode_ladder-prefetched",
+    "ch20/decode_ladder-test_decode_ladder_persistent",
+}
+"""Cases whose kernels are also those of another test, or like those of the next rung."""
 SEEDS = (1, pytest.param(2, marks=pytest.mark.slow))
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")

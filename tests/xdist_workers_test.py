@@ -70,6 +70,7 @@ def hold(x):
 """
 
 
+@pytest.mark.slow
 def test_a_killed_xdist_worker_releases_the_machine(page, gpu, pytester):
     gpu(added=2e-5, doubled=1e-5)
     with open(pytester.path / "conftest.py", "a") as conftest:
@@ -94,6 +95,7 @@ def pytest_handlecrashitem(crashitem, report, sched):
 """
 
 
+@pytest.mark.slow
 def test_a_replacement_worker_has_only_the_remaining_time_of_the_run(page, gpu, pytester):
     gpu(added=2e-5, doubled=1e-5)
     with open(pytester.path / "conftest.py", "a") as conftest:

@@ -31,6 +31,7 @@ def blocks(document, language):
     return re.findall(rf"```{language}\n(.*?)```", document.read_text(), re.DOTALL)
 
 
+@pytest.mark.slow
 def test_the_guides_commands_work_in_a_new_repository(pytester, gpu, monkeypatch):
     pytest.importorskip("setuptools", minversion="77")
     monkeypatch.setenv("EDITOR", "true")
