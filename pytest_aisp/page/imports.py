@@ -41,7 +41,7 @@ def used_files(page: Path, root: str, folders: Iterable[str]) -> dict[str, Path]
 
     The files are modules that the page imports (directly or indirectly, even inside functions),
     files whose names are string constants in these modules, and headers that CUDA files include.
-    File names that are built at run time are not found.
+    File names that are built at run time are not found (see `worker.opened_files`).
 
     Args:
         folders: the folders that Python imports from, relative to `root`.
@@ -104,6 +104,7 @@ def contents(
     root: str,
     folders: Iterable[str],
     kernels: Mapping[str, Collection[str]] = NO_KERNELS,
+    opened: Iterable[str] = (),
 ) -> dict[str, str]:
     """Return the normalized contents of the files that a page may use, without the page itself.
 
@@ -111,8 +112,11 @@ def contents(
 
     Args:
         kernels: the kernels to leave out, in the form that `sources.kernel_sources` returns.
+        opened: further files that the page may open.
     """
-    files = used_files(page, root, folders)
+    paths = {name: (Path(root) / name).resolve() for name in opened}
+    files = {name: path for name, path in paths.items() if path.is_file()}
+    files |= used_files(page, root, folders)
     others = {name: file for name, file in files.items() if file != page.resolve()}
     for name, functions in kernels.items():
         if not functions:

@@ -17,7 +17,6 @@ Json: TypeAlias = Any
 """Any JSON value, such as a number, a string, a list or an object."""
 READY = "ready"
 """The first progress message of a process. The time limit of a task starts with this message."""
-
 AT = " at "
 """The separator between the work and the size in a progress message, as in ``check at n=64``."""
 
@@ -169,10 +168,11 @@ class ChangedTask(CaseTask, frozen=True, kw_only=True, tag="changed"):
 
     If `arch` is given, also compare the machine code for that arch, or return digests of the
     machine code if there is no `past`. If the role `sass` is given, only return the difference of
-    that side's SASS.
+    that side's SASS. `opened` are files that the page opens even if its code does not name them.
     """
 
     past: PageSource | None
+    opened: tuple[str, ...] = ()
     arch: str = ""
     sass: str = ""
 

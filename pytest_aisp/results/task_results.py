@@ -39,12 +39,17 @@ class CheckResult(Struct):
         sources: hashes of both sides' sources.
         searched: the further sizes that a search tried.
         spent: seconds spent in each phase.
+        opened: the files under the root that the page opened or imported and whose names are not
+            in its code, as paths relative to the root.
+        lent: further such files, which functions of the page's modules opened for any page.
     """
 
     sizes: dict[str, SizeCheck]
     sources: dict[str, str]
     searched: list[str] = []
     spent: dict[str, float] = {}
+    opened: list[str] = []
+    lent: list[str] = []
 
 
 class TimeResult(Struct, kw_only=True):

@@ -9,7 +9,6 @@ results and findings. `results.verdict.case_verdict` computes the verdict from a
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -92,6 +91,7 @@ class CaseRun:
             result = self.client.ask(task, CheckResult)
             self.checks.append(result)
             self._checked_sources = result.sources
+            self.stored.opened, self.stored.lent = result.opened, result.lent
             self.notes.append("checked at " + "; ".join(result.sizes))
             for size, checked in result.sizes.items():
                 if checked.controls:
@@ -130,9 +130,7 @@ class CaseRun:
         self.judgement = judge_speedup(self.client, self.stored, timing, self.claim)
         self.values = self.judgement.votes or self.values
         self.findings += self.judgement.findings
-        page, stored = self.location.page, self.stored
-        recorded = functools.partial(stored.recorded_tree, page, timing.sources)
-        for role in sides_to_time(self.client, recorded) if self.case.judged else ():
+        for role in sides_to_time(self.client, self.stored, timing) if self.case.judged else ():
             self.findings += judge_changed_side(self.client, self.stored, timing, role)
         self.findings += [verdict.CODE_IS_AS_FAST] * bool(self.client.unchanged)
         if self.case.judged:

@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from ..page.gpu_specs import LIMITS
 from ..results.messages import ChangedTask, PageSource
 from ..results.task_results import ChangedResult
 from ..results.verdict import NOT_COMPARED, Decision
-from ..util.git import GitError, GitSnapshot
+from ..util.git import GitError
 from .case_client import CaseClient
+from .measurement import Timing
 from .placement import COMPILER
 from .stored_result import Differences, StoredResult
 
 UNCHANGED = "unchanged, because it launches the same machine code"
 
 
-def sides_to_time(client: CaseClient, recorded: Callable[[], GitSnapshot | None]) -> list[str]:
+def sides_to_time(client: CaseClient, stored: StoredResult, timing: Timing) -> list[str]:
     """Return the sides that must be timed against their old version, because their code changed.
 
     The old version is the one at the commit of ``--aisp-against``. Without that option, it is the
     recorded version. A side with the same machine code and the same host code as before is not
     timed, but added to `client.unchanged`.
-
-    Args:
-        recorded: a function that returns the tree with the recorded code, or None if the code has
-            not changed.
     """
     settings = client.run.settings
     if client.run.replay is not None:
@@ -36,7 +32,8 @@ def sides_to_time(client: CaseClient, recorded: Callable[[], GitSnapshot | None]
     then = "at the commit" if against else "when it was recorded"
     try:
         if not against and not settings.aa and settings.update is None:
-            client.past = recorded()
+            client.remarks += stored.unlisted_remark()
+            client.past = stored.recorded_tree(client.location.page, timing.sources)
     except GitError as error:
         client.remarks.append(f"changed, but {NOT_COMPARED} {then}: {error}")
     if client.past is None:
@@ -47,11 +44,13 @@ def sides_to_time(client: CaseClient, recorded: Callable[[], GitSnapshot | None]
     source = client.past_page()
     if source is None:
         return []
-    changed = client.ask(client.task(ChangedTask, past=source), ChangedResult)
+    listed = stored.result.files if stored.result is not None else {}
+    opened = tuple(sorted({*stored.opened, *stored.lent, *listed}))
+    changed = client.ask(client.task(ChangedTask, past=source, opened=opened), ChangedResult)
     if changed.why:
         client.remarks.append(f"{NOT_COMPARED} {then}: {changed.why}")
     if changed.kernels_alone:
-        changed.why_timed = _launched(client, source).why_timed
+        changed.why_timed = _launched(client, source, opened).why_timed
     return _without_unchanged(client, changed, client.past.label)
 
 
@@ -64,7 +63,9 @@ def _without_unchanged(client: CaseClient, changed: ChangedResult, where: str) -
     return [role for role in changed.roles() if role not in client.unchanged]
 
 
-def _launched(client: CaseClient, past: PageSource | None) -> ChangedResult:
+def _launched(
+    client: CaseClient, past: PageSource | None, opened: tuple[str, ...] = ()
+) -> ChangedResult:
     """Return the machine code that the sides launch, as found by a process without a GPU.
 
     The result is empty if the kernels cannot be compiled on this machine.
@@ -73,7 +74,7 @@ def _launched(client: CaseClient, past: PageSource | None) -> ChangedResult:
     if run.replay is None and (run.settings.in_process or arch not in LIMITS):
         return ChangedResult()
     run.progress("compare machine code")
-    task = client.task(ChangedTask, past=past, arch=arch)
+    task = client.task(ChangedTask, past=past, arch=arch, opened=opened)
     reply = run.worker(COMPILER).ask(task, client.timeout, run.progress)
     if reply.error is not None:
         why = (reply.message.splitlines() or [reply.error])[0]

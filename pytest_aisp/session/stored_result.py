@@ -15,8 +15,11 @@ from ..results import models, stats, verdict
 from ..results.export import path_below
 from ..results.messages import Json
 from ..results.verdict import Cause
-from ..util.git import GitSnapshot, SnapshotError
+from ..util.git import GitSnapshot, SnapshotError, not_ignored
 from .run_context import RunContext
+
+SHOWN_FILES = 3
+"""The number of files that a remark names."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +56,16 @@ class StoredResult:
     Attributes:
         path: the file with the chapter's results for this product.
         key: the case's key in that file.
+        opened, lent: files that the page opened and whose names are not in its code, as
+            `task_results.CheckResult` has them.
     """
 
     run: RunContext
     path: Path
     key: str
     case: Case
+    opened: Sequence[str] = ()
+    lent: Sequence[str] = ()
 
     @property
     def result(self) -> models.Result | None:
@@ -75,17 +82,46 @@ class StoredResult:
         return {r: text_digest(side, root) for r, side in zip(models.ROLES, sides, strict=True)}
 
     def files(self, page: Path) -> dict[str, str]:
-        """Return the git blob hashes of the page and of the files that it uses, keyed by path."""
-        sides, root = (self.case.pair.baseline, self.case.variant.side), str(self.run.settings.root)
-        used = used_files(page, root, import_folders(root))
-        return source_files(sides, page, root) | {n: git_blob(path) for n, path in used.items()}
+        """Return the git blob hashes of the page and of the files that it uses, keyed by path.
+
+        Files that git ignores are output or caches, so they are left out if the code does not
+        name them.
+        """
+        sides, root = (self.case.pair.baseline, self.case.variant.side), self.run.settings.root
+        used = used_files(page, str(root), import_folders(str(root)))
+        used |= {name: root / name for name in not_ignored(root, [*self.opened, *self.lent])}
+        blobs = {name: git_blob(path) for name, path in used.items() if path.is_file()}
+        return source_files(sides, page, str(root)) | blobs
 
     @cached_property
-    def has_recorded_code(self) -> bool:
+    def unlisted(self) -> list[str]:
+        """The files that the page opened, but that the stored result does not list."""
+        listed = self.result.files if self.result is not None else {}
+        return not_ignored(self.run.settings.root, [n for n in self.opened if n not in listed])
+
+    def unlisted_remark(self) -> list[str]:
+        """Return a remark about `unlisted` files, if there are any."""
+        if self.result is None or self.result.value is None or not self.unlisted:
+            return []
+        names = ", ".join(self.unlisted[:SHOWN_FILES])
+        more = len(self.unlisted) - SHOWN_FILES
+        names += f" and {more} more" if more > 0 else ""
+        return [
+            f"the page opens {names}, not listed in {self.relative()}: whether the case has changed"
+            " there since it was recorded is not known; record it again"
+        ]
+
+    @cached_property
+    def has_listed_files(self) -> bool:
         """Whether all files that the stored result lists are unchanged."""
         mine, root = self.result, self.run.settings.root
         files = mine.files.items() if mine is not None else ()
         return bool(files) and all(is_blob(root / name, blob) for name, blob in files)
+
+    @property
+    def has_recorded_code(self) -> bool:
+        """Whether all files that the case uses are listed in the stored result and unchanged."""
+        return self.has_listed_files and not self.unlisted
 
     def recorded_tree(self, page: Path, sources: Mapping[str, str]) -> GitSnapshot | None:
         """Return a source tree with the recorded code, or None if the code has not changed.
@@ -97,7 +133,7 @@ class StoredResult:
             GitError: the recorded code cannot be found.
         """
         mine = self.result
-        if mine is None or mine.value is None or self.has_recorded_code:
+        if mine is None or mine.value is None or self.has_listed_files:
             return None
         if not mine.files:
             if mine.with_syntax(sources, self.text_sources).sources == sources:

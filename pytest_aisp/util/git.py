@@ -44,6 +44,18 @@ def try_git(root: Path, *arguments: str, **variables: str) -> str | None:
         return None
 
 
+def not_ignored(root: Path, names: Collection[str]) -> list[str]:
+    """Return the files of `names`, relative to `root`, that git does not ignore.
+
+    Outside of a repository, no file is ignored.
+    """
+    if not names:
+        return []
+    command = ("ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *names)
+    found = try_git(root, "--literal-pathspecs", *command)
+    return sorted(names) if found is None else sorted({*found.split("\0")} & {*names})
+
+
 class SnapshotError(GitError):
     """A commit cannot be read. The last line of the message says what to do."""
 

@@ -142,6 +142,7 @@ class _Rest:
         task, past = context.task, context.past
         self.trees = [(Path(task.page), task.root), (Path(past.page), past.root)]
         self.folders = import_folders(task.root)
+        self.opened = task.opened if isinstance(task, ChangedTask) else ()
         names_now = _names(context.pair, now, task.root)
         self._names = [names_now, _names(context.old_pair(), then, past.root)]
 
@@ -156,7 +157,7 @@ class _Rest:
             kernels = kernel_sources(without[number], root) if without else NO_KERNELS
             names = self._names[number] | _functions(kernels, page, root)
             text = normalize.rest(page.read_text(encoding="utf-8"), names)
-            found.append((text, contents(page, root, self.folders, kernels)))
+            found.append((text, contents(page, root, self.folders, kernels, self.opened)))
         return found[0] != found[1]
 
     def mentions(self, word: str) -> bool:

@@ -113,7 +113,8 @@ class Engine:
                 results[size_words(size)] = task_results.SizeCheck(**asdict(found))
             searched = self._search(context, rule) if task.search else []
         self.cache.release_memory(task.device)
-        return task_results.CheckResult(results, context.sources(), searched, self.watch.read())
+        details = context.sources(), searched, self.watch.read(), *context.opened_files()
+        return task_results.CheckResult(results, *details)
 
     def _check_at(
         self, context: TaskContext, size: Size, rule: Rule, count: int = 2, *, controls: bool = True
@@ -179,8 +180,7 @@ class Engine:
         self, task: TimeTask, context: TaskContext, sides: tuple[DeclaredSide, DeclaredSide]
     ) -> tuple[Samples, dict[str, Json]]:
         budget = Budget(**task.budget)
-        case = f"{os.path.basename(task.page)}{task.function}{task.variant}{task.size}"
-        seed = f"{case}{task.replicate}"
+        seed = f"{Path(task.page).name}{task.function}{task.variant}{task.size}{task.replicate}"
         first, second = (side for side, _ in sides)
         if task.timer is not None:
             simulate = pkgutil.resolve_name(task.timer["target"])

@@ -25,6 +25,7 @@ from ..results.messages import CaseTask, PageSource
 from ..timing import cuda_graph
 from ..util.device_state import Stopwatch, free_bytes, release
 from ..util.process_group import current_group
+from .opened_files import OPENED
 
 
 def load_page(path: str, root: str, module: str) -> types.ModuleType:
@@ -179,6 +180,7 @@ class TaskContext:
     @cached_property
     def pair(self) -> Pair:
         """The pair of the current page."""
+        OPENED.watch(self.task.page, self.task.root)
         with settings_of(self.task.module, self.task.root):
             page = load_page(self.task.page, self.task.root, self.task.module)
         pair = pair_of(getattr(page, self.task.function, None))
@@ -208,6 +210,10 @@ class TaskContext:
     def sources(self) -> dict[str, str]:
         """Return the digest of each side's source, keyed by role."""
         return {role: digest(self.side(role)[0], self.task.root) for role in ROLES}
+
+    def opened_files(self) -> tuple[list[str], list[str]]:
+        """Return the files that the page opened in this process (see `OpenedFiles.of_page`)."""
+        return OPENED.of_page(self.task.page, self.task.root)
 
     def require_interpreter(self) -> None:
         """Refuse Triton kernels on a CPU without Triton's interpreter.
