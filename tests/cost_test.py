@@ -136,7 +136,10 @@ REFUSED = {
         {fast: lambda n: Cost(ops={"fp12": n})},
         "unknown type in Cost(ops=) 'fp12'; legal: fp64, fp32, ",
     ),
-    "unknown resource": ({fast: lambda n: Cost(l3=n)}, "unexpected keyword argument 'l3'"),
+    "unknown resource": (
+        {fast: lambda n: Cost(l3=n)},
+        "unexpected keyword argument 'l3'; legal: read, write, in_flight, l2, shared, atomics, ",
+    ),
     "no repetition": ({fast: lambda n: 0 * Cost(read=n)}, "0 * Cost(...) must repeat it at least"),
     "no cost": ({fast: lambda n: 4 * n}, "the cost of fast is 16384; return a Cost"),
     "no function": (
@@ -145,7 +148,7 @@ REFUSED = {
     ),
     "another size": (
         {fast: lambda n, m: Cost(read=n)},
-        "sizes lacks the key 'm', which the cost of fast needs",
+        "sizes lacks the key 'm', which the cost of fast needs; keys: n",
     ),
     "no size": (
         {fast: lambda: Cost(read=1)},
@@ -168,12 +171,23 @@ def test_a_cost_that_makes_no_sense_is_refused(costs, text):
     assert text in message(costs=costs)
 
 
-def test_the_message_names_the_line_of_the_cost():
-    def cost(n):
-        return Cost(read=-1)
-
+@pytest.mark.parametrize(
+    ("side", "cost", "text"),
+    [
+        (fast, lambda n: Cost(read=-1), "the cost of fast at n=4096: "),
+        (fast, lambda n, m: Cost(read=n), "sizes lacks the key 'm', "),
+        (fast, lambda: Cost(read=1), "sizes has the key 'n', "),
+        (re.sub, lambda n: Cost(read=n), "costs= has 'sub', "),
+    ],
+)
+def test_the_message_names_the_line_of_the_cost(side, cost, text):
     line = cost.__code__.co_firstlineno
-    assert f"{__file__}:{line}: the cost of fast at n=4096: " in message(costs={fast: cost})
+    assert message(costs={side: cost}).startswith(f"@compare: {__file__}:{line}: {text}")
+
+
+def test_a_type_error_in_a_cost_does_not_list_the_resources():
+    refused = message(costs={fast: lambda n: Cost(read=len(n))})
+    assert refused.endswith("object of type 'int' has no len()")
 
 
 @pytest.mark.parametrize(

@@ -195,7 +195,7 @@ SIZES = {
     ),
     "missing key": (
         {"check_sizes": [{}]},
-        "check_sizes lacks the key 'n', which inputs needs",
+        "check_sizes lacks the key 'n', which inputs needs; keys: none",
     ),
     "unlike work": (
         {"work": lambda m: Work()},

@@ -71,7 +71,10 @@ def test_a_missing_rate_is_a_note(predicting):
     found, result = predicting("-vv", rates={"copy": 1e9, "graph_node": 2e-6})
     assert (found.lines[0].verdict, found.lines[0].predicted) == ("new", {})
     result.stdout.fnmatch_lines(
-        ["*: not predicted: the rate 'read' was not measured on simulated-gpu"]
+        [
+            "*: not predicted: *_test.py:*: the cost of added: the rate 'read' was not measured on"
+            " simulated-gpu; measure it there: aisp machine peak --store"
+        ]
     )
 
 

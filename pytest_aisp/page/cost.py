@@ -140,15 +140,15 @@ def validate_costs(costs: Costs, sides: list[Side]) -> None:
     """Raise `PairError` if a key of `costs` is not a side, or a value is not a function."""
     names = [side_name(side) for side in sides]
     for side, function in costs.items():
-        if side not in sides:
-            raise PairError(
-                f"costs= has {side_name(side)!r}, which is not a side of this page; its sides are"
-                f" {', '.join(names)}"
-            )
         if not callable(function):
             raise PairError(
                 f"costs[{side_name(side)}] is {function!r}; write a function of the size, as in"
                 f" {side_name(side)}: lambda n: Cost(read=4 * n, write=4 * n)"
+            )
+        if side not in sides:
+            raise PairError(
+                f"{place_of(function)}: costs= has {side_name(side)!r}, which is not a side of this"
+                f" page; its sides are {', '.join(names)}"
             )
 
 
@@ -162,12 +162,14 @@ def cost_at(pair: Pair, side: Side, size: Size, world: int) -> Cost | None:
     function = pair.costs.get(side)
     if function is None:
         return None
-    name, place, at = side_name(side), _place(function), size_words(size)
+    name, place, at = side_name(side), place_of(function), size_words(size)
     given = {**size, "world": world} if "world" in inspect.signature(function).parameters else size
     try:
         cost = function(**given)
     except (PairError, TypeError) as error:
-        raise PairError(f"{place}: the cost of {name} at {at}: {error}") from None
+        unknown = "Cost.__init__() got an unexpected keyword" in str(error)
+        legal = f"; legal: {', '.join((*AMOUNTS, 'ops'))}" if unknown else ""
+        raise PairError(f"{place}: the cost of {name} at {at}: {error}{legal}") from None
     if not isinstance(cost, Cost):
         raise PairError(f"{place}: the cost of {name} is {cost!r}; return a Cost")
     if not any(cost.amounts()):
@@ -201,6 +203,7 @@ def _declared(work: Work, cost: Cost) -> tuple[tuple[str, float, float], ...]:
     )
 
 
-def _place(function: Callable[..., object]) -> str:
+def place_of(function: Callable[..., object]) -> str:
+    """Return the file and the line of `function`, a function of `costs`."""
     code = inspect.unwrap(function).__code__
     return f"{code.co_filename}:{code.co_firstlineno}"

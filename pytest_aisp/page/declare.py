@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from .cost import Costs, cost_at, validate_costs
+from .cost import Costs, cost_at, place_of, validate_costs
 from .gpu_specs import ARCHS, FEATURES
 from .pair import (
     BOUNDS,
@@ -206,7 +206,8 @@ def _validate_costs(pair: Pair) -> None:
     validate_costs(pair.costs, sides)
     for side, function in pair.costs.items():
         for size in (*pair.sizes, *pair.cpu_sizes):
-            _validate_keys("sizes", size, f"the cost of {side_name(side)}", function, {"world"})
+            name = f"the cost of {side_name(side)}"
+            _validate_keys(f"{place_of(function)}: sizes", size, name, function, {"world"})
             for gpus in pair.gpus:
                 cost_at(pair, side, size, gpus)
 
@@ -320,7 +321,10 @@ def _validate_keys(
         )
     required = {n for n, p in parameters.items() if p.default is p.empty} - extra
     if missing := sorted(required - size.keys()):
-        raise PairError(f"{argument} lacks the key {missing[0]!r}, which {name} needs")
+        keys = ", ".join(size) or "none"
+        raise PairError(
+            f"{argument} lacks the key {missing[0]!r}, which {name} needs; keys: {keys}"
+        )
 
 
 def _validate_claims(pair: Pair) -> None:

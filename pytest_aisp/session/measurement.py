@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ..kernels.capture_launches import choice_notes
-from ..page.cost import cost_at
-from ..page.pair import Work
+from ..page.cost import cost_at, place_of
+from ..page.pair import Work, side_name
 from ..results import stats, verdict
 from ..results.messages import Json
 from ..results.notes import (
@@ -204,11 +204,14 @@ def with_prediction(client: CaseClient, timing: Timing) -> Timing:
     known = [cost for cost in costs if cost is not None]
     if rates is None or client.run.settings.aa or len(known) < len(sides):
         return timing
-    try:
-        times = [predict(cost, rates, graph=timing.clock == "graph").seconds for cost in known]
-    except RateMissing as missing:
-        client.notes.append(f"not predicted: {str(missing).partition(';')[0]}")
-        return timing
+    times: list[float] = []
+    for side, cost in zip(sides, known, strict=True):
+        try:
+            times.append(predict(cost, rates, graph=timing.clock == "graph").seconds)
+        except RateMissing as missing:
+            place, why = place_of(case.pair.costs[side]), " ".join(str(missing).split())
+            client.notes.append(f"not predicted: {place}: the cost of {side_name(side)}: {why}")
+            return timing
     if min(times) <= 0:  # host steps take no time in a graph, so a cost with nothing else is zero
         return timing
     return replace(timing, predicted=dict(zip(timing.seconds, times, strict=True)))
