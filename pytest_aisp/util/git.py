@@ -185,8 +185,19 @@ def _require_blobs(root: Path, blobs: Collection[str]) -> None:
     if missing := lacking():
         fetch = ("fetch", "--quiet", "--no-tags", "--no-write-fetch-head", "origin")
         try_git(root, *fetch, *missing, GIT_TERMINAL_PROMPT="0")
-    if lacking():
+    if not lacking():
+        return
+    if try_git(root, "rev-parse", "--is-shallow-repository") == "true\n":
         raise SnapshotError("this clone lacks the recorded code\n    git fetch --unshallow")
+    if try_git(root, "config", "--get-regexp", r"^remote\..*\.promisor$"):
+        raise SnapshotError(
+            "this partial clone lacks the recorded code, and its remote did not send it\n"
+            "    git fetch --refetch --no-filter"
+        )
+    raise SnapshotError(
+        "the recorded code is gone: the history was rewritten, or the code was never committed;"
+        " record it again"
+    )
 
 
 def _check_out(
