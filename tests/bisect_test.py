@@ -14,7 +14,6 @@ from pytest_aisp.cli import app
 from pytest_aisp.results.messages import Reply
 from pytest_aisp.tools import catalog, commit_runs
 from pytest_aisp.tools.commit_runs import CommitRuns, Measurement, SideChange
-from pytest_aisp.worker.client import interpreter
 
 CASE = "ch99/doubling_test.py::test_doubling[doubled-n1001]"
 FAST = {"added": 2e-5, "doubled": 1e-5, "doubled@old": 1e-5}
@@ -30,32 +29,6 @@ def bisect(capsys):
         return code, output.out.splitlines(), output.err
 
     return run
-
-
-@pytest.fixture
-def runs(pytester, zygote, worker_zygote, monkeypatch, tmp_path):
-    """Fork each pytest in the worktree instead of starting it; return the options of each."""
-    found = []
-
-    class Forked:
-        def __init__(self, command, *, cwd, env, **pipes):
-            self.file = tmp_path / f"{len(found)}.txt"
-            start = [*interpreter(), "-m", "pytest"]
-            assert command[: len(start)] == start
-            found.append(command[len(start) :])
-            with monkeypatch.context() as patch, self.file.open("wb") as file:
-                patch.chdir(cwd)
-                for name, value in env.items():
-                    patch.setenv(name, value)
-                pipes = file.fileno(), file.fileno()
-                self.process = zygote.run(found[-1], *pipes, worker_zygote)
-
-        def communicate(self):
-            self.process.wait()
-            return self.file.read_text(), None
-
-    monkeypatch.setattr(commit_runs, "Popen", Forked)
-    return found
 
 
 @pytest.fixture
@@ -282,7 +255,7 @@ def test_a_page_that_the_good_commit_lacks_is_refused(commit_times, bisect, runs
     commit()
     code, _, error = bisect(f"--good={shas[0]}", case="ch99/new_test.py::test_doubling[doubled]")
     assert (code, runs) == (2, [])
-    assert error == f"there is no ch99/new_test.py at {shas[0]}; give a later --good\n"
+    assert error == f"there is no ch99/new_test.py at {shas[0]}; give a later commit\n"
 
 
 def test_commits_that_do_not_touch_the_case_need_no_run(commit_times, bisect, simulated, git):

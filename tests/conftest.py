@@ -22,6 +22,8 @@ import torch  # once, at module level: pytester's in-process runs would load it 
 from zygote import COMPILER_MODULES, RUN_MODULES, WORKER_MODULES, Zygote
 
 from pytest_aisp.isolation import monkeypatches
+from pytest_aisp.tools import commit_runs
+from pytest_aisp.worker.client import interpreter
 
 if not torch.cuda.is_available():  # read when triton is imported: pages with kernels run here too
     os.environ["TRITON_INTERPRET"] = "1"
@@ -207,6 +209,38 @@ def pytester(
 
     monkeypatch.setattr(pytester, "popen", start)
     return pytester
+
+
+@pytest.fixture
+def runs(
+    pytester: pytest.Pytester,
+    zygote: Zygote,
+    worker_zygote: Zygote,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> list[list[str]]:
+    """Fork each pytest in a worktree instead of starting it; return the options of each."""
+    found: list[list[str]] = []
+
+    class Forked:
+        def __init__(self, command: list[str], *, cwd: Path, env: Any, **pipes: Any) -> None:
+            self.file = tmp_path / f"{len(found)}.txt"
+            start = [*interpreter(), "-m", "pytest"]
+            assert command[: len(start)] == start
+            found.append(command[len(start) :])
+            with monkeypatch.context() as patch, self.file.open("wb") as file:
+                patch.chdir(cwd)
+                for name, value in env.items():
+                    patch.setenv(name, value)
+                pipe = file.fileno()
+                self.process = zygote.run(found[-1], pipe, pipe, worker_zygote)
+
+        def communicate(self) -> tuple[str, None]:
+            self.process.wait()
+            return self.file.read_text(), None
+
+    monkeypatch.setattr(commit_runs, "Popen", Forked)
+    return found
 
 
 @pytest.fixture

@@ -171,34 +171,40 @@ def test_a_change_without_a_known_cause_is_unexplained(series, aisp):
 
 def test_a_changed_source_is_unconfirmed_and_gets_the_command(series, aisp):
     series(step=-0.02, sources=after(15, {**SOURCES, "optimized": "syntax:2c"}, SOURCES))
-    code, [_, change, command] = aisp("h")
+    code, [line, change, *hint] = aisp("h")
     assert code == 0, "an unconfirmed change is not red"
+    assert line.endswith(", no change, 1 unconfirmed")
     assert change.endswith("; the source of optimized changed; unconfirmed")
+    assert hint == [
+        "The code gate can confirm a change on nvidia-h200:",
+        "    aisp results history h --confirm",
+    ]
+    _, lines = aisp("h", "--json")
     new, old = commit(15)[:12], commit(14)[:12]
-    assert command.split() == [
+    assert json.loads("\n".join(lines))["cases"][0]["changes"][0]["command"].split() == [
         *("git", "checkout", new, "&&", "pytest", f"--aisp-against={old}"),
         *("--aisp-artifacts=DIR", f"'{GEMM['nodeid']}'"),
     ]
 
 
-def test_without_clean_commits_there_is_no_command(series, aisp):
+def test_without_clean_commits_nothing_can_confirm_a_change(series, aisp):
     changed = after(15, {**SOURCES, "baseline": "syntax:2c"}, SOURCES)
     series(step=0.02, sources=changed, dirty=lambda day: day == 15)
-    _, [_, change, command] = aisp("h")
-    assert change.endswith("; the source of baseline changed; unconfirmed")
-    assert command.strip() == (
-        "no command confirms it: the commits of both runs are not known, equal, or not clean"
+    _, [_, change] = aisp("h")
+    assert change.endswith(
+        "; the source of baseline changed; unconfirmed,"
+        " because the commits of both runs are not known, equal, or not clean"
     )
 
 
 @pytest.mark.parametrize(
     ("gate", "step", "code", "says"),
     [
-        ([-0.019], -0.02, 1, "confirmed by the code gate: 0.981x"),
-        ([-0.05, -0.020, -0.019, -0.021], -0.02, 1, "confirmed by the code gate: 0.980x"),
-        ([0.02], 0.02, 0, "confirmed by the code gate: 1.020x"),
-        ([-0.001], -0.02, 0, "not confirmed by the code gate: 0.999x"),
-        ([0.02], -0.02, 0, "not confirmed by the code gate: 1.020x"),
+        ([-0.019], -0.02, 1, "; confirmed by the code gate: 0.981x"),
+        ([-0.05, -0.020, -0.019, -0.021], -0.02, 1, "; confirmed by the code gate: 0.980x"),
+        ([0.02], 0.02, 0, "; confirmed by the code gate: 1.020x"),
+        ([-0.001], -0.02, 0, "; not confirmed by the code gate: 0.999x"),
+        ([0.02], -0.02, 0, "; not confirmed by the code gate: 1.020x"),
     ],
 )
 def test_the_code_gate_over_both_commits_decides(series, aisp, gate, step, code, says):
@@ -208,9 +214,10 @@ def test_the_code_gate_over_both_commits_decides(series, aisp, gate, step, code,
         against=lambda day: commit(14)[:12] if day == 15 else "",
         gate=lambda day: gate if day == 15 else (),
     )
-    found, [_, change] = aisp("h")
+    found, [line, change] = aisp("h")
     assert found == code
-    assert change.endswith(f"; the source of optimized changed; {says}")
+    assert line.endswith("no change, 1 unconfirmed" if "not confirmed" in says else "1 change")
+    assert change.endswith(f"; the source of optimized changed{says}")
 
 
 @pytest.mark.parametrize("against", [commit(13), "main", "HEAD~1", commit(14)[:6]])
@@ -221,8 +228,7 @@ def test_a_code_gate_over_other_commits_confirms_nothing(series, aisp, against):
         against=lambda day: against if day == 15 else "",
         gate=lambda day: [-0.02] if day == 15 else (),
     )
-    _, [_, change, _] = aisp("h")
-    assert change.endswith("unconfirmed")
+    assert aisp("h")[1][1].endswith("; unconfirmed")
 
 
 def test_a_code_gate_over_uncommitted_code_confirms_nothing(series, aisp):
@@ -233,8 +239,7 @@ def test_a_code_gate_over_uncommitted_code_confirms_nothing(series, aisp):
         gate=lambda day: [-0.02] if day == 15 else (),
         dirty=lambda day: day == 15,
     )
-    _, [_, change, _] = aisp("h")
-    assert change.endswith("unconfirmed")
+    assert "; unconfirmed" in aisp("h")[1][1]
 
 
 def test_a_later_run_of_an_old_commit_only_confirms(series, run, aisp):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -15,6 +16,7 @@ from .console import (
     Product,
     Yes,
     finish,
+    print_error,
     show_progress,
     store_measured,
 )
@@ -175,14 +177,35 @@ def history(
     case: Annotated[
         str, typer.Option(metavar="TEXT", help="list only cases that contain this text")
     ] = "",
+    confirm: Annotated[
+        bool,
+        typer.Option(
+            "--confirm",
+            help="first run the code gate over the two commits of each unconfirmed change, and add"
+            " the runs",
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Show how the speedup of each case changed over runs."""
     from ..tools import history
 
+    if add and confirm:
+        raise CliError("--add lists nothing; use --confirm in a second command")
     if add:
         finish(history.add_result(add, folder))
-    finish(history.history_result(folder, case=case, as_json=as_json))
+    failed = 0
+    if confirm:
+        import signal
+
+        from ..tools import confirm_changes
+
+        # Slurm sends SIGTERM. Then the worktree must be removed too.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        with show_progress() as progress:
+            failed = confirm_changes.confirm(folder, case, tell=progress, say=print_error)
+    result = history.history_result(folder, case=case, as_json=as_json)
+    finish(replace(result, code=1) if failed else result)
 
 
 def export(folder: Folder) -> None:

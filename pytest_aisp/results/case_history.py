@@ -52,6 +52,11 @@ class Change:
         return "environment" if self.differences else "unexplained"
 
     @property
+    def is_certain(self) -> bool:
+        """Whether the code gate need not, or did, confirm the change."""
+        return self.state not in ("unconfirmed", "refuted")
+
+    @property
     def command(self) -> str:
         """The command that measures both commits to confirm the change, or an empty string."""
         commits = (self.before.commit, self.after.commit)

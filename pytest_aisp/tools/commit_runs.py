@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from ..page.sources import PACKAGE
 from ..results import run_reader, stats, verdict
 from ..results.messages import ChangedTask, PageSource
 from ..results.row import Row
+from ..results.run_reader import RecordedRun
 from ..results.task_results import ChangedResult, TimeResult
 from ..results.verdict import DISTURBED, NOT_COMPARED, Outcome, Reading
 from ..util.cli_result import CliError
@@ -118,7 +119,7 @@ class CommitRuns:
         page, nodeid = self.page(commit), self.nodeid(commit)
         self.tree.check_out(commit)
         if not (self.tree.root / page).is_file():
-            raise CliError(f"there is no {page} at {commit.short}; give a later --good")
+            raise CliError(f"there is no {page} at {commit.short}; give a later commit")
         with tempfile.TemporaryDirectory(prefix="aisp-bisect-") as folder:
             file = Path(folder) / "catalog.json"
             words = ("--collect-only", "-q", "-p", catalog.COLLECTOR, f"--aisp-catalog={file}")
@@ -140,8 +141,20 @@ class CommitRuns:
             )
         return cases[nodeid]
 
-    def measure(self, commit: Commit, against: Commit) -> Measurement:
-        """Return the result of timing the changed sides at `commit` against those at `against`."""
+    def measure(
+        self,
+        commit: Commit,
+        against: Commit,
+        use: Callable[[RecordedRun], None] = lambda run: None,
+    ) -> Measurement:
+        """Return the result of timing the changed sides at `commit` against those at `against`.
+
+        Args:
+            use: a function that reads the run's folder before it is removed.
+
+        Raises:
+            RunError: `use` cannot read the folder.
+        """
         self.tree.check_out(commit)
         page, old = self.page(commit), self.page(against)
         if not (self.tree.root / page).is_file():
@@ -156,8 +169,9 @@ class CommitRuns:
                 rows = [row for row in run.rows() if row.nodeid == self.nodeid(commit)]
             except run_reader.RunError:
                 rows = []
-        if not rows:
-            return Measurement(broken=_fault(output))
+            if not rows:
+                return Measurement(broken=_fault(output))
+            use(run)
         return read_row(rows[0], run.manifest.invalid, _fault(output))
 
     def sass_diff(

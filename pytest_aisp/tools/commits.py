@@ -71,7 +71,8 @@ def commits_between(root: Path, good: str, bad: str) -> tuple[Commit, list[Commi
         CliError: a commit or the repository does not exist, or `bad` does not descend from `good`
             through first parents.
     """
-    first, last = _commit(root, "--good", good), _commit(root, "--bad", bad)
+    first = find_commit(root, good, f"--good={good}")
+    last = find_commit(root, bad, f"--bad={bad}")
     if first.sha == last.sha:
         raise CliError(f"--good={good} and --bad={bad} are the same commit, {first.short}")
     if try_git(root, "merge-base", "--is-ancestor", first.sha, last.sha) is None:
@@ -87,7 +88,12 @@ def commits_between(root: Path, good: str, bad: str) -> tuple[Commit, list[Commi
     return first, line
 
 
-def _commit(root: Path, option: str, ref: str) -> Commit:
+def find_commit(root: Path, ref: str, name: str) -> Commit:
+    """Return the commit `ref`, which messages call `name`.
+
+    Raises:
+        CliError: the commit or the repository does not exist.
+    """
     try:
         sha = run_git(root, "rev-parse", "--verify", "--quiet", f"{ref}^{{commit}}").decode()
     except NoGit as error:
@@ -97,9 +103,7 @@ def _commit(root: Path, option: str, ref: str) -> Commit:
             raise CliError(
                 f"{root} is in no git repository\nA search needs the commits; run it in a clone"
             ) from None
-        raise CliError(
-            f"{option}={ref}: there is no such commit in this clone{_deepen(root)}"
-        ) from None
+        raise CliError(f"{name}: there is no such commit in this clone{_deepen(root)}") from None
     return _log(root, "-1", sha.strip())[0]
 
 

@@ -73,6 +73,8 @@ def _read_run(folder: Path) -> tuple[list[HistoryLine], list[str]]:
 def history_result(folder: Path, *, case: str = "", as_json: bool = False) -> CliResult:
     """Return a line for each case, and a line for each change in its speedup.
 
+    If the code gate can confirm a change, the last line is the command for it.
+
     The exit code is 1 if lines cannot be used, or if the last change of a case is a slowdown that
     the code gate confirmed.
 
@@ -88,7 +90,7 @@ def history_result(folder: Path, *, case: str = "", as_json: bool = False) -> Cl
             f"{folder}: has no history\nAdd a run to it:\n"
             f"    aisp results history --add RUN {shlex.quote(str(folder))}"
         )
-    shown = [one for one in cases if case in _name(one)]
+    shown = [one for one in cases if case in name_of(one)]
     if cases and not shown:
         raise CliError(f"{folder}: none of its {len(cases)} cases contains {case!r}")
     code = 1 if problems or any(one.is_lost for one in shown) else 0
@@ -97,11 +99,18 @@ def history_result(folder: Path, *, case: str = "", as_json: bool = False) -> Cl
         return CliResult([json.dumps(plain, indent=1)], code)
     lines = [f"not used: {problem}" for problem in problems]
     for one in shown:
-        lines += [
-            _case_line(one),
-            *(f"    {line}" for c in one.changes for line in _change_lines(c)),
-        ]
+        lines += [_case_line(one), *(f"    {_change_line(change)}" for change in one.changes)]
+    if to_confirm := unconfirmed(shown):
+        products = ", ".join(sorted({change.after.product for change in to_confirm}))
+        lines += [f"The code gate can confirm a change on {products}:"]
+        lines += [f"    aisp results history {shlex.quote(str(folder))} --confirm"]
     return CliResult(lines, code)
+
+
+def unconfirmed(cases: Sequence[CaseHistory]) -> list[Change]:
+    """Return the changes that the code gate can confirm, and has not compared yet."""
+    changes = [change for one in cases for change in one.changes]
+    return [change for change in changes if change.state == "unconfirmed" and change.command]
 
 
 def read(folder: Path) -> tuple[list[CaseHistory], list[str]]:
@@ -120,31 +129,31 @@ def read(folder: Path) -> tuple[list[CaseHistory], list[str]]:
     return found, [problem for file in files for problem in file.all_problems]
 
 
-def _name(one: CaseHistory) -> str:
+def name_of(one: CaseHistory) -> str:
     last = one.lines[-1]
     return f"{last.product} {last.chapter}/{last.case}"
 
 
 def _case_line(one: CaseHistory) -> str:
-    count, changes = len(one.lines), len(one.changes)
+    count, changes = len(one.lines), sum(change.is_certain for change in one.changes)
+    open_ = len(one.changes) - changes
     runs = "1 run" if count == 1 else f"{count} runs"
     if count < 2 * LEAST:
         found = f"too few runs for changes, which need {2 * LEAST}"
     else:
         found = {0: "no change", 1: "1 change"}.get(changes, f"{changes} changes")
+        found += f", {open_} unconfirmed" if open_ else ""
     first, last = (one.lines[n].started[:10] for n in (0, -1))
     dates = first if first == last else f"{first} to {last}"
-    return f"{_name(one)}: {ratio(one.level)}, {runs}, {dates}, {found}"
+    return f"{name_of(one)}: {ratio(one.level)}, {runs}, {dates}, {found}"
 
 
-def _change_lines(change: Change) -> list[str]:
-    """Return a line about a change, and the command that checks an unconfirmed change."""
-    if change.state != "unconfirmed":
-        return [change_text(change)]
-    return [change_text(change), f"    {change.command or NO_COMMAND}"]
+def _change_line(change: Change) -> str:
+    hopeless = change.state == "unconfirmed" and not change.command
+    return change_text(change) + (NO_COMMITS if hopeless else "")
 
 
-NO_COMMAND = "no command confirms it: the commits of both runs are not known, equal, or not clean"
+NO_COMMITS = ", because the commits of both runs are not known, equal, or not clean"
 
 
 def _plain(one: CaseHistory) -> dict[str, Json]:
