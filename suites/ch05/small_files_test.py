@@ -14,6 +14,11 @@ Optimized  unbuffered: changes `files`. `os.open` opens a file, and `os.preadv` 
 Bound      The host: each image costs system calls and Python code. `shards` makes few system calls.
            The costs count only the copy to the GPU, because no rate of the host's work was
            measured. So all sides take longer than predicted.
+Seen       On an H100 machine, `unbuffered` takes less than half of `files`' time, and `packed` less
+           than half of `unbuffered`'s. So Python's file and `bytes` objects take about half of the
+           time, and opening and closing files takes most of the rest. `shards` gains no more than
+           `packed`, although it makes 3 reads instead of 192. It also creates tensors and copies
+           each image once more. We did not time these parts.
 Use when   A data set has many small files. Use shards if shuffling within a shard is random enough.
            `packed` works with any order. The gain is larger on a disk or a network, where each file
            costs a round trip. The gain is smaller with larger images, because all sides copy the
