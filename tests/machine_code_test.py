@@ -422,19 +422,44 @@ def test_other_machine_code_is_timed_and_named(recorded, pytester):
     assert row.unchanged == ["baseline"]
 
 
-def test_another_compiler_explains_a_loss(recorded, pytester, gpu):
-    store_file = pytester.path / STORED
-    stored = store.load(store_file)
+def store_other_machine_code(path, digest):
+    stored = store.load(path)
     [(key, result)] = stored.results.items()
     assert list(result.machine_code) == ["optimized"]
+    other = replace(result, machine_code={"optimized": digest})
+    path.write_text(store.dump(Stored(stored.product, stored.environments, {key: other})))
+
+
+def test_another_compiler_explains_a_loss(recorded, pytester, gpu):
+    store_other_machine_code(pytester.path / STORED, "0123456789abcdef")
     gpu(**{**SECONDS, "doubled": 1.5e-5})
-    other = replace(result, machine_code={"optimized": "0123456789abcdef"})
-    store_file.write_text(store.dump(Stored(stored.product, stored.environments, {key: other})))
     for options in ("--aisp-artifacts=kept",), ("--aisp-replay=kept",):
         result = pytester.runpytest_subprocess(*options)
         assert result.ret == 0
         why = "doubled has other machine code than when stored, from the same source"
         result.stdout.fnmatch_lines([f"stale: *{why}", "stale: *: cause: environment"])
+
+
+@pytest.mark.parametrize(
+    ("triton", "digest", "says"),
+    [
+        ("3.7.0", "0123456789abcdef", True),
+        ("3.7.0", None, False),  # the new compiler makes the same machine code
+        (None, "0123456789abcdef", False),  # nothing is compiled if no compiler is new
+    ],
+)
+def test_other_machine_code_of_another_compiler_is_named_without_a_loss(
+    recorded, pytester, gpu, triton, digest, says
+):
+    if digest is not None:
+        store_other_machine_code(pytester.path / STORED, digest)
+    gpu(**SECONDS, environment={"triton": triton} if triton else {})
+    for options in ("--aisp-artifacts=kept",), ("--aisp-replay=kept",):
+        result = pytester.runpytest_subprocess(*options)
+        assert result.ret == 0
+        assert result.parseoutcomes() == {"passed": 1}
+        remark = "doubled has other machine code than when stored, from the same source"
+        assert (remark in result.stdout.str()) is says
 
 
 @pytest.mark.parametrize(

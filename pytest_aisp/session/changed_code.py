@@ -15,6 +15,8 @@ from .placement import COMPILER
 from .stored_result import Differences, StoredResult
 
 UNCHANGED = "unchanged, because it launches the same machine code"
+COMPILERS = ("torch", "triton")
+"""The facts that show the versions of NVRTC, which torch installs, and of Triton with its ptxas."""
 
 
 def sides_to_time(client: CaseClient, stored: StoredResult, timing: Timing) -> list[str]:
@@ -96,11 +98,15 @@ def with_compiler(
     """Return the differences from the stored result, including differences of the compilers.
 
     If the source files are unchanged, but a side launches different machine code, then NVRTC,
-    Triton or ptxas has changed. This is checked only if the speedup differs from the stored one.
+    Triton or ptxas has changed. This is checked only if the speedup differs from the stored one, or
+    if a fact of `COMPILERS` does. Without a loss, a remark names the side.
     """
     mine = stored.result
     missed = {decision.outcomes.get(name) for name in ("record", "improvement")} & {"red", "open"}
-    if not missed or mine is None or not mine.machine_code or not stored.has_recorded_code:
+    other = {fact.partition(" was ")[0] for fact in found.environment} & {*COMPILERS}
+    if not missed and not (other and client.run.settings.update is None):
+        return found
+    if mine is None or not mine.machine_code or not stored.has_recorded_code:
         return found
     now = machine_code(client)
     facts = [
@@ -108,4 +114,7 @@ def with_compiler(
         for role, digest in mine.machine_code.items()
         if now.get(role, digest) != digest
     ]
+    if not missed:
+        client.remarks += facts
+        return found
     return replace(found, environment=[*found.environment, *facts])
