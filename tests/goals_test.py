@@ -14,6 +14,7 @@ import pytest
 from pytest_aisp.results import store
 from pytest_aisp.results.messages import CountTask
 from pytest_aisp.results.metric_limits import METRICS, joules, pooled, shares, with_session
+from pytest_aisp.session.cause import SAME_CODE
 from pytest_aisp.util import device_state, process_group
 from pytest_aisp.worker import metrics
 from pytest_aisp.worker.metrics import CounterSteps, Uncountable
@@ -169,7 +170,7 @@ def test_metrics_without_a_speedup_are_stored_judged_and_extended(page, judged, 
     _, cases, verdicts = judged(250, 350)
     assert verdicts == dict.fromkeys(["alone", "ahead", "more"], "stale")
     unlike = "power_limit_w was 700 when stored, and is 350"
-    assert cases["alone"]["reasons"] == [words, unlike]
+    assert cases["alone"]["reasons"] == [words, unlike, SAME_CODE]
 
 
 def test_noise_counts_in_favor_of_the_side():

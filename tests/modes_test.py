@@ -333,7 +333,7 @@ def test_replay_judges_recorded_samples(timed_page, page, gpu, pytester):
     elsewhere = pytester.runpytest_subprocess("--aisp-replay=kept/results.jsonl")
     elsewhere.stdout.fnmatch_lines(["aisp: replay on simulated-gpu (simulated-gpu, sm90)*"])
     elsewhere.stdout.fnmatch_lines(["doubling *2.0??x *inconclusive"])
-    assert elsewhere.ret == 0
+    assert elsewhere.ret == 17
 
 
 def test_replay_uses_the_votes_and_environment_of_the_recording(page, gpu, pytester):

@@ -8,12 +8,16 @@ import subprocess
 
 import pytest
 
+from conftest import BODY
 from pytest_aisp.results import run_reader
+from pytest_aisp.session.cause import NOT_RECORDED, OTHER_CODE
+from pytest_aisp.util.git import GitSnapshot, SnapshotError
 
 SECONDS = {"added": 2e-5, "doubled": 1e-5, "doubled@old": 0.99e-5, "added@old": 2e-5}
 RECORD = "--aisp-update-expectations", "--aisp-processes=5"
 OLD, NEW = "def doubled(x):\n    return 2 * x", "def doubled(x):\n    return x * 2"
 HELPER = "def twice(x):\n    return 2 * x\n"
+MACHINE = "E  *cause: machine"
 LOSS = "E  *doubled runs at 0.99*x of its version in baselines/simulated-gpu/ch99.json: *"
 STORED = "baselines/simulated-gpu/ch99.json"
 
@@ -22,8 +26,8 @@ STORED = "baselines/simulated-gpu/ch99.json"
 def recorded(page, gpu, commit, pytester):
     """Record a page on a simulated GPU, and commit it. A changed `doubled` is 1 % slower."""
 
-    def write(*args, details=None, **parts):
-        gpu(**SECONDS, details=details)
+    def write(*args, details=None, environment=None, **parts):
+        gpu(**SECONDS, details=details, environment=environment)
         path = page(*args, **parts)
         for name, text in {"helper.py": HELPER, "tuning.json": '{"factor": 2}'}.items():
             (path.parent / name).write_text(text)
@@ -184,6 +188,85 @@ def test_a_loss_of_changed_code_that_is_as_fast_as_before_is_of_the_machine(reco
     assert_cause(run(), 1, "E  *cause: machine")
 
 
+BOARD = {"board": "aaaa"}
+CLAIM = "E  *against 1.800x (at_least on the page)*-> red"
+
+
+@pytest.mark.parametrize(
+    ("board", "line"),
+    [
+        ("bbbb", "measured on board bbbb; the stored result is from board aaaa"),
+        ("aaaa", "measured on board aaaa, as the stored result"),
+    ],
+)
+def test_a_loss_of_the_machine_names_the_board_and_what_slowed_it(recorded, run, gpu, board, line):
+    recorded(environment=BOARD, at_least="1.8")
+    slow = {**SECONDS, "doubled": 1.5e-5}
+    clocks = {"sm_mhz": [1305, 1980]}
+    gpu(**slow, noise={"throttle": 0.05}, details=clocks, environment={"board": board})
+    lines = f"E  *{line}", "E  *block* measured again: thermal slowdown (simulated)"
+    mhz = "E  *the GPU's SM clock was 1305 to 1980 MHz"
+    assert_cause(run(), 1, CLAIM, "E  *the code is as it was recorded", *lines, mhz, MACHINE)
+
+
+def test_a_claim_that_recorded_code_misses_in_another_environment(recorded, run, gpu):
+    recorded(at_least="1.8")
+    gpu(**{**SECONDS, "doubled": 1.5e-5}, environment={"driver": "580"})
+    line = "E  *driver was None when stored, and is 580"
+    assert_cause(run(), 1, CLAIM, line, "E  *cause: environment")
+
+
+def test_a_claim_that_was_raised_is_missed_by_the_code(recorded, run):
+    change(recorded(), "at_least=1.0", "at_least=3.0")
+    assert_cause(run(), 1, "E  *against 3.000x*-> red", f"E  *{OTHER_CODE}", "E  *cause: code")
+
+
+def test_a_new_case_that_misses_its_claim_is_of_the_code(page, gpu, pytester):
+    gpu(**SECONDS)
+    page(at_least="3.0")
+    assert_cause(pytester.runpytest_subprocess(), 1, f"E  *{NOT_RECORDED}", "E  *cause: code")
+
+
+def test_a_limit_that_recorded_code_misses_is_of_the_machine(recorded, run, gpu):
+    body = f"{BODY}\npair.assert_memory(at_most=0.5)"
+    recorded(body=body, details={"goals": {"memory": {"baseline": 100, "optimized": 40}}})
+    gpu(**SECONDS, details={"goals": {"memory": {"baseline": 100, "optimized": 80}}})
+    missed = "E  *memory: *(assert_memory on the page)*-> red"
+    assert_cause(run(), 1, missed, "E  *the code is as it was recorded", MACHINE)
+
+
+def test_a_wrong_result_is_of_the_code(timed_page, pytester):
+    timed_page("3 * x")
+    result = pytester.runpytest_subprocess()
+    assert_cause(result, 1, "E  *doubled is wrong *", "E  *cause: code", "E  *reproduce:")
+
+
+def test_a_failed_assertion_and_an_error_of_a_side_are_of_the_code(timed_page, run, pytester):
+    timed_page(body=f"{BODY}\nassert pair.speedup > 3")
+    assert run().ret == 1
+    timed_page("x.no_such_method()", name="raising_test.py")
+    assert_cause(run(), 1, "E  *cause: code", "E  *reproduce:")
+    rows = run_reader.load(pytester.path / "kept").rows()
+    assert {row.cause for row in rows} == {"code"}
+
+
+def test_votes_without_a_majority_are_noise(page, gpu, pytester):
+    """Without noise, each vote is below the claim by less than the margin of a red vote."""
+    quiet = dict.fromkeys(["window", "capture", "process"], 0.0)
+    gpu(added=2e-5, doubled=1.004e-5, noise=quiet)
+    page(at_least="2.0")
+    result = pytester.runpytest_subprocess()
+    assert_cause(result, 0, "inconclusive: *-> open", "inconclusive: *cause: noise")
+
+
+def test_without_enough_votes_the_cause_is_not_known(page, gpu, pytester):
+    gpu(added=2e-5, doubled=1.004e-5)
+    page(at_least="2.0")
+    result = pytester.runpytest_subprocess("-o", "aisp_confirm_budget=0")
+    assert_cause(result, 0, "inconclusive: *-> open")
+    result.stdout.no_fnmatch_line("*cause: *")
+
+
 def assert_cause(result, code, *lines):
     assert result.ret == code
     result.stdout.fnmatch_lines(list(lines))
@@ -219,6 +302,19 @@ def test_outside_of_a_repository_nothing_is_compared(recorded, run, pytester):
     change(recorded())
     shutil.rmtree(pytester.path / ".git")
     assert_not_compared(run(), f"{pytester.path} is in no git repository")
+
+
+def test_without_git_nothing_is_compared(recorded, run, monkeypatch, tmp_path):
+    change(recorded())
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert_not_compared(run(), "git cannot be run: *'git'")
+
+
+def test_a_moved_page_with_two_candidates_is_not_guessed(tmp_path):
+    files = {f"{folder}/page_test.py": "0" * 40 for folder in ("one", "two")}
+    why = "the stored result does not name three/page_test.py"
+    with pytest.raises(SnapshotError, match=why):
+        GitSnapshot.of_files(tmp_path, files, tmp_path / "three" / "page_test.py", "")
 
 
 def clone_of(pytester, commit, git, tmp_path):

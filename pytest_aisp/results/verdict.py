@@ -60,6 +60,8 @@ DISTURBED = "disturbed"
 """The verdict of a case that the machine disturbed. This verdict says nothing about the code."""
 NOT_COMPARED = "not compared with its version"
 """Part of every remark about a side that may have changed, but was not compared."""
+NOT_KNOWN = "since it was recorded is not known"
+"""Part of the remark about a case of which not all files are known."""
 NOT_RECORDED = "the recording holds"
 """The start of the reason why a replay lacks samples that it needs for a verdict."""
 LOOK = (*RED, DISTURBED, "inconclusive", "stale")
@@ -250,10 +252,10 @@ CODE_IS_AS_FAST = Finding("pass")
 def case_cause(findings: Sequence[Finding], word: str) -> Cause:
     """Return the cause of the findings that led to the verdict `word`.
 
-    If the changed code is as fast as the old code, and nothing else explains the loss against the
-    stored result, the cause is the machine.
+    If nothing else explains a red or stale verdict, the cause is the code. But if the changed code
+    is as fast as the old code, the cause of a loss is the machine.
     """
-    words = ("stale", word) if word == "regressed" else (word,)
+    words = {"regressed": ("stale", word), "fail": ("regressed", word)}.get(word, (word,))
     decisive = [finding for finding in findings if finding.verdict in words]
     causes = [finding.cause for finding in decisive if finding.cause]
     compared: tuple[Cause, ...] = (
@@ -262,9 +264,9 @@ def case_cause(findings: Sequence[Finding], word: str) -> Cause:
     )  # a direct comparison is the best evidence
     if found := [cause for cause in compared if cause in causes]:
         return found[0]
-    if causes or word not in ("regressed", "stale"):
+    if causes or word not in (*RED, "stale"):
         return causes[0] if causes else ""
-    return "machine" if any(finding is CODE_IS_AS_FAST for finding in findings) else ""
+    return "machine" if any(finding is CODE_IS_AS_FAST for finding in findings) else "code"
 
 
 def case_verdict(findings: Iterable[Finding], *, strict_environment: bool = False) -> str:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import NoReturn, TypeVar
 
+from msgspec import convert
 from msgspec.structs import replace
 
 from ..distributed.launcher import RankSet
@@ -24,7 +25,7 @@ from ..results.messages import (
 )
 from ..results.row import JournalLine, size_text
 from ..results.task_results import CompileResult, Facts, TimeResult
-from ..results.verdict import Reading
+from ..results.verdict import Cause, Reading
 from ..util.device import VERSIONS, Machine, cpu_machine
 from ..util.git import SnapshotError
 from ..worker.client import START_SECONDS, ReplayWorker, Worker, WorkerProcess, name_of_task
@@ -170,7 +171,10 @@ class CaseClient:
         parts += [reply.trace.rstrip()] if reply.trace else []
         failed = Unrecorded if reply.error == "unrecorded" else Failed
         message = "\n".join([*parts, *self.commands(seed)])
-        raise failed(message, verdict=verdicts.get(reply.error or "", "fail"))
+        cause: Cause = "environment" if reply.error == "traced" else ""
+        if reply.error == "unrecorded" and (then := self.recorded_row()) is not None:
+            cause = convert(then.cause, Cause)
+        raise failed(message, verdicts.get(reply.error or "", "fail"), cause)
 
     def commands(self, seed: int = 0) -> list[str]:
         """Return the commands that run this case again, with the input values of `seed`."""

@@ -58,7 +58,7 @@ def _add_finding(
         text = report.longreprtext
     else:
         text = call.excinfo.exconly(tryshort=True)
-    case_run.findings.append(Finding("fail", (text.partition("\n")[0],)))
+    case_run.findings.append(Finding("fail", (text.partition("\n")[0],), "code"))
 
 
 def _keep_red(item: pytest.Item, pair: PairUnderTest, report: pytest.TestReport) -> None:

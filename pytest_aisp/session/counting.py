@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING
 
 from ..results.messages import CountTask
 from ..results.metric_limits import METRICS, Amounts, Metric, Name, pooled, shares
+from ..results.models import Result
 from ..results.task_results import Amounts as Counted
 from ..results.verdict import VOTES, Finding
 from ..worker.client import ReplayWorker
+from .cause import cause_of, evidence
 from .run_context import RunContext, Unrecorded
 from .stored_result import Differences
 
@@ -136,7 +138,10 @@ def _judge(case: CaseRun, name: Name, limit: float, counted: Sequence[Amounts]) 
     votes = _listed(metric, counted)
     if _most(lambda each: metric.missed(each, limit), counted):
         reason = f"{text} ({metric.assertion} on the page){votes} -> red"
-        judged.findings.append(Finding("fail", (reason,)))
+        found = Differences() if mine is None else _differences(case, mine)
+        lines = evidence(case.client, stored, found)
+        cause = cause_of(case.client, stored, found, case.sources())
+        judged.findings.append(Finding("fail", (reason, *lines), cause))
         return judged
     if mine is None or before is None or settings.update == "all":
         judged.findings.append(Finding("new" if before is None else "pass"))
@@ -144,17 +149,25 @@ def _judge(case: CaseRun, name: Name, limit: float, counted: Sequence[Amounts]) 
     if not _most(lambda each: metric.worse(before, each, mine.sessions), counted):
         judged.findings.append(Finding("pass"))
         return judged
-    found = case.judgement.differences if case.judgement is not None else Differences()
-    if not found.lines():
-        found = stored.differences(mine, case.environment(), case.sources(), mine.clock or "")
+    found = _differences(case, mine)
     now, then = metric.unit(amounts["optimized"]), metric.unit(before["optimized"])
     margin = f"{metric.allowed(before, mine.sessions):.0%}"
     margin += f" + {metric.unit(metric.slack)}" * bool(metric.slack)
     origin = f"(stored in {stored.relative()}), margin {margin}"
     reason = f"{name}: {now} against {then} {origin}{votes} -> red"
     word = "stale" if found.lines() else "regressed"
-    judged.findings.append(Finding(word, (reason, *found.lines()), stored.cause(found)))
+    lines = evidence(case.client, stored, found)
+    cause = cause_of(case.client, stored, found, case.sources())
+    judged.findings.append(Finding(word, (reason, *lines), cause))
     return judged
+
+
+def _differences(case: CaseRun, mine: Result) -> Differences:
+    """Return the differences from the stored result, in any time of this run."""
+    found = case.judgement.differences if case.judgement is not None else Differences()
+    if found.lines():
+        return found
+    return case.stored.differences(mine, case.environment(), case.sources(), mine.clock or "")
 
 
 def _most(is_red: Callable[[Amounts], bool], counted: Sequence[Amounts]) -> bool:

@@ -19,6 +19,7 @@ from ..results.row import bare, ratio
 from ..results.verdict import CODE_IS_AS_FAST, Cause, Decision, Finding, Gate, Reading
 from ..worker.client import Worker
 from .case_client import CaseClient, reading
+from .cause import SAME_CODE, cause_of, evidence
 from .changed_code import with_compiler
 from .measurement import Timing
 from .run_context import Failed, Unrecorded
@@ -60,15 +61,18 @@ def judge_speedup(
     findings: list[Finding] = []
     differences = Differences()
     record: float | None = None
-    if mine is not None and has_record and mine.clock == clock:
-        record = mine.value
-    elif mine is not None and has_record and not replaces and stored.case.judged:
-        findings.append(Finding("stale", (_other_clock(stored, mine, timing),)))
-    if mine is not None and record is not None and not replaces:
-        gates += verdict.record_gates(record, verdict.record_margin(spread, session, clock))
+    if mine is not None and has_record and not replaces:
         differences = stored.differences(
             mine, timing.environment, timing.sources, clock, timing.details.get("choices")
         )
+    if mine is not None and has_record and mine.clock == clock:
+        record = mine.value
+    elif mine is not None and has_record and not replaces and stored.case.judged:
+        reason = _other_clock(stored, mine, timing)
+        cause = cause_of(client, stored, differences, timing.sources)
+        findings.append(Finding("stale", (reason, *evidence(client, stored, differences)), cause))
+    if record is not None and not replaces:
+        gates += verdict.record_gates(record, verdict.record_margin(spread, session, clock))
     if not stored.case.judged and not settings.aa:
         gates, differences = [], Differences()
     decision = _decide(client, timing.reading, gates, client.vote)
@@ -84,11 +88,13 @@ def judge_speedup(
         decision, stored=has_record or settings.aa, same_environment=differences.same_environment
     )
     reasons = list(client.missing_votes)
-    reasons += _missed_gates(gates, decision, timing.reading.value, differences, stored)
-    lost = decision.outcomes.get("record") == "red"
-    cause = stored.cause(differences) if lost else ""
-    if word == "inconclusive":
-        cause = _noise(decision)
+    reasons += _missed_gates(gates, decision, timing.reading.value, stored)
+    cause = _noise(decision) if word == "inconclusive" else ""
+    if word in (*verdict.RED, "stale"):
+        reasons += evidence(client, stored, differences)
+        cause = cause_of(client, stored, differences, timing.sources)
+    elif any(decision.outcomes.get(name) in ("red", "open") for name in ("record", "improvement")):
+        reasons += [*differences.lines(), *[SAME_CODE] * stored.has_recorded_code]
     findings.append(Finding(word, tuple(reasons), cause))
     return Judgement(
         votes=votes,
@@ -130,7 +136,6 @@ def _missed_gates(
     gates: list[Gate],
     decision: Decision,
     first: float,
-    differences: Differences,
     stored: StoredResult,
 ) -> list[str]:
     """Return a reason for each missed gate: the value, the limit, and the limit's origin."""
@@ -152,9 +157,6 @@ def _missed_gates(
             f"{ratio(first)} against {ratio(gate.limit)} ({origin[gate.name]}),"
             f" margin {gate.red:.1%}; votes of fresh processes: {_listed(decision)} -> {outcome}"
         )
-        if gate.name in ("record", "improvement"):
-            reasons += differences.lines()
-            reasons += ["the code is as it was recorded"] * stored.has_recorded_code
     return reasons
 
 

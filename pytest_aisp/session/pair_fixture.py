@@ -172,13 +172,21 @@ class PairUnderTest:
         except MachineDisturbed as disturbed:
             pytest.skip(f"disturbed: {disturbed}")
         except Failed as failure:
-            message = str(failure)
+            message = self._with_cause(failure)
         except Interrupted as over:
             self._stop(str(over))
         finally:
             self._print_captured()
         self.failure = AssertionError(message)
         raise self.failure
+
+    def _with_cause(self, failure: Failed) -> str:
+        """Return the message of a failure with the cause before the commands."""
+        message, cause = str(failure), self.case_run.cause
+        if failure.finding is None or not cause:  # then the message names the cause, if any
+            return message
+        text, reproduce, commands = message.partition("\nreproduce:")
+        return f"{text}\ncause: {cause}{reproduce}{commands}"
 
     def _print_captured(self) -> None:
         """Print the output of the worker processes in this process, where pytest captures it."""

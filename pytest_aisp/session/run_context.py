@@ -54,10 +54,10 @@ class Failed(Exception):
         finding: the finding to add to the case, or None if the case already has it.
     """
 
-    def __init__(self, message: str, verdict: str | None = "fail") -> None:
+    def __init__(self, message: str, verdict: str | None = "fail", cause: Cause = "") -> None:
         super().__init__(message)
         reason = message.partition("\n")[0]
-        cause = CAUSES.get(verdict or "", "")
+        cause = cause or CAUSES.get(verdict or "", "")
         self.finding = None if verdict is None else Finding(verdict, (reason,), cause)
 
 
