@@ -49,11 +49,16 @@ class Trial:
 
 @dataclass
 class Recording:
-    """The content of one or several files."""
+    """The content of one or several files.
+
+    Attributes:
+        spent: the seconds that each trial took, from the line before it to its own line.
+    """
 
     environments: list[dict[str, Any]] = field(default_factory=list)
     trials: list[Trial] = field(default_factory=list)
     others: list[dict[str, Any]] = field(default_factory=list)
+    spent: list[float] = field(default_factory=list)
     errors: int = 0
 
     @property
@@ -70,16 +75,20 @@ def read(paths: Sequence[Path]) -> Recording:
     """Return the content of the files. A stopped recording may end in half a line."""
     recording = Recording()
     for number, path in enumerate(paths):
+        last: dict[str, Any] = {"process": None}
         for row in _rows(path):
             process = number, row["process"]
             if row["kind"] == "trial":
                 recording.trials.append(trial_of(row, process))
+                if last["process"] == row["process"] and last["number"] == row["number"] - 1:
+                    recording.spent.append(row["after"] - last["after"])
             elif row["kind"] == "other":
                 recording.others.append({**row, "process": process})
             elif row["kind"] == "environment":
                 recording.environments.append(row)
             else:
                 recording.errors += 1
+            last = row
     return recording
 
 
@@ -438,6 +447,9 @@ def totals(judged: Judged) -> str:
         f" {judged.recording.errors} trials failed.",
         f"Every verdict in order: {digest(judged)}.",
     ]
+    if spent := sorted(judged.recording.spent):
+        most = spent[math.ceil((1 - SURE) * len(spent)) - 1]
+        lines.append(f"A trial took {median(spent):.2f} s in the median, {most:.2f} s in 95 %.")
     return "\n".join(lines)
 
 
