@@ -12,7 +12,7 @@ from validity import TESTS
 
 from pytest_aisp.checking import check, exact_probe
 from pytest_aisp.checking.inputs import slot_order
-from pytest_aisp.results.messages import CheckTask, TimeTask
+from pytest_aisp.results.messages import CheckTask, PageSource, TimeTask
 from pytest_aisp.timing import cpu_timer, trial, verify_outputs
 from pytest_aisp.timing.trial import Trial
 from pytest_aisp.util import cpu_load
@@ -55,9 +55,8 @@ COMMON = {
 }
 
 
-def timed(replicate=0, **budget):
-    task = TimeTask(budget={**SHORT, **budget}, replicate=replicate, **COMMON)
-    return Engine().time(task)
+def timed(replicate=0, task=COMMON, **budget):
+    return Engine().time(TimeTask(budget={**SHORT, **budget}, replicate=replicate, **task))
 
 
 def test_laps_alternate_the_build_order_after_an_untimed_build(built):
@@ -101,6 +100,17 @@ def test_memory_is_measured_once_and_after_the_windows(built, monkeypatch, repli
     details = timed(replicate=replicate).details
     assert calls == ["memory after 2 builds"] * count  # the untimed build and the first lap
     assert ("peak_bytes" in details) == bool(count)
+
+
+def test_old_code_is_timed_without_measuring_what_the_case_has_shown(built, monkeypatch):
+    calls = []
+    monkeypatch.setattr(cpu_timer.CpuPairTimer, "check_times", lambda self: calls.append(0) or {})
+    for name in ("memory", "other_clock"):
+        monkeypatch.setattr(cpu_timer.CpuPairTimer, name, lambda self: calls.append(1) or {})
+    past = PageSource(page=COMMON["page"], root=COMMON["root"], module="aisp_past_page")
+    old = {"versus": "old", "side": "optimized", "past": past}
+    assert timed(task=COMMON | old).blocks
+    assert calls == [0], "but the clocks are compared"
 
 
 PENDING = []
