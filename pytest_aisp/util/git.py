@@ -8,6 +8,7 @@ import subprocess
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 
@@ -185,7 +186,8 @@ def _require_blobs(root: Path, blobs: Collection[str]) -> None:
     if missing := lacking():
         fetch = ("fetch", "--quiet", "--no-tags", "--no-write-fetch-head", "origin")
         try_git(root, *fetch, *missing, GIT_TERMINAL_PROMPT="0")
-    if not lacking():
+        missing = lacking()
+    if not missing:
         return
     if try_git(root, "rev-parse", "--is-shallow-repository") == "true\n":
         raise SnapshotError("this clone lacks the recorded code\n    git fetch --unshallow")
@@ -215,9 +217,9 @@ def _check_out(
     top = Path(_git(root, "rev-parse", "--show-toplevel").removesuffix("\n"))
     prefix = _git(root, "rev-parse", "--show-prefix").removesuffix("\n")
     run_git(top, "-c", "core.sparseCheckout=false", "read-tree", f"{sha}:{prefix}", **index)
-    for path, blob in (files or {}).items():
-        entry = f"100644,{blob},{path}"
-        run_git(top, "update-index", "--add", "--replace", "--cacheinfo", entry, **index)
+    if files:
+        entries = [("--cacheinfo", f"100644,{blob},{path}") for path, blob in files.items()]
+        run_git(top, "update-index", "--add", "--replace", *chain.from_iterable(entries), **index)
     run_git(top, "checkout-index", "--all", "--quiet", f"--prefix={tree}/", **index)
     return frozenset(os.fsdecode(run_git(top, "ls-files", "-z", **index)).split("\0")) - {""}
 
