@@ -65,6 +65,7 @@ def assert_not_compared(result, why):
     assert result.ret == 0
     line = f"*: changed, but not compared with its version when it was recorded: {why}"
     result.stdout.fnmatch_lines([line])
+    result.stdout.no_fnmatch_line("unchanged code: *")
 
 
 def test_a_loss_of_one_percent_is_red_without_any_option(recorded, run, pytester):
@@ -89,14 +90,19 @@ def test_many_small_losses_add_up(recorded, run, commit, gpu):
 def test_unchanged_sides_are_not_timed_again(recorded, run, pytester, added):
     path = recorded()
     path.write_text(added + path.read_text())
-    assert run().ret == 0
+    result = run()
+    assert result.ret == 0
     assert against(pytester) == []
+    line = "unchanged code: 1 case; only the environment and the machine are compared *"
+    result.stdout.fnmatch_lines([line])
 
 
 def test_code_as_fast_as_before_is_green(recorded, run, gpu, pytester):
     change(recorded())
     gpu(**{**SECONDS, "doubled@old": 1e-5})
-    assert run().ret == 0
+    result = run()
+    assert result.ret == 0
+    result.stdout.no_fnmatch_line("unchanged code: *")
     assert [one["side"] for one in against(pytester)] == ["optimized"]
 
 

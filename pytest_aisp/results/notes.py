@@ -6,10 +6,11 @@ tell the reader to check the baseline.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from .messages import Json
-from .row import amount, duration
+from .row import Row, amount, duration
+from .verdict import NOT_COMPARED, NOT_KNOWN
 
 LAUNCH_BOUND = 1.5
 """A side is launch-bound if a call without a CUDA graph takes at least this many times as long."""
@@ -25,6 +26,19 @@ UNUSED, USED = 0.01, 0.5
 """A baseline hardly uses the machine if it reaches less than the first share of the machine's
 limit, while the optimized side reaches at least the second share.
 """
+
+
+def unchanged_code(rows: Iterable[Row]) -> list[str]:
+    """Return a line about the cases whose code is as it was stored, or nothing without any."""
+    compared = [row for row in rows if row.stored is not None and not row.against]
+    doubts = (NOT_COMPARED, NOT_KNOWN)
+    count = sum(not any(d in text for text in row.remarks for d in doubts) for row in compared)
+    if not count:
+        return []
+    return [
+        f"unchanged code: {count} {'case' if count == 1 else 'cases'}; only the environment and the"
+        " machine are compared with the stored results, and `detects` shows this wide margin"
+    ]
 
 
 def graph_notes(names: Sequence[str], details: Mapping[str, Json]) -> list[str]:

@@ -14,7 +14,7 @@ from ..page.sources import git_blob, is_blob, source_files, text_digest
 from ..results import models, stats, verdict
 from ..results.export import path_below
 from ..results.messages import Json
-from ..results.verdict import Cause
+from ..results.verdict import NOT_KNOWN, Cause
 from ..util.git import GitSnapshot, SnapshotError, not_ignored
 from .run_context import RunContext
 
@@ -108,7 +108,7 @@ class StoredResult:
         names += f" and {more} more" if more > 0 else ""
         return [
             f"the page opens {names}, not listed in {self.relative()}: whether the case has changed"
-            " there since it was recorded is not known; record it again"
+            f" there {NOT_KNOWN}; record it again"
         ]
 
     @cached_property

@@ -14,6 +14,7 @@ from ..kernels.cross_compile import NOT_CHECKED
 from ..results.curves import curves
 from ..results.export import page_labels
 from ..results.messages import Json
+from ..results.notes import unchanged_code
 from ..results.row import (
     LETTERS,
     Row,
@@ -128,6 +129,7 @@ def _closing(recorder: Recorder, rows: Sequence[Row], verbosity: int) -> list[st
     """Return the lines below the table."""
     settings = recorder.settings
     lines = [_simulated(timer) for timer in sorted({row.timer for row in rows if row.timer})]
+    lines += unchanged_code(rows) if settings.mode == "measure" and not settings.against else []
     lines += _remarks(rows, None if verbosity > 0 else 1)
     if profiled := sum(bool(row.profile) for row in rows):
         choose = "" if settings.artifacts else "; --aisp-artifacts=DIR keeps them elsewhere"
