@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from fake_results import case, fake_catalog
+from fake_results import case, fake_catalog, result, stored
 
 from pytest_aisp.cli import app, suite
 from pytest_aisp.results import results_json
@@ -315,6 +315,21 @@ def test_suite_changed_names_the_cases_that_a_change_can_touch(repository, capsy
     page.write_text(SCAN.replace("x + x", "x + x + 0"))
     assert changed_cases(capsys) == SCANS[1:]
     page.write_text(SCAN.replace("(n,)", "(n, n)"))
+    assert changed_cases(capsys) == SCANS
+
+
+def test_suite_changed_knows_files_that_the_page_opened_when_it_was_recorded(
+    repository, capsys, commit
+):
+    opened = repository / "suites/ch07/table.json"
+    opened.write_text("2")
+    files = dict.fromkeys(["suites/ch07/scan_test.py", "suites/ch07/table.json"], "0" * 40)
+    stored(repository, {"scan_test.py::test_scan[tiled-n64]": result(2.0, files=files)})
+    commit()
+    assert changed_cases(capsys) == []
+    opened.write_text("3")
+    assert changed_cases(capsys) == SCANS
+    opened.unlink()
     assert changed_cases(capsys) == SCANS
 
 

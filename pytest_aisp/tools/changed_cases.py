@@ -1,6 +1,7 @@
 """Find the cases that a change to the code can affect.
 
-A page counts as changed if any file that it may use has changed. The page's syntax then shows the
+A page counts as changed if any file that it may use has changed: a file that the code names, or a
+file that the page opened when its results were stored. The page's syntax then shows the
 affected cases: a changed function affects only the variants that use it. If the syntax is unclear,
 all cases of the page count as affected.
 """
@@ -9,20 +10,24 @@ from __future__ import annotations
 
 import ast
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
+from typing import TypeAlias
 
 from ..page.imports import contents, named_files, normalized_file
 from ..util.cli_result import CliError, CliResult
 from ..util.git import GitError, GitSnapshot
 from . import catalog
 from .catalog import Catalog, CatalogCase
+from .stored_results import chapters
 
 DECORATOR = "compare"
 DYNAMIC = {"globals", "locals", "vars", "eval", "exec", "getattr", "import_module", "modules"}
 """Names that a page can use to look up a function dynamically."""
+StoredFiles: TypeAlias = Mapping[str, Collection[str]]
+"""The files that stored results list, keyed by the path of their page."""
 OWN_NAMES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
@@ -192,13 +197,14 @@ def changed_result(pages: Catalog, ref: str, *, tell: Callable[[str], None]) -> 
     except GitError as error:
         raise CliError(str(error).replace("--aisp-against=", "")) from None
     lines: list[str] = []
+    opened = _stored_files(pages)
     with old.folder:
-        changed = [page for page in pages.pages if _files_differ(pages, page.path, old)]
+        changed = [page for page in pages.pages if _files_differ(pages, page.path, old, opened)]
         found = catalog.collect([page.name for page in changed], tell=tell) if changed else pages
         for path in dict.fromkeys(page.path for page in changed):
             cases = [case for case in found.cases if case.path == path]
             failed = any(page.path == path for page in found.unread)
-            lines += [path] if failed else _touched_cases(pages, path, old, cases)
+            lines += [path] if failed else _touched_cases(pages, path, old, cases, opened)
     return CliResult([_relative(pages.root, line) for line in lines])
 
 
@@ -207,24 +213,45 @@ def _relative(root: Path, nodeid: str) -> str:
     return f"{os.path.relpath(root / path)}{colons}{case}"
 
 
-def _files_differ(pages: Catalog, path: str, old: GitSnapshot) -> bool:
+def _stored_files(pages: Catalog) -> dict[str, set[str]]:
+    """Return the files that stored results list, keyed by the path of their page."""
+    found: dict[str, set[str]] = {}
+    for chapter in chapters(pages.baselines):
+        for key, result in chapter.stored.results.items():
+            page = key.partition("::")[0]
+            for path in (name for name in result.files if Path(name).name == page):
+                found.setdefault(path, set()).update(result.files)
+    return found
+
+
+def _files_differ(pages: Catalog, path: str, old: GitSnapshot, opened: StoredFiles) -> bool:
     """Return whether a page is new or changed, or uses a file that may have changed."""
     here, then = pages.root / path, old.page(pages.root / path)
     if then is None or normalized_file(here) != normalized_file(then):
         return True
-    return bool(_changed_files(pages, here, then, old))
+    return bool(_changed_files(pages, here, then, old, opened.get(path, ())))
 
 
-def _changed_files(pages: Catalog, here: Path, then: Path, old: GitSnapshot) -> set[str]:
-    """Return the changed files that either version of the page may use, without the page itself."""
-    new_files = contents(here, str(pages.root), pages.imports)
-    old_files = contents(then, str(old.tree), pages.imports)
+def _changed_files(
+    pages: Catalog, here: Path, then: Path, old: GitSnapshot, opened: Collection[str]
+) -> set[str]:
+    """Return the changed files that either version of the page may use, without the page itself.
+
+    Args:
+        opened: files that the page may open although the code does not name them.
+    """
+    new_files = contents(here, str(pages.root), pages.imports, opened=opened)
+    old_files = contents(then, str(old.tree), pages.imports, opened=opened)
     names = new_files.keys() | old_files.keys()
     return {name for name in names if new_files.get(name) != old_files.get(name)}
 
 
 def _touched_cases(
-    pages: Catalog, path: str, old: GitSnapshot, cases: Collection[CatalogCase]
+    pages: Catalog,
+    path: str,
+    old: GitSnapshot,
+    cases: Collection[CatalogCase],
+    opened: StoredFiles,
 ) -> list[str]:
     here, then = pages.root / path, old.page(pages.root / path)
     if then is None:
@@ -238,7 +265,8 @@ def _touched_cases(
         new_page, old_page = (
             PageSyntax.of(each.read_text(encoding="utf-8")) for each in (here, then)
         )
-        found = touched(ids, new_page, old_page, _changed_files(pages, here, then, old), files_of)
+        changed = _changed_files(pages, here, then, old, opened.get(path, ()))
+        found = touched(ids, new_page, old_page, changed, files_of)
     except (SyntaxError, ValueError):  # the old page cannot be parsed
         found = ids
     return [case.nodeid for case in cases if (case.function, case.variant) in found]
