@@ -1,9 +1,11 @@
 """Change points of simulated histories: the quick form of benchmarks/change_points.py."""
 
 import importlib.util
+import math
 import random
 import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -130,3 +132,32 @@ def test_known_positions_without_a_change_are_no_changes():
 def test_a_short_history_has_no_change(count):
     assert places(noise(count)) == []
     assert places([0.0] * count) == []
+
+
+def test_the_other_tool_sees_the_speedups_and_its_settings(monkeypatch):
+    asked = []
+
+    def compute(series, **settings):
+        asked.append((series, settings))
+        return [SimpleNamespace(index=7)], None
+
+    modules = {
+        "analysis": {"compute_change_points": compute},
+        "series": {"AnalysisOptions": lambda: SimpleNamespace(window_len=50, max_pvalue=0.001)},
+    }
+    monkeypatch.setitem(sys.modules, "otava", ModuleType("otava"))
+    for name, content in modules.items():
+        module = ModuleType(f"otava.{name}")
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    import change_points_otava as other
+
+    monkeypatch.delitem(sys.modules, "change_points_otava")
+    assert other.default([0.0, math.log(2)], [0.1, 0.1]) == [7]
+    assert other.with_floor([0.0, math.log(2)], [0.1, 0.1]) == [7]
+    speedups = [1.0, pytest.approx(2.0)]
+    settings = {"window_len": 50, "max_pvalue": 0.001}
+    assert asked == [
+        (speedups, {**settings, "min_magnitude": 0.0}),
+        (speedups, {**settings, "min_magnitude": FLOOR}),
+    ]
