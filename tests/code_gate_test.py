@@ -115,6 +115,15 @@ def test_a_truncated_recording_is_read_up_to_its_last_line(recorded, tmp_path):
         code_gate_judge.read([stopped])
 
 
+def test_the_seconds_of_a_trial_run_from_the_line_before_it(recorded, tmp_path):
+    def half_a_second(row):
+        row["after"] = row["number"] / 2
+
+    changed = judged(rewritten(recorded, tmp_path / "changed.jsonl", half_a_second))
+    line = "A trial took 0.50 s in the median, 0.50 s in 95 %."
+    assert code_gate_judge.totals(changed).splitlines()[-1] == line
+
+
 def test_several_recordings_are_judged_together(recorded):
     both = code_gate_judge.read([recorded, recorded])
     assert len({trial.process for trial in both.trials}) == 2 * PLAN.processes
