@@ -547,7 +547,7 @@ def judged_case(**changes):
             settings=settings,
             progress=lambda text: None,
             check_time=lambda: None,
-            environment=lambda device: ENVIRONMENT,
+            environment=lambda device, ranks: ENVIRONMENT,
         ),
         "placement": SimpleNamespace(kind="time", device="cuda"),
         "ranks": 1,
@@ -567,7 +567,7 @@ ONE_BY_ONE = SimpleNamespace(environment={})
 @pytest.mark.parametrize(
     ("tool", "changes", "words"),
     [
-        ("ncu", {"ranks": 2}, "its sides run on 2 ranks, but ncu profiles only one"),
+        ("nsys", {"ranks": 2}, "its sides run on 2 ranks, but nsys profiles only one"),
         (
             "nsys",
             {"placement": SimpleNamespace(kind="check", device="cpu")},
@@ -633,6 +633,63 @@ def test_each_side_of_a_gpu_case_runs_under_the_profiler(tools, task, tmp_path):
     files = case.profile.files
     assert set(files) == {"baseline", "optimized"}
     assert all((folder / name).exists() for names in files.values() for name in names)
+
+
+REPLAYING = WORKING.replace('"$@" ||', '"$@" && "$@" ||')
+"""Like ncu with application replay: the program runs once for each of two passes."""
+
+
+@pytest.fixture
+def ranks_task(tools, page, pytester):
+    """Return the task of a side that runs on two ranks, under a profiler that replays it."""
+
+    def of(does):
+        tools(REPLAYING)
+        page()  # its folder and the configuration
+        path = write_ranks(pytester.path, "summing", does)
+        where = {"page": str(path), "root": str(pytester.path), "module": "ch99.summing_test"}
+        case = {"function": "test_summing", "variant": "other", "size": {"n": 1001}}
+        return ProfileTask(side="optimized", seed=1, **where, **case)
+
+    return of
+
+
+@pytest.mark.slow
+def test_ncu_profiles_rank_0_and_each_pass_has_new_ranks(ranks_task, tmp_path):
+    pids = tmp_path / "pids"
+    pids.mkdir()
+    name = f"f'{pids}/{{dist.get_rank()}}-{{os.getpid()}}'"
+    files = profile_side("ncu", ranks_task(f"open({name}, 'w')"), tmp_path, ENVIRONMENT, 60.0, 2)
+    names = ["optimized.ncu-rep", "optimized.ncu.sh", "optimized.ncu.txt", "optimized.task.json"]
+    assert files == names
+    assert sorted(file.name[0] for file in pids.iterdir()) == ["0", "0", "1", "1"]
+    log = (tmp_path / "optimized.ncu.txt").read_text().splitlines()
+    wanted = {"--replay-mode=application", "--target-processes=application-only", "--set=basic"}
+    assert {f"option {option}" for option in wanted} <= set(log)
+    assert "option --set=full" not in log
+
+
+def test_a_rank_that_fails_beside_ncu_is_named(ranks_task, tmp_path):
+    task = ranks_task("if dist.get_rank() == 1: raise ValueError('not me')")
+    with pytest.raises(NsightError, match=r"ncu ended with exit code 1\n(.*\n)*rank 1: .*not me"):
+        profile_side("ncu", task, tmp_path, ENVIRONMENT, 60.0, 2)
+
+
+def test_a_case_on_several_ranks_runs_under_ncu_with_its_variables(monkeypatch, tmp_path):
+    pair = SimpleNamespace(baseline=len, environment={"NCCL_ALGO": "Ring"})
+    case = judged_case(
+        ranks=2,
+        case=SimpleNamespace(id="a-n1", pair=pair),
+        task=lambda kind, at, seed, side: side,
+    )
+    case.run.settings.profile, case.run.settings.profiles = "ncu", tmp_path
+    asked = []
+    monkeypatch.setattr(nvidia_tools, "profile_side", lambda *given: asked.append(given) or [])
+    sandbox_and_profile.profile(case)
+    assert case.remarks == []
+    environment = {**ENVIRONMENT, "NCCL_ALGO": "Ring"}
+    assert [given[1] for given in asked] == list(ROLES)
+    assert [given[3:] for given in asked] == [(environment, 60.0, 2)] * 2
 
 
 def test_notes_list_the_allocated_memory():

@@ -2,10 +2,12 @@
 
     python -m pytest_aisp.distributed.rank launch SOCKET [arguments of torchrun]
     python -m pytest_aisp.distributed.rank SOCKET
+    python -m pytest_aisp.distributed.rank profile TASK.json RANKS
 
 The first command runs torch's elastic launcher, which starts the second command for each rank. A
 rank connects to SOCKET, joins the other ranks, and answers the same tasks as a worker process. If
-the process that launched the ranks dies, all ranks die too.
+the process that launched the ranks dies, all ranks die too. The third command is for Nsight
+Compute: it runs the task in a file as rank 0 and starts the other ranks beside it.
 """
 
 from __future__ import annotations
@@ -16,10 +18,13 @@ import re
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
+from subprocess import Popen
 
 from msgspec.structs import replace
 
@@ -37,12 +42,16 @@ from ..results.messages import (
 )
 from ..util import process_group
 from ..util.process_group import Ranks
+from ..worker.client import interpreter
 from ..worker.output_capture import STREAMS, OutputCapture
 from ..worker.server import Server, die_with_parent, encode_reply, print_at_once
 
 APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 STACK_SECONDS = 0.5
 """Ranks that have stopped responding get this many seconds to write their stacks."""
+FIRST_SECONDS = 3.0
+"""Rank 0 waits this many seconds before it reports an error. If another rank has failed first, this
+process ends meanwhile (`_end_with`), and only the first error is shown."""
 _FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>\w+)')
 _WAITING = re.compile(
     r"/torch/distributed/|/torch/cuda/\S+\", line \d+ in synchronize"
@@ -90,6 +99,52 @@ def serve(address: str) -> None:
                     task = replace(task, seed=process_group.current_group().broadcast(task.seed))
                 replies.write(encode_reply(server.answer(task)))
     os._exit(0)  # do not wait for threads that are stuck in a collective
+
+
+def profile(path: str, world: int) -> None:
+    """Run the task in the file `path` as rank 0, beside the other ranks, which are child processes.
+
+    Nsight Compute profiles only this process. It runs the process once for each of its passes, and
+    each time all ranks are new. If a rank fails, this process ends with exit code 1.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    # As under torchrun, the store exists before the ranks join, and they are its clients.
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    command = [*interpreter(), "-m", "pytest_aisp.distributed.rank", "beside", path, str(world)]
+    others = [Popen([*command, str(rank)]) for rank in range(1, world)]
+    for process in others:
+        threading.Thread(target=_end_with, args=[process], daemon=True).start()
+    run_file(path, world, 0)
+    for process in others:
+        process.wait()
+
+
+def _end_with(process: Popen[bytes]) -> None:
+    """End this process if `process` fails, because this rank may wait for it in a collective."""
+    if process.wait():
+        os._exit(1)
+
+
+def run_file(path: str, world: int, rank: int) -> None:
+    """Join the other ranks, run the task in the file `path`, and leave the other ranks."""
+    import torch.distributed as dist
+
+    faulthandler.enable()
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    os.environ |= {name: str(number) for name, number in numbers.items()}
+    _join(rank, world, lambda number: None)
+    task = encoding.decode_task(Path(path).read_bytes())
+    reply = Server(lambda text: None).answer(task)
+    if reply.error is not None:
+        if rank == 0:
+            time.sleep(FIRST_SECONDS)
+        sys.stderr.write(f"{reply.trace}rank {rank}: {reply.message}\n")
+        sys.stderr.flush()
+        os._exit(1)  # do not wait for a collective that will never complete
+    dist.destroy_process_group()
 
 
 def output_file(folder: str, name: str, rank: int) -> str:
@@ -211,5 +266,10 @@ def _position(stack: list[str]) -> str:
 if __name__ == "__main__":
     if sys.argv[1] == "launch":
         launch(sys.argv[2], sys.argv[3:])
+    elif sys.argv[1] == "profile":
+        profile(sys.argv[2], int(sys.argv[3]))
+    elif sys.argv[1] == "beside":
+        die_with_parent()
+        run_file(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
     else:
         serve(sys.argv[1])

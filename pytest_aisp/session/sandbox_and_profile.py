@@ -203,7 +203,7 @@ def _why_not(client: CaseClient, tool: str) -> str | None:
     if hasattr(client.case.pair.baseline, "environment"):
         return "each of its samples is a separate process"
     way_out = "\n    pytest --aisp-profile=torch"
-    if tool != "torch" and client.ranks > 1:
+    if tool == "nsys" and client.ranks > 1:
         return f"its sides run on {client.ranks} ranks, but {tool} profiles only one{way_out}"
     if tool != "torch" and client.placement.device != "cuda":
         return f"it runs on the CPU, and {tool} profiles only GPUs{way_out}"
@@ -231,12 +231,15 @@ def _profile_with_torch(client: CaseClient, folder: Path) -> ProfileResult:
 def _profile_with_nsight(client: CaseClient, tool: str, folder: Path) -> dict[str, list[str]]:
     from ..worker.nvidia_tools import profile_side
 
-    environment = client.run.environment(client.placement.device)
+    ranks = client.ranks
+    variables = client.case.pair.environment if ranks > 1 else {}
+    environment = {**client.run.environment(client.placement.device, ranks), **variables}
     files = {}
     for role in ROLES:
         client.run.progress(f"profile {role} under {tool}")
         task = _task(client, side=role)
-        files[role] = profile_side(tool, task, folder.absolute(), environment, client.timeout)
+        where = folder.absolute()
+        files[role] = profile_side(tool, task, where, environment, client.timeout, ranks)
     return files
 
 

@@ -36,6 +36,7 @@ from .torch_profiler import range_name
 
 PROFILER_SLOWDOWN = 20.0
 """A profiler's time limit is this many times longer. `ncu` runs each kernel about 40 times."""
+RANKS_PROGRAM = ("-m", "pytest_aisp.distributed.rank", "profile")
 LAUNCHES = 100
 """The largest number of kernel launches of a side that `ncu` profiles."""
 NO_COUNTERS = "ERR_NVGPUCTRPERM"
@@ -60,11 +61,15 @@ class Profiler:
         suffix: the suffix of the profiler's reports.
         options: the options before the program. ``{range}`` is replaced with the name of the side's
             range, and ``{report}`` with the report's path without the suffix.
+        collected: further options for a side in one process.
+        of_ranks: further options for a side on several ranks.
     """
 
     product: str
     suffix: str
     options: Sequence[str]
+    collected: Sequence[str] = ()
+    of_ranks: Sequence[str] = ()
 
 
 PROFILERS = {
@@ -82,9 +87,16 @@ PROFILERS = {
         "Nsight Compute",
         ".ncu-rep",
         (
-            *("--nvtx", "--nvtx-include", "{range}/", "--set=full"),
+            *("--nvtx", "--nvtx-include", "{range}/"),
             "--target-processes=application-only",  # do not profile compilers that a side may start
             *(f"--launch-count={LAUNCHES}", "--force-overwrite", "--export={report}"),
+        ),
+        ("--set=full",),
+        # A collective's kernel waits for the other ranks, which launch it only once: it cannot be
+        # repeated by itself. So ncu runs all ranks once for each pass, and the set is smaller.
+        (
+            *("--replay-mode=application", "--set=basic"),
+            *("--section=SchedulerStats", "--section=WarpStateStats"),
         ),
     ),
 }
@@ -111,12 +123,14 @@ def profile_side(
     folder: Path,
     environment: Mapping[str, str | None],
     seconds: float,
+    ranks: int = 1,
 ) -> list[str]:
     """Run the side `task.side` under the profiler `name`. Return the names of the files.
 
     Args:
         environment: variables to set for the side. The value None removes a variable.
         seconds: the time limit that the side would have without a profiler.
+        ranks: the number of ranks of the side. Only rank 0 is profiled.
 
     Raises:
         NsightError: if the profiler failed or wrote no report.
@@ -129,8 +143,11 @@ def profile_side(
     task_file = folder / f"{side}.task.json"
     task_file.write_bytes(encoding.encode(task))
     values = {"range": range_name(side), "report": str(report.with_suffix(""))}
-    options = [option.format(**values) for option in profiler.options]
+    further = profiler.collected if ranks == 1 else profiler.of_ranks
+    options = [option.format(**values) for option in (*profiler.options, *further)]
     program = [*interpreter(), *PROGRAM, str(task_file)]
+    if ranks > 1:
+        program = [*interpreter(), *RANKS_PROGRAM, str(task_file), str(ranks)]
     command = [profiler_installed(name) or name, *options, *program]
     script = folder / f"{side}.{name}.sh"
     script.write_text(_script(command, environment))
