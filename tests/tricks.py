@@ -45,6 +45,14 @@ TRICKS = (
         *(REFUSED, REFUSED, "computed_with_inputs knows_the_seed baselines_answer"),
     ),
     Trick(
+        "An answer computed before the clock starts, from values found in the process",
+        *(REFUSED, REFUSED, "scans_before_each_window scans_inputs"),
+    ),
+    Trick(
+        "One timed call that answers for all later calls of its window in a single operation",
+        *(BELIEVED, BELIEVED),
+    ),
+    Trick(
         "Such an answer where windows repeat their values: on the host's and the queue's clock, and"
         " with inputs above 4 MiB on the CPU's clock",
         *(BELIEVED, BELIEVED),

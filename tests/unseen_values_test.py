@@ -93,6 +93,25 @@ def test_every_call_gets_new_values_and_no_write_counts(window):
     assert len(versions) == 1
 
 
+def test_no_call_runs_between_the_draw_and_the_timed_calls(window):
+    events = []
+
+    def side(x):
+        events.append("call")
+        return honest(x)
+
+    timed, unseen = window(side, 3)
+    draw = unseen._source.draw
+
+    def drawn(count, like):
+        events.append("draw")
+        return draw(count, like)
+
+    unseen._source.draw = drawn
+    timed()
+    assert events == ["call", "draw", "call", "call", "call"]
+
+
 def test_the_time_to_draw_is_not_timed(window):
     timed, unseen = window(right, 2)
     draw = unseen._source.draw

@@ -102,10 +102,10 @@ class UnseenWindow(HostWindow):
         self._unseen = unseen
 
     def __call__(self) -> float:
-        self._unseen.draw(self.calls)
         reset_malloc()
         self.side.run(0)
         reset_malloc()
+        self._unseen.draw(self.calls)
         self._unseen.write(self.side)
         cpu, start = cpu_now(), now_ns()
         self.side.cycle(self.calls)
