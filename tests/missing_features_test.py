@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import importlib
 import importlib.util
@@ -186,3 +187,89 @@ def test_a_missing_package_skips_its_variants_by_name(load, monkeypatch, name, p
     skip = mark_of(load(name))
     assert skip.args == (True,)
     assert skip.kwargs["reason"] == f"needs {package}: pip install {package}"
+
+
+def mark_of(test, name):
+    """Return the only mark of the variant `name`."""
+    [pair] = [mark.kwargs["pair"] for mark in test.pytestmark if mark.name == "aisp_pair"]
+    [mark] = next(variant.marks for variant in pair.variants if variant.name == name)
+    return mark
+
+
+@pytest.mark.parametrize(
+    ("page", "name", "oldest", "reason"),
+    [
+        ("while_loop", "while_node", 12040, "conditional nodes need a driver for CUDA 12.4"),
+        ("branch", "conditional", 12080, "an else branch needs a driver for CUDA 12.8"),
+    ],
+)
+@pytest.mark.parametrize("newer", [-1, 0])
+def test_a_driver_without_conditional_nodes_skips_by_name(
+    load, monkeypatch, page, name, oldest, reason, newer
+):
+    plain = ctypes.CDLL
+
+    def version_into(pointer):
+        pointer._obj.value = oldest + newer
+        return 0
+
+    def library(path, *arguments, **options):
+        if path == "libcuda.so.1":
+            return SimpleNamespace(cuDriverGetVersion=version_into)
+        return plain(path, *arguments, **options)
+
+    monkeypatch.setattr(ctypes, "CDLL", library)
+    skip = mark_of(getattr(load(f"ch12.{page}_test"), f"test_{page}"), name)
+    assert skip.args == (newer < 0,)
+    assert skip.kwargs["reason"] == f"{reason} or newer"
+
+
+@pytest.mark.parametrize("missing", ["cuda.pathfinder", "nvJitLink", "cudadevrt", None])
+def test_a_missing_device_runtime_skips_device_launches_by_name(load, monkeypatch, missing):
+    plain = importlib.import_module
+
+    def loaded(name):
+        if name == missing:
+            raise RuntimeError(f"{name} was not found")
+
+    def imported(name, *arguments):
+        if name != "cuda.pathfinder":
+            return plain(name, *arguments)
+        if name == missing:
+            raise ImportError(name)
+        return SimpleNamespace(
+            load_nvidia_dynamic_lib=loaded, find_static_lib=lambda name: name != missing
+        )
+
+    monkeypatch.setattr(importlib, "import_module", imported)
+    skip = mark_of(load("ch12.segments_test").test_segments, "device_launches")
+    assert skip.args == (missing is not None,)
+    assert skip.kwargs["reason"] == (
+        "needs CUDA's device runtime: pip install nvidia-nvjitlink nvidia-cuda-runtime"
+    )
+
+
+@pytest.mark.parametrize("status", [0, 910])
+def test_a_graph_that_cannot_be_updated_is_named_with_the_reason(load, monkeypatch, status):
+    page = load("ch12.new_addresses_test")
+    recorder, replays = page.Recorder(lambda: None), []
+    graph = SimpleNamespace(raw_cuda_graph=lambda: 2)
+    recorder.first = SimpleNamespace(
+        raw_cuda_graph_exec=lambda: 1, replay=lambda: replays.append(1)
+    )
+    monkeypatch.setattr(recorder, "record", lambda step: (graph, step()))
+    name = "CUDA_ERROR_GRAPH_EXEC_UPDATE_FAILURE"
+    info = SimpleNamespace(result=SimpleNamespace(name="CU_GRAPH_EXEC_UPDATE_ERROR_TOPOLOGY"))
+    driver = SimpleNamespace(
+        CUgraph=int,
+        CUgraphExec=int,
+        cuGraphExecUpdate=lambda *graphs: (SimpleNamespace(value=status, name=name), info),
+    )
+    monkeypatch.setattr(page, "import_module", lambda name: driver)
+    if status:
+        with pytest.raises(RuntimeError, match=f"^cuGraphExecUpdate: {name}, CU_GRAPH_\\w+$"):
+            recorder.replay_updated(lambda: "output")
+        assert replays == []
+    else:
+        assert recorder.replay_updated(lambda: "output") == "output"
+        assert replays == [1]

@@ -135,3 +135,31 @@ def test_the_note_names_every_unexplained_side():
         "predicted 200 us / 100 us: 2x;"
         " unexplained: slow takes 1.50x, fast takes 0.50x the predicted time"
     )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "note"),
+    [
+        ({"added": 2e-5, "doubled": 1e-5}, "preparing doubled took 1 ms: pays after 100 calls"),
+        ({"added": 1e-5, "doubled": 2e-5}, "preparing doubled took 1 ms: never pays"),
+    ],
+)
+def test_a_note_says_after_how_many_calls_preparing_a_side_pays(
+    page, gpu, pytester, monkeypatch, seconds, note
+):
+    read = case.read_timing
+
+    def prepared(client, stored, result):
+        changes = {
+            "baseline": [seconds["added"]] * len(result.baseline),
+            "optimized": [seconds["doubled"]] * len(result.optimized),
+            "one_off": {"added": 0.0, "doubled": 1e-3},
+        }
+        return read(client, stored, msgspec.structs.replace(result, **changes))
+
+    monkeypatch.setattr(case, "read_timing", prepared)
+    gpu(**seconds)
+    page()
+    pytester.runpytest_inprocess("--aisp-artifacts=kept", "--aisp-processes=1")
+    [line] = run_reader.load(pytester.path / "kept").lines
+    assert [each for each in line.notes if "preparing" in each] == [note]
