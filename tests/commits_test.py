@@ -106,7 +106,7 @@ FILES = {"ch99/page_test.py": PAGE, "ch99/helper.py": "", "other.py": ""}
 def changing(pytester, git):
     """Commit a page below `bench`, then each change: a dictionary of files, or a git command."""
 
-    def commit(*changes):
+    def commit(*changes, opened=()):
         root = pytester.path / "bench"
         for number, change in enumerate([FILES, *changes]):
             if isinstance(change, dict):
@@ -128,7 +128,8 @@ def changing(pytester, git):
         with commits.worktree(root, first) as tree:
             watched = Watched(tree.top, tree.root)
             names = commits.page_names(tree.root, "ch99/page_test.py", [first, *line])
-            found = commits.versions(watched, names, (".",), [first, *line], lambda text: None)
+            every = [first, *line]
+            found = commits.versions(watched, names, (".",), every, lambda text: None, opened)
         return [version.commit.subject for version in found], checked
 
     return commit
@@ -147,6 +148,17 @@ def test_only_commits_that_change_a_used_file_are_versions(changing):
     )
     assert versions == ["0", "3", "5", "6", "7", "8"]
     assert checked == ["0", "2", "3", "5", "6", "7", "8"]
+
+
+def test_a_file_that_the_page_opened_when_it_was_recorded_is_used(changing):
+    versions, checked = changing(
+        {"ch99/new.json": "[1]"},
+        {"other.py": "x = 1"},
+        {"ch99/new.json": "[2]"},
+        opened=["ch99/new.json"],
+    )
+    assert versions == ["0", "1", "3"]
+    assert checked == ["0", "1", "3"]
 
 
 def test_a_page_that_is_gone_for_a_while_is_a_version_without_files(changing):

@@ -30,6 +30,7 @@ from . import catalog
 from .bisect_report import Finding, SassDiff, finding_lines, loss_text
 from .commit_runs import CommitRuns, Measurement
 from .commits import Commit, Version, commits_between, page_names, versions, worktree
+from .stored_results import listed_files
 
 Say = Callable[[str], None]
 Measure = Callable[[Commit, Commit], Measurement]
@@ -251,7 +252,8 @@ def bisect_result(case: str, good: str, bad: str, *, tell: Say, say: Say) -> Cli
             runs = CommitRuns(pages, tree, name, names)
             tell("collect the case at the good commit")
             at_good = runs.require_case(first)
-            found = versions(tree, names, pages.imports, [first, *line], tell)
+            opened = listed_files(pages.baselines).get(page, ())
+            found = versions(tree, names, pages.imports, [first, *line], tell, opened)
             say(f"{len(line)} commits, {len(found) - 1} of them change files of the case")
 
             def save() -> None:

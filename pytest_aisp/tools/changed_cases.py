@@ -21,7 +21,7 @@ from ..util.cli_result import CliError, CliResult
 from ..util.git import GitError, GitSnapshot
 from . import catalog
 from .catalog import Catalog, CatalogCase
-from .stored_results import chapters
+from .stored_results import listed_files
 
 DECORATOR = "compare"
 DYNAMIC = {"globals", "locals", "vars", "eval", "exec", "getattr", "import_module", "modules"}
@@ -197,7 +197,7 @@ def changed_result(pages: Catalog, ref: str, *, tell: Callable[[str], None]) -> 
     except GitError as error:
         raise CliError(str(error).replace("--aisp-against=", "")) from None
     lines: list[str] = []
-    opened = _stored_files(pages)
+    opened = listed_files(pages.baselines)
     with old.folder:
         changed = [page for page in pages.pages if _files_differ(pages, page.path, old, opened)]
         found = catalog.collect([page.name for page in changed], tell=tell) if changed else pages
@@ -211,17 +211,6 @@ def changed_result(pages: Catalog, ref: str, *, tell: Callable[[str], None]) -> 
 def _relative(root: Path, nodeid: str) -> str:
     path, colons, case = nodeid.partition("::")
     return f"{os.path.relpath(root / path)}{colons}{case}"
-
-
-def _stored_files(pages: Catalog) -> dict[str, set[str]]:
-    """Return the files that stored results list, keyed by the path of their page."""
-    found: dict[str, set[str]] = {}
-    for chapter in chapters(pages.baselines):
-        for key, result in chapter.stored.results.items():
-            page = key.partition("::")[0]
-            for path in (name for name in result.files if Path(name).name == page):
-                found.setdefault(path, set()).update(result.files)
-    return found
 
 
 def _files_differ(pages: Catalog, path: str, old: GitSnapshot, opened: StoredFiles) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,18 +149,22 @@ class Worktree:
         run_git(self.top, *NO_HOOKS, "checkout", "--quiet", "--force", "--detach", commit.sha)
         run_git(self.top, "clean", "-ffdxq")
 
-    def version(self, commit: Commit, page: str, folders: Sequence[str]) -> Version:
+    def version(
+        self, commit: Commit, page: str, folders: Sequence[str], opened: Iterable[str] = ()
+    ) -> Version:
         """Check out `commit`, and return it with the hashes of the files that `page` may use.
 
         Args:
             page: the path of the page below the root.
             folders: the folders below the root that Python imports from.
+            opened: files below the root that the page may open without naming them in its code.
         """
         self.check_out(commit)
         path = self.root / page
         if not path.is_file():
             return Version(commit, {}, page)
-        used = used_files(path, str(self.root), folders)
+        used = {name: self.root / name for name in opened if (self.root / name).is_file()}
+        used |= used_files(path, str(self.root), folders)
         hashes = {name: _hash(normalized_file(file)) for name, file in used.items()}
         return Version(commit, hashes, page)
 
@@ -218,6 +222,7 @@ def versions(
     imports: Sequence[str],
     commits: Sequence[Commit],
     tell: Callable[[str], None],
+    opened: Iterable[str] = (),
 ) -> list[Version]:
     """Return the versions at the first commit and at each commit that changes a used file.
 
@@ -227,12 +232,13 @@ def versions(
     Args:
         pages: the path of the page at each commit, as `page_names` returns them.
         imports: the folders below the root that Python imports from.
+        opened: files below the root that the page may open without naming them in its code.
     """
 
     def version(commit: Commit) -> Version:
         page = pages[commit.sha]
         folders = [*imports, *(str(folder) for folder in Path(page).parents)]
-        return tree.version(commit, page, folders)
+        return tree.version(commit, page, folders, opened)
 
     last = version(commits[0])
     found = [last]

@@ -71,6 +71,20 @@ def chapters(baselines: Path, product: str | None = None) -> Iterator[Chapter]:
                 raise CliError(str(error)) from None
 
 
+def listed_files(baselines: Path) -> dict[str, set[str]]:
+    """Return the files that stored results list, keyed by the path of their page.
+
+    All paths are relative to pytest's root folder.
+    """
+    found: dict[str, set[str]] = {}
+    for chapter in chapters(baselines):
+        for key, result in chapter.stored.results.items():
+            page = key.partition("::")[0]
+            for path in (name for name in result.files if Path(name).name == page):
+                found.setdefault(path, set()).update(result.files)
+    return found
+
+
 def stored_peaks(baselines: Path, product: str) -> Peaks | None:
     """Return the stored peaks of `product`, or None.
 
