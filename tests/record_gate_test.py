@@ -10,7 +10,7 @@ import pytest
 
 from conftest import BODY
 from pytest_aisp.results import run_reader
-from pytest_aisp.session.cause import NOT_RECORDED, OTHER_CODE
+from pytest_aisp.session.cause import NOT_RECORDED, OTHER_CODE, SAME_CODE
 from pytest_aisp.util.git import GitSnapshot, SnapshotError
 
 SECONDS = {"added": 2e-5, "doubled": 1e-5, "doubled@old": 0.99e-5, "added@old": 2e-5}
@@ -254,6 +254,21 @@ def test_a_failed_assertion_and_an_error_of_a_side_are_of_the_code(timed_page, r
     assert_cause(run(), 1, "E  *cause: code", "E  *reproduce:")
     rows = run_reader.load(pytester.path / "kept").rows()
     assert {row.cause for row in rows} == {"code"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "cause"), [({"driver": "580"}, "environment"), ({}, "machine")]
+)
+def test_an_error_of_recorded_code_is_not_of_the_code(
+    recorded, run, gpu, pytester, monkeypatch, environment, cause
+):
+    monkeypatch.setenv("LIBRARY", "2")
+    recorded("os.environ['LIBRARY'] and 2 * x", defs="import os")
+    monkeypatch.delenv("LIBRARY")
+    gpu(**SECONDS, environment=environment)
+    assert_cause(run(), 1, "E  *KeyError: 'LIBRARY', *", f"E  *cause: {cause}")
+    [row] = run_reader.load(pytester.path / "kept").rows()
+    assert (row.cause, row.reasons[-1]) == (cause, SAME_CODE)
 
 
 def test_votes_without_a_majority_are_noise(page, gpu, pytester):

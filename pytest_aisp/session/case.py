@@ -10,7 +10,7 @@ results and findings. `results.verdict.case_verdict` computes the verdict from a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from ..page.pair import Case
 from ..results import metric_limits, verdict
@@ -20,6 +20,7 @@ from ..results.task_results import Amounts, CheckResult, CompileResult
 from ..results.verdict import Cause, Finding
 from .canary import offer_to_canary
 from .case_client import CaseClient
+from .cause import SAME_CODE
 from .changed_code import sides_to_time
 from .collect import CaseLocation
 from .counting import MetricJudgement, count_and_judge, replays
@@ -215,8 +216,21 @@ class CaseRun:
             yield
         except Failed as failure:
             if failure.finding is not None:
-                self.findings.append(failure.finding)
+                self.findings.append(self._with_cause(failure.finding))
             raise
+
+    def _with_cause(self, finding: Finding) -> Finding:
+        """Return the finding of an error. Code that is as recorded is not the cause of an error."""
+        with suppress(Failed):  # the stored result may be the error
+            mine = self.stored.result
+            known = finding.cause or finding.verdict != "fail" or not self.stored.has_recorded_code
+            if mine is None or known or self.run.replay is not None:
+                return finding
+            environment, sources = self.environment(), mine.sources
+            found = self.stored.differences(mine, environment, sources, mine.clock or "")
+            reasons = (*finding.reasons, *found.environment, SAME_CODE)
+            return Finding(finding.verdict, reasons, self.stored.cause(found))
+        return finding
 
     @property
     def verdict(self) -> str:
