@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -45,6 +46,7 @@ MULTICAST = {
     "load": (f"{LOAD}.multicast::cluster [%0], [%1, {{%2, %2}}], [%3], %4;", "UTMALDG.MULTICAST"),
     "bulk": (f"{BULK}.multicast::cluster [%0], [%1], 128, [%3], %4;", "UBLKCP.MULTICAST"),
 }
+ROOT = Path(__file__).parents[1]
 DOTS = Path(__file__).parent / "data" / "dots.py"
 
 
@@ -126,6 +128,24 @@ def test_large_arrays_count_as_stack(tmp_path):
     )
     module = cuda_cpp.cuda_module(tmp_path / "k.cu")
     assert sass.usage(nvrtc.compile_module(module, "sm_90").code)["k"]["stack"] == 400
+
+
+def test_the_spills_that_a_page_states_are_those_of_its_machine_code():
+    page = (ROOT / "suites/ch08/spills_test.py").read_text()
+    stores, loads = re.search(r"^SPILLS = (\d+) \+ (\d+) ", page, re.MULTILINE).groups()
+    stacks = re.findall(r"compiler spills (\d+) bytes per thread", page)
+    (registers,) = re.findall(r"uses (\d+) registers per thread for sm_90", page)
+    assert re.findall(r"(\d+)\s+(?:stores|loads) \((STL|LDL)\)", page) == [
+        (stores, "STL"),
+        (loads, "LDL"),
+    ]
+    module = cuda_cpp.cuda_module(ROOT / "suites/ch08/spills.cu")
+    code = nvrtc.compile_module(module, "sm_90").code
+    usage, lines = sass.usage(code), sass.listing(code)["eight_blocks"]
+    assert usage["no_limit"]["registers"] == int(registers)
+    assert [str(usage[k]["stack"]) for k in ("four_blocks", "eight_blocks")] == stacks
+    for name, stated in (("STL", stores), ("LDL", loads)):
+        assert sum(re.search(rf"\b{name}\b", line) is not None for line in lines) == int(stated)
 
 
 @pytest.mark.parametrize(
