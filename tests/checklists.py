@@ -54,8 +54,9 @@ class Item:
 
 
 _WHEN_TIMED = (
-    "bf16_when_timed checked_sizes clock_when_timed every_second_call fewer_steps flags_when_timed"
-    " half_a_step lazy_when_timed less_when_timed nan_when_timed prepared_when_timed"
+    "bf16_when_timed checked_sizes clock_when_timed every_second_call fewer_steps"
+    " flags_when_timed half_a_step last_calls lazy_when_timed less_when_timed nan_when_timed"
+    " one_call_of_64 prepared_when_timed"
     " remembered_mean_when_timed"
     " skips_when_timed sorts_when_timed thread_when_timed view_when_timed zeros_when_timed"
 )

@@ -58,7 +58,14 @@ TRICKS = (
         *(BELIEVED, BELIEVED),
     ),
     Trick("A side that is right only while it is checked", REFUSED, REFUSED, "zeros_when_timed"),
-    Trick("Less work in every second call", REFUSED, REFUSED, "every_second_call"),
+    Trick(
+        "Less work in every second call, or in most calls",
+        *(REFUSED, REFUSED, "every_second_call one_call_of_64"),
+    ),
+    Trick(
+        "On the CPU's clock, work in the last calls of a window only",
+        *(REFUSED, REFUSED, "last_calls"),
+    ),
     Trick(
         "Less work in fewer than half of the timed calls (on the CPU's clock, in under one of 20)",
         *(BELIEVED, BELIEVED),
