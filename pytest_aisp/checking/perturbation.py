@@ -20,6 +20,7 @@ class Perturbation:
 
     def __init__(self, seed: int, scale: float = 1.0) -> None:
         self._random, self.scale = Random(seed), scale
+        self._signs: dict[float, int] = {}
 
     def in_place(self, tensor: torch.Tensor, error: float) -> None:
         """Multiply each element by 1 plus or minus `error` times the scale, in place."""
@@ -49,10 +50,15 @@ class Perturbation:
         return copied
 
     def constant(self, value: object, error: float) -> object:
-        """Perturb a constant of a page's code, such as 0.7, if it is not exact in float32."""
+        """Perturb a constant of a page's code, such as 0.7, if it is not exact in float32.
+
+        A value has one sign: where a loop uses it again, its rounding error is the same.
+        """
         if type(value) is not float or _as_float32(value) == value:
             return value
-        return value * (1 + self._random.choice((-1, 1)) * error * self.scale)
+        if value not in self._signs:
+            self._signs[value] = self._random.choice((-1, 1))
+        return value * (1 + self._signs[value] * error * self.scale)
 
     def prefix_sum(self, args: tuple[object, ...], error: float) -> tuple[object, ...]:
         """Perturb the k-th term of a prefix sum by the error of a sum of k terms."""

@@ -40,6 +40,56 @@ def shifted_in_place(x):
 test_shift = honest(shifted, shifted_in_place, inputs=randn(None, 64))
 
 
+def affine_loop(x):
+    for _ in range(20):
+        x = x * 1.01 + 0.1
+    return x
+
+
+def affine_loop_in_place(x):
+    x = x.clone()
+    for _ in range(20):
+        x.mul_(1.01).add_(0.1)
+    return x
+
+
+test_affine_loop = honest(affine_loop, affine_loop_in_place, inputs=randn(None, 64))
+
+
+def moving_average(x):
+    average = x[:, 0]
+    for step in range(1, 64):
+        average = 0.9 * average + 0.1 * x[:, step]
+    return average
+
+
+def moving_average_by_lerp(x):
+    average = x[:, 0]
+    for step in range(1, 64):
+        average = torch.lerp(average, x[:, step], 0.1)
+    return average
+
+
+def positive(device, n):
+    return (torch.rand(n, 64, device=device) + 1,)
+
+
+test_moving_average = honest(moving_average, moving_average_by_lerp, inputs=positive)
+
+
+def decay(x):
+    for _ in range(100):
+        x = x * 0.99
+    return x
+
+
+def decay_in_one_product(x):
+    return x * 0.99**100
+
+
+test_decay = honest(decay, decay_in_one_product, inputs=randn(None, 64))
+
+
 def powers(x):
     return x**3 - 2 * x**2 + x - 1
 
