@@ -33,8 +33,9 @@ def test_what_else_fails_is_the_cases_reason_and_it_fails(page, rows, read_junit
         page(body=body, name=f"{name}_test.py")
     page(at_least="3.0", name="claim_test.py")
     result, found = rows("--junitxml=junit.xml")
-    _, [claim] = found.pop("claim")
+    _, [claim, evidence] = found.pop("claim")
     assert claim.endswith("-> red")
+    assert evidence == "there is no stored result to compare with"
     assert found == {
         "told": ("fail", ["AssertionError: too slow"]),
         "plain": ("fail", ["AssertionError: assert {'n': 1001} == {}"]),

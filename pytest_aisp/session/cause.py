@@ -10,7 +10,7 @@ from .case_client import CaseClient
 from .stored_result import Differences, StoredResult
 
 SAME_CODE = "the code is as it was recorded"
-NOT_RECORDED = "no stored result shows another cause than the code"
+NOT_RECORDED = "there is no stored result to compare with"
 OTHER_CODE = "not all files of the code are known to be as they were recorded"
 
 
