@@ -35,7 +35,7 @@ def cause_of(
 def evidence(client: CaseClient, stored: StoredResult, found: Differences) -> list[str]:
     """Return lines about the differences from the stored result, and about the machine.
 
-    The machine is described only if everything else is the same.
+    If the code or the environment differs, the lines do not describe the machine.
     """
     mine = stored.result
     if client.run.settings.aa:

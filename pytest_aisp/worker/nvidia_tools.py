@@ -92,8 +92,8 @@ PROFILERS = {
             *(f"--launch-count={LAUNCHES}", "--force-overwrite", "--export={report}"),
         ),
         ("--set=full",),
-        # A collective's kernel waits for the other ranks, which launch it only once: it cannot be
-        # repeated by itself. So ncu runs all ranks once for each pass, and the set is smaller.
+        # ncu cannot repeat the kernel of a collective: it would wait for other ranks, which launch
+        # theirs only once. So ncu runs all ranks once for each pass, and the set is smaller.
         (
             *("--replay-mode=application", "--set=basic"),
             *("--section=SchedulerStats", "--section=WarpStateStats"),

@@ -112,7 +112,7 @@ class OpenedFiles:
     def _openers(self, frame: FrameType | None) -> tuple[str, set[str]]:
         """Return the module that is being imported, or no text, and the modules of functions.
 
-        Only frames of files under the root count. Without any, the plugin opens the file.
+        Only code in files under the root counts. If there is none, the plugin opened the file.
         """
         users = set[str]()
         while frame is not None:
