@@ -329,7 +329,8 @@ def _limit_faults(kernel: AssembledKernel) -> Iterator[str]:
     if kernel.shared > limits.shared:
         yield (
             f"needs {kernel.shared} bytes of shared memory; a block has {limits.shared} there: take"
-            " smaller tiles or fewer stages, or prune the configuration there"
+            " smaller tiles or fewer stages, prune the configuration there, or exclude the arch"
+            ' with needs="shared_227k"'
         )
     registers = _allocated(kernel.registers) * launch.threads
     if registers > limits.registers:

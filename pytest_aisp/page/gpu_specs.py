@@ -78,8 +78,9 @@ OTHERS: dict[str, dict[str, str]] = {
     "te_mxfp8": dict.fromkeys(("sm100", "sm103"), ""),
     "nvlink": dict.fromkeys(("sm90", "sm100", "sm103"), ""),
     "nvshmem": dict.fromkeys(("sm90", "sm100", "sm103"), ""),
+    "shared_227k": dict.fromkeys(("sm90", "sm100", "sm103"), ""),
 }
-"""Features that are not instructions: libraries, and links between GPUs."""
+"""Features that are not instructions: libraries, links between GPUs, and limits of a block."""
 
 FEATURES = ASSEMBLED | OTHERS
 """The archs that have each feature, as a mapping from arch to the suffix of the required target."""

@@ -465,13 +465,13 @@ def in_chunks(rows, n, k, loss):
         Variant(
             ring,
             when=lambda rows, n: n > 2 * CLASSES[1],
-            needs=("clusters", "dsmem", "bulk_copy"),
+            needs=("clusters", "dsmem", "bulk_copy", "shared_227k"),
             sass=("UCGABAR_WAIT", "UBLKCP"),
         ),
         Variant(
             pushed,
             when=lambda rows, n: n > 2 * CLASSES[1],
-            needs=("clusters", "dsmem", "bulk_copy", "st_async"),
+            needs=("clusters", "dsmem", "bulk_copy", "st_async", "shared_227k"),
             sass=("UBLKCP", "STAS"),
         ),
     ],

@@ -254,13 +254,13 @@ def library_cost(rows, n):
         Variant(
             ring,
             when=lambda rows, n: n > LONGEST,
-            needs=("clusters", "dsmem", "bulk_copy"),
+            needs=("clusters", "dsmem", "bulk_copy", "shared_227k"),
             sass=("UCGABAR_WAIT", "UBLKCP"),
         ),
         Variant(
             pushed,
             when=lambda rows, n: n > LONGEST,
-            needs=("clusters", "dsmem", "bulk_copy", "st_async"),
+            needs=("clusters", "dsmem", "bulk_copy", "st_async", "shared_227k"),
             sass=("UBLKCP", "STAS"),
         ),
         Variant(library, at_least="yardstick"),
