@@ -202,6 +202,8 @@ def nvfp4_kernel(x, codes, scales, blocks, BLOCKS: tl.constexpr):
 
 def launch(kernel, x, codes, size, blocks_each):
     rows, k = x.shape
+    if k % size:
+        raise ValueError(f"rows of {k} elements; needs a multiple of {size}")
     codes = torch.empty(rows, codes, device=x.device, dtype=torch.uint8)
     scales = torch.empty(rows, k // size, device=x.device, dtype=torch.uint8)
     blocks = scales.numel()

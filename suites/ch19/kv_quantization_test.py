@@ -146,6 +146,8 @@ def library(cache, q):
 
 def attended(q, k, v, k_scales=None, v_scales=None):
     tokens, heads = k.shape[2], len(q) * GROUPS
+    if not tokens:
+        raise ValueError("the cache has no tokens, so there is nothing to attend to")
     chunks = triton.cdiv(tokens, CHUNK)
     parts = torch.empty(heads, chunks, GROUP, DIM + 2, device=q.device)
     sums, largest, weights = (
