@@ -103,17 +103,36 @@ def test_json_holds_rates_and_facts(capsys):
     }
 
 
-def test_store_replaces_all_rates_and_prints_the_old_ones(tmp_path, capsys):
-    path = tmp_path / "kept" / "nvidia-h200" / "peaks.json"
+def stored_peaks(folder, rates, facts):
+    path = folder / "kept" / "nvidia-h200" / "peaks.json"
     path.parent.mkdir(parents=True)
-    peaks.save(path, Peaks("nvidia-h200", {"copy": 4e12, "fp8": 1e15}, {"no": "more"}))
+    peaks.save(path, Peaks("nvidia-h200", rates, facts))
+    return path
+
+
+def test_store_replaces_all_rates_of_other_versions_and_prints_the_old_ones(tmp_path, capsys):
+    path = stored_peaks(tmp_path, {"copy": 5e12, "fp8": 1e15}, {"no": "more", "driver": "570"})
     assert app.main(["peak", "--store", f"--baselines={tmp_path / 'kept'}"]) == 0
     assert capsys.readouterr().err.splitlines() == [
-        f"stored in {path}: copy 4 TB/s -> 4.239 TB/s",
+        f"stored in {path}: copy 5 TB/s -> 4.239 TB/s",
         f"stored in {path}: bf16 771.4 TFLOP/s",
         f"stored in {path}: launch 7.118 us",
     ]
     assert peaks.load(path) == Peaks("nvidia-h200", RATES, FACTS)
+
+
+def test_store_keeps_better_rates_of_the_same_versions(tmp_path, capsys):
+    before = {"copy": 4e12, "bf16": 8e14, "fp8": 1e15, "launch": 7e-6}
+    path = stored_peaks(tmp_path, before, {"copy": "old", "bf16": "a @ b.T"})
+    assert app.main(["peak", "--store", f"--baselines={tmp_path / 'kept'}"]) == 0
+    assert capsys.readouterr().err.splitlines() == [
+        f"stored in {path}: copy 4 TB/s -> 4.239 TB/s",
+        f"kept in {path}: bf16 800 TFLOP/s, now 771.4 TFLOP/s",
+        f"kept in {path}: fp8 1000 TFLOP/s, now not measured",
+        f"kept in {path}: launch 7 us, now 7.118 us",
+    ]
+    best = {**before, "copy": RATES["copy"]}
+    assert peaks.load(path) == Peaks("nvidia-h200", best, {**FACTS, "bf16": "a @ b.T"})
 
 
 def test_peaks_of_a_throttled_gpu_are_not_stored(machine, tmp_path, capsys):

@@ -29,6 +29,8 @@ from ..worker.client import WorkerProcess
 from .catalog import Catalog, CatalogCase, target_of
 from .stored_results import chapters, stored_peaks
 
+VERSIONS = ("driver", "cuda", "torch")
+"""Facts of stored peaks that must be equal for a stored rate to be kept."""
 HEADS = ("product", "target", "case", "bound", "speedup", "time", "attained", "share", "limit")
 BYTES = (*peaks.MEMORY, *PCIE, "pcie_both", *peaks.LINKS, "peer_both")
 """The rates whose unit is bytes/s. The other rates are in FLOP/s, operations/s or seconds."""
@@ -251,17 +253,41 @@ def _throttled(measured: Peaks) -> str:
 
 
 def store_peaks(measured: Peaks, baselines: Path) -> list[str]:
-    """Replace the stored peaks. Return a line for each rate with its old and new values."""
+    """Store the peaks. Return a line for each rate with its old and new values.
+
+    A busy machine measures lower rates than it has. So with the same versions, the better of the
+    stored and the measured rate is stored. With other versions, all rates are replaced.
+    """
     path = peaks.path_of(baselines, measured.product)
     if throttled := _throttled(measured):
         raise CliError(f"nothing is stored: {throttled}\n    aisp machine doctor", code=1)
     try:
-        before = peaks.load(path).rates if path.exists() else {}
-        peaks.save(path, measured)
+        before = peaks.load(path) if path.exists() else Peaks(measured.product, {})
+        kept = _better(before, measured)
+        facts = {name: before.facts[name] for name in kept if name in before.facts}
+        best = Peaks(measured.product, measured.rates | kept, measured.facts | facts)
+        peaks.save(path, best)
     except (PeaksError, OSError) as error:
         raise CliError(f"nothing is stored: {error}") from None
-    old = {name: f"{rate_text(name, rate)} -> " for name, rate in before.items()}
+    old, new = (
+        {name: rate_text(name, rate) for name, rate in each.rates.items()}
+        for each in (before, measured)
+    )
     return [
-        f"stored in {path}: {name} {old.get(name, '')}{rate_text(name, rate)}"
-        for name, rate in _in_order(measured)
+        f"kept in {path}: {name} {old[name]}, now {new.get(name, 'not measured')}"
+        if name in kept
+        else f"stored in {path}: {name} {f'{old[name]} -> ' if name in old else ''}{new[name]}"
+        for name, _ in _in_order(best)
     ]
+
+
+def _better(before: Peaks, measured: Peaks) -> dict[str, float]:
+    """Return the rates of `before` that are better than the measured ones, with equal versions."""
+    if any(before.facts.get(name) != measured.facts.get(name) for name in VERSIONS):
+        return {}
+    return {
+        name: rate
+        for name, rate in before.rates.items()
+        if name not in measured.rates
+        or (rate < measured.rates[name] if name in SECONDS else rate > measured.rates[name])
+    }
