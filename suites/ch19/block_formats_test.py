@@ -20,8 +20,9 @@ Bound      DRAM limits MXFP8. One pass reads 2 bytes per element and writes abou
            would round. On an H200, these instructions take almost twice as long as the reads and
            writes. `compiled_fp4` makes the same comparisons, but first stores each code in a byte.
            A second kernel packs two codes into one byte.
-Seen       On an H100, `compiled_fp4` takes more than twice as long as predicted, which explains
-           most of the gain of `fused_fp4`. The cost of `compiled_fp4` assumes as many instructions
+Seen       On both GPUs, `compiled_fp4` takes more than twice as long as predicted, which explains
+           most of the gain of `fused_fp4`. `fused_fp4` takes as long on an H200 as on an H100, as
+           it must if instructions limit it. The cost of `compiled_fp4` assumes as many instructions
            per element as `fused_fp4` has. `compiled_fp4` probably runs more, but we did not examine
            its GPU code. `eager` takes longer than predicted from its passes. Two kinds of kernels
            are probably slower than a copy: kernels that find the largest of 32 elements, and
@@ -29,7 +30,7 @@ Seen       On an H100, `compiled_fp4` takes more than twice as long as predicted
            by one.
 Use when   You quantize in the call, as for activations. The time to quantize can decide whether the
            low-precision product is faster than bf16, so quantize in one pass. For MXFP8, compile
-           the definition, which takes one line and is as fast as `fused`. For NVFP4, write the
+           the definition, which takes one line and is at least as fast as `fused`. For NVFP4, write the
            kernel. The page accepts no error: codes and scales must match the definition bit for
            bit. The formats themselves lose accuracy. MXFP8 rounds an element by up to 2^-4 of its
            value. The scale is a power of two, and values above 448 times the scale are clamped to
@@ -289,7 +290,7 @@ def test_block_formats(pair):
 
 @compare(
     baseline=compiled_fp4,
-    optimized=[Variant(fused_fp4, at_least={"sm90": 2.6})],
+    optimized=[Variant(fused_fp4, at_least={"sm90": 2.25})],
     inputs=inputs,
     reference=reference_fp4,
     sizes=SIZES,
