@@ -312,6 +312,8 @@ def test_a_replay_counts_the_votes_again(page, counting_gpu, pytester):
     again = pytester.runpytest_subprocess("--aisp-replay=kept")
     again.stdout.fnmatch_lines([words])
     assert (red.ret, again.ret) == (1, 1)
+    page(body=BODY + "pair.assert_memory(at_most=0.9)")
+    assert pytester.runpytest_subprocess("--aisp-replay=kept").ret == 0
 
 
 def test_a_recording_counts_in_each_of_its_processes(page, counting_gpu, pytester):

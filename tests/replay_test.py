@@ -99,8 +99,10 @@ def red(page, gpu, pytester):
     return record
 
 
-def test_a_replay_of_a_missed_claim_is_green_with_a_claim_that_holds(red, page):
+def test_a_replay_of_a_missed_claim_is_green_with_a_claim_that_holds(red, page, pytester):
     replay = red(at_least="3.0")
+    [row] = run_reader.load(pytester.path / "kept").rows()
+    assert (row.verdict, row.missed_limit) == ("fail", True)
     assert replay().ret == 1
     page(at_least="1.5")
     assert replay().ret == 0
@@ -121,6 +123,7 @@ def test_a_red_verdict_that_a_replay_cannot_judge_stays_red(timed_page, pytester
     assert pytester.runpytest_subprocess("--aisp-artifacts=kept").ret == 0
     journal = pytester.path / "kept" / "results.jsonl"
     row = json.loads(journal.read_text())
+    assert row["missed_limit"] is False
     row |= {"verdict": word, "cause": "code", "reasons": ["doubled failed in its sandbox"]}
     journal.write_text(json.dumps(row) + "\n")
     again = pytester.runpytest_subprocess("--aisp-replay=kept", "--aisp-artifacts=again")

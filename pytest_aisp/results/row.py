@@ -84,6 +84,7 @@ class CaseRecord(Struct):
         need: the reason why the case could not be timed here, or empty.
         verdict: the verdict, or empty before there is one.
         cause: the cause of a red, stale or inconclusive verdict (see `verdict.Cause`), or empty.
+        missed_limit: True if every failure is a missed claim or a missed limit of a metric.
         value, low, high: ln(speedup) with its 99 % interval, or None if nothing was timed.
         clock: the clock whose times the verdict uses.
         seconds: seconds per call by side, with the baseline first.
@@ -137,6 +138,7 @@ class CaseRecord(Struct):
     need: str = ""
     verdict: str = ""
     cause: str = ""
+    missed_limit: bool = False
     value: float | None = None
     low: float | None = None
     high: float | None = None

@@ -238,11 +238,16 @@ Cause = Literal["", "code", "environment", "machine", "tuner", "noise"]
 
 
 class Finding(NamedTuple):
-    """The result of one stage of a case: the verdict of this stage alone, reasons, and cause."""
+    """The result of one stage of a case: the verdict of this stage alone, reasons, and cause.
+
+    Attributes:
+        missed_limit: True for a `fail` because of a missed claim or a missed limit of a metric.
+    """
 
     verdict: str
     reasons: tuple[str, ...] = ()
     cause: Cause = ""
+    missed_limit: bool = False
 
 
 CODE_IS_AS_FAST = Finding("pass")

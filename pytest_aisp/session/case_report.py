@@ -12,9 +12,6 @@ from .collect import NO_XFAIL, at_test
 from .measurement import TOO_FAST, build_row
 from .pair_fixture import PAIR, PairUnderTest
 
-ON_THE_PAGE = "on the page)"
-"""Part of the reason for a missed claim and for a missed limit of a metric."""
-
 
 def complete_report(
     item: pytest.Function, call: pytest.CallInfo[None], report: pytest.TestReport
@@ -85,8 +82,7 @@ def _is_replayed(then: JournalLine) -> bool:
     """
     if then.verdict == "invalid":
         return any(TOO_FAST in reason for reason in then.reasons)
-    limits = (r for r in then.reasons if ON_THE_PAGE in r and r.endswith("-> red"))
-    return then.verdict == "regressed" or (then.verdict == "fail" and any(limits))
+    return then.verdict == "regressed" or (then.verdict == "fail" and then.missed_limit)
 
 
 def _show_failure(item: pytest.Item, report: pytest.TestReport, failure: AssertionError) -> None:

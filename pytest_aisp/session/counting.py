@@ -141,7 +141,7 @@ def _judge(case: CaseRun, name: Name, limit: float, counted: Sequence[Amounts]) 
         found = Differences() if mine is None else _differences(case, mine)
         lines = evidence(case.client, stored, found)
         cause = cause_of(case.client, stored, found, case.sources())
-        judged.findings.append(Finding("fail", (reason, *lines), cause))
+        judged.findings.append(Finding("fail", (reason, *lines), cause, missed_limit=True))
         return judged
     if mine is None or before is None or settings.update == "all":
         judged.findings.append(Finding("new" if before is None else "pass"))

@@ -95,7 +95,7 @@ def judge_speedup(
         cause = cause_of(client, stored, differences, timing.sources)
     elif any(decision.outcomes.get(name) in ("red", "open") for name in ("record", "improvement")):
         reasons += [*differences.lines(), *[SAME_CODE] * stored.has_recorded_code]
-    findings.append(Finding(word, tuple(reasons), cause))
+    findings.append(Finding(word, tuple(reasons), cause, missed_limit=word == "fail"))
     return Judgement(
         votes=votes,
         suspect=_direction(gates, timing.reading) if decision.suspect else 0,

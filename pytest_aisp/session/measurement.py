@@ -231,6 +231,7 @@ def build_row(run: CaseRun) -> Row:
     client, case, location, metrics = run.client, run.case, run.location, run.metrics
     timing, judged = run.timing, run.judgement
     measured = timing is not None or bool(metrics)
+    failures = [finding for finding in run.findings if finding.verdict == "fail"]
     row = Row(
         nodeid=location.nodeid,
         file=str(client.path),
@@ -248,6 +249,7 @@ def build_row(run: CaseRun) -> Row:
         need=run.placement.need,
         verdict=run.verdict,
         cause=run.cause,
+        missed_limit=bool(failures) and all(failure.missed_limit for failure in failures),
         claim=run.claim,
         versus=case.pair.versus or "",
         origins={"claim": run.claim_origin} if run.claim is not None else {},
