@@ -25,7 +25,7 @@ from pytest_aisp.fleet.seat import Seat, node_environment, uuids_of
 from pytest_aisp.fleet.start import resume_command, start_command
 from pytest_aisp.results import store
 from pytest_aisp.util.cli_result import CliError
-from pytest_aisp.util.own_code import PACKAGE, own_digest
+from pytest_aisp.util.plugin_digest import PACKAGE, own_digest
 
 H200 = {"index": 0, "name": "NVIDIA H200", "capability": (9, 0), "mig": False}
 FACTS = {"plugin": "1.0", "protocol": PROTOCOL, "python": "3.11.7", "pytest": "9.2.0"}
@@ -161,7 +161,7 @@ def test_the_same_code_has_one_digest_wherever_it_is_installed(tmp_path):
 
 
 def test_the_probe_tells_that_an_older_plugin_has_no_digest(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pytest_aisp.util.own_code", None)
+    monkeypatch.setitem(sys.modules, "pytest_aisp.util.plugin_digest", None)
     facts = probe.probe()
     assert (facts["protocol"], facts["digest"]) == (PROTOCOL, None)
 

@@ -19,7 +19,7 @@ from fleet_cluster import CONFTEST, NEEDS_RAY, RayCluster, processes_of, stop
 from worker_processes import wait_for
 
 from pytest_aisp.cli import app
-from pytest_aisp.util.own_code import PACKAGE
+from pytest_aisp.util.plugin_digest import PACKAGE
 
 pytestmark = NEEDS_RAY
 CLIENT_PORT = 10011

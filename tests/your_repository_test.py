@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_aisp.util.own_code import own_digest
+from pytest_aisp.util.plugin_digest import own_digest
 
 ROOT = Path(__file__).parents[1]
 GUIDE = ROOT / "docs/how-to/your-repository.md"

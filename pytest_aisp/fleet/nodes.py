@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..page.gpu_specs import GPUS
-from ..util.own_code import own_digest
+from ..util.plugin_digest import own_digest
 from . import PROTOCOL
 from .probe import Facts, probe
 

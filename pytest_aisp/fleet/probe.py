@@ -59,7 +59,7 @@ def probe() -> Facts:
     except ImportError:
         return facts
     try:
-        from pytest_aisp.util.own_code import own_digest
+        from pytest_aisp.util.plugin_digest import own_digest
 
         facts["digest"] = own_digest()
     except ImportError:  # an older version of the plugin

@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from ..results.messages import Json
 from ..util.device import Machine
-from ..util.own_code import own_digest
+from ..util.plugin_digest import own_digest
 from ..worker.client import Worker, WorkerProcess, worker_environment
 from .run_context import RunContext
 
