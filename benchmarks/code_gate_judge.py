@@ -183,6 +183,10 @@ class VotePool:
             process = left.pop(_below(len(left), rng))
             yield kind[process][_below(len(kind[process]), rng)]
 
+    def is_too_small(self, trial: Trial) -> bool:
+        """Return whether the other processes are too few for a majority of votes."""
+        return len(self._kinds[trial.kernel, trial.planted > 0]) <= verdict.VOTES
+
     def outcome(self, trial: Trial, spread: float, rng: random.Random) -> verdict.Outcome:
         """Return the outcome of the code gate."""
         gate = verdict.code_gate(spread, trial.reading)
@@ -201,21 +205,22 @@ class Judged:
 
     Attributes:
         outcomes: the outcomes, in the order of the trials.
-        enough: for each trial, True if the planted slowdown was detectable.
+        kinds: for each trial, `unchanged`; `planted` if the planted slowdown was detectable, else
+            `below`; or `unvoted` if it was detectable and the first value was a suspect, but too
+            few processes planted it for votes.
     """
 
     recording: Recording
     spread: dict[str, float]
     outcomes: list[verdict.Outcome]
-    enough: list[bool]
+    kinds: list[str]
 
     def count(self, kernel: str | None = None) -> Counter[str]:
         """Count the trials of one kernel, or of all, by kind and outcome."""
         counts: Counter[str] = Counter()
-        rows = zip(self.recording.trials, self.outcomes, self.enough, strict=True)
-        for trial, outcome, enough in rows:
+        rows = zip(self.recording.trials, self.outcomes, self.kinds, strict=True)
+        for trial, outcome, kind in rows:
             if kernel in (None, trial.kernel):
-                kind = "unchanged" if not trial.planted else "planted" if enough else "below"
                 counts[kind] += 1
                 counts[f"{kind} voted"] += outcome != "clear"
                 counts[f"{kind} red"] += outcome == "red"
@@ -235,7 +240,12 @@ def judge(recording: Recording) -> Judged:
         (only if yes else all_).outcome(t, spread[t.kernel], _rng(t))
         for t, yes in zip(recording.trials, enough, strict=True)
     ]
-    return Judged(recording, spread, outcomes, enough)
+    kinds = []
+    for trial, yes, outcome in zip(recording.trials, enough, outcomes, strict=True):
+        kind = "unchanged" if not trial.planted else "planted" if yes else "below"
+        unvoted = kind == "planted" and outcome == "open" and only.is_too_small(trial)
+        kinds.append("unvoted" if unvoted else kind)
+    return Judged(recording, spread, outcomes, kinds)
 
 
 def detectable(trial: Trial, spread: float) -> bool:
@@ -416,8 +426,8 @@ def kernel_rows(judged: Judged) -> list[list[str]]:
 
 def _kernel_row(judged: Judged, kernel: str) -> list[str]:
     trials = [t for t in judged.recording.trials if t.kernel == kernel]
-    rows = zip(judged.recording.trials, judged.enough, strict=True)
-    shares = [t.planted for t, enough in rows if t.kernel == kernel and t.planted and enough]
+    rows = zip(judged.recording.trials, judged.kinds, strict=True)
+    shares = [t.planted for t, kind in rows if t.kernel == kernel and kind == "planted"]
     spread, count = judged.spread[kernel], judged.count(kernel)
     return [
         kernel,
@@ -447,6 +457,8 @@ def totals(judged: Judged) -> str:
         f" {judged.recording.errors} trials failed.",
         f"Every verdict in order: {digest(judged)}.",
     ]
+    if count["unvoted"]:
+        lines.insert(2, f"Planted in too few processes to vote on: {count['unvoted']}.")
     if spent := sorted(judged.recording.spent):
         most = spent[math.ceil((1 - SURE) * len(spent)) - 1]
         lines.append(f"A trial took {median(spent):.2f} s in the median, {most:.2f} s in 95 %.")

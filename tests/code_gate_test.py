@@ -105,6 +105,42 @@ def test_slowdowns_below_the_detectable_one_are_counted_separately(recorded, tmp
     assert count["below"] == (PLAN.processes * PLAN.rounds - 2) * len(KERNELS)
 
 
+def planted_in(processes, path, out):
+    """Write the rows of `path` to `out`, but plant the losses of `added` in `processes` alone."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    left_out = [
+        row
+        for row in rows
+        if row.get("kernel") == "added" and row.get("asked") and row["process"] not in processes
+    ]
+    out.write_text("".join(json.dumps(row) + "\n" for row in rows if row not in left_out))
+    return out
+
+
+def test_slowdowns_planted_in_too_few_processes_are_counted_separately(recorded, tmp_path):
+    enough = judged(planted_in({2, 3, 4, 5}, recorded, tmp_path / "enough.jsonl"))
+    count = enough.count("added")
+    assert count["planted"] == count["planted red"] > 0 == count["unvoted"]
+    assert "to vote on" not in code_gate_judge.totals(enough)
+    few = judged(planted_in({3, 4, 5}, recorded, tmp_path / "few.jsonl"))
+    count = few.count()
+    assert count["planted"] == count["planted red"] > 0 == few.count("added")["planted"]
+    line = f"Planted in too few processes to vote on: {count['unvoted']}."
+    assert line in code_gate_judge.totals(few).splitlines()
+    [row] = [row for row in code_gate_judge.kernel_rows(few) if row[0] == "added"]
+    assert (row[-3:], few.count("added")["unvoted"]) == (["0", "", "0"], count["unvoted"])
+
+
+def test_a_planted_slowdown_that_is_no_suspect_is_missed_also_without_voters(recorded, tmp_path):
+    def as_fast(row):
+        for name in ("blocks", "laps"):
+            row[name] = [0.0 for _ in row[name]]
+
+    few = planted_in({3, 4, 5}, recorded, tmp_path / "few.jsonl")
+    count = judged(rewritten(few, tmp_path / "missed.jsonl", as_fast)).count("added")
+    assert count["planted"] > 0 == count["planted red"] == count["unvoted"]
+
+
 def test_a_truncated_recording_is_read_up_to_its_last_line(recorded, tmp_path):
     lines = recorded.read_text().splitlines(keepends=True)
     stopped = tmp_path / "stopped.jsonl"
