@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from worker_processes import wait_for
 
 from pytest_aisp.fleet.scheduler import Scheduler
 from pytest_aisp.fleet.scheduler_types import Node, Work
+from pytest_aisp.results import run_reader
 from pytest_aisp.results.models import base_of, joined
 
 
@@ -250,6 +252,10 @@ def run(pytester, page, cluster):
 
 
 SPAN = "--aisp-fleet-span-nodes"
+SUITES = Path(__file__).parents[1] / "suites"
+BETWEEN_MACHINES = ("all_gather", "bucketed", "compressed", "overlapped", "pipeline")
+BETWEEN_MACHINES += ("sharded_optimizer", "tensor_parallel")
+"""Pages of chapter 4 that use only messages, not the memory of one machine."""
 
 
 def tells(folder):
@@ -289,6 +295,20 @@ def test_a_case_runs_on_ranks_of_two_nodes(add, run, pytester, tmp_path):
     for name, ranks in {"four": 4, "cpu": 2}.items():  # a size for CPUs needs no GPUs
         assert {name[:2] for name in told(folders[name])} in ({"s1"}, {"s2"})
         assert len(told(folders[name])) == ranks
+
+
+@pytest.mark.slow
+@NEEDS_RAY
+def test_pages_of_chapter_4_are_right_on_two_nodes(add, run, pytester):
+    add("k1", "k2")
+    shutil.copytree(SUITES / "ch04", pytester.path / "ch04")
+    options = SPAN, "--aisp-check", "--aisp-artifacts=kept", "-m", "aisp_gpus(n=2)"
+    pages = [f"ch04/{name}_test.py" for name in BETWEEN_MACHINES]
+    output, _ = run("k", *options, *pages).communicate(timeout=300)
+    rows = list(run_reader.load(pytester.path / "kept").rows())
+    assert {row.verdict for row in rows} == {"checked"}, output
+    assert all(row.product.endswith("-2x1") for row in rows), output
+    assert {row.nodeid.partition("::")[0] for row in rows} == set(pages), output
 
 
 @pytest.mark.slow
