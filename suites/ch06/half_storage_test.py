@@ -13,8 +13,8 @@ Bound      DRAM limits `octets`, which reads 2 bytes and writes 2 bytes per elem
            moves 20. Block starts limit `in_registers`, which starts a block for every 256 elements.
            These starts alone take more than twice as long as its DRAM traffic. `pairs` starts half
            as many blocks as `in_registers`, and `octets` starts an eighth. With one element per
-           thread, the 2048 threads of an SM also have only 4 KiB of loads in flight, a third of
-           what the full rate needs (`../ch07/vector_width_test.py`).
+           thread, the 2048 threads of an SM also have only 4 KiB of loads in flight, much less than
+           the full rate needs (`../ch07/vector_width_test.py`).
 Seen       `pairs` has as many threads, blocks and 4-byte accesses as `single` of `ilp_test.py`, and
            takes about as long. So `pairs` is slow because too few bytes are in flight, not because
            of bf16. `widened` takes longer than predicted, and we did not measure its three kernels
@@ -34,6 +34,7 @@ from pytest_aisp import Cost, Variant, Work, compare, cuda_module
 
 kernels = cuda_module("half_storage.cu")
 BLOCK = 256
+THREADS = 2048  # threads that an SM runs at once, for costs
 
 
 def inputs(device, n):
@@ -81,7 +82,15 @@ def squashed(n, instructions, each, size=2):
         size: the bytes of an element.
     """
     ops, blocks = {"fp32": 2 * instructions * n}, -(-n // (each * BLOCK))
-    return Cost(read=size * n, write=size * n, sfu=2 * n, ops=ops, blocks=blocks, launches=1)
+    return Cost(
+        read=size * n,
+        write=size * n,
+        in_flight=size * each * THREADS,
+        sfu=2 * n,
+        ops=ops,
+        blocks=blocks,
+        launches=1,
+    )
 
 
 def converted_twice(n):

@@ -15,20 +15,19 @@ Optimized  two: changes one. A thread loads two elements before it stores the fi
            no library lets a caller choose the number of warps. For a full GPU,
            `../ch06/ilp_test.py` compares two, four and `eight` loads with a library.
 Bound      test_occupancy_ilp: bytes in flight, warps * 32 lanes * loads * 4 bytes per SM. With
-           twice the loads per thread, half as many warps are enough. The latency of an idle DRAM is
-           0.34 us, so a copy at the full rate needs at least 5 KiB of loads in flight per SM. A
-           busy DRAM has a higher latency, so a copy needs more loads in flight. Once enough loads
-           are in flight, DRAM is the limit, and more loads or warps do not help.
+           twice the loads per thread, half as many warps are enough. A load takes about 0.4 us when
+           few bytes are in flight, and longer when DRAM is busy (`aisp machine peak`, `in_flight`).
+           Once enough loads are in flight, DRAM is the limit, and more loads or warps do not help.
            test_chains: a scheduler starts one instruction per cycle, and the result of a
            multiply-add is ready after 4 cycles. So the warps of a scheduler need 4 independent
            chains in total. Each of the SM's 4 schedulers has a quarter of the warps. So 16 warps
            per SM need only one chain per thread, and 4 warps per SM need four. Loading an element
            takes a tenth of the time of its chain.
-Seen       The curves of test_occupancy_ilp bend more gently than predicted, because the costs
-           include only the latency of an idle DRAM. The gap between measured and predicted time is
-           largest where just enough bytes are in flight. Among points with the same number of bytes
-           in flight, the point with the most warps is the fastest. The likely reason is that a
-           thread starts new loads only when all of its loads have arrived.
+Seen       The costs of test_occupancy_ilp count the bytes in flight, and most points take up to a
+           fifth longer than predicted. With 4 or 8 warps, `four` and `eight` take longer than that.
+           Among points with the same number of bytes in flight, the point with the most warps is
+           the fastest. The likely reason is that a thread starts new loads only when all of its
+           loads have arrived, so a thread with many loads often waits for the last one.
 Use when   Few warps fit on an SM because a thread needs many registers, or a block needs much
            shared memory. Give each thread more independent work instead of forcing more warps onto
            the SM. More work per thread also needs registers, so measure both ways. On an SM full of
@@ -43,13 +42,10 @@ from pytest_aisp import Cost, Sweep, Variant, Work, compare, cuda_module
 
 kernels = cuda_module("occupancy_ilp.cu")
 A = 0.75
-BLOCK, LANES, SMS = 128, 32, 132  # the SMs of an H200, for costs
+BLOCK, LANES, SMS = 128, 32, 132  # the SMs of an H200, for sizes
 STEPS = 2048
 # After this many steps, a chain still changes by 0.03 % per step, so no step can be skipped.
 DECAY = 1 - 1 / STEPS
-# A round of loads takes about 0.4 us: 0.34 us for the latency of an idle DRAM, and the rest for the
-# instructions around the loads. In 0.4 us, the GPU could do this many operations at its fp32 rate.
-WAIT = 2.4e7
 LATENCY, SCHEDULERS = 4, 4  # cycles per multiply-add, schedulers per SM
 WARPS = (4, 8, 16, 32, 64)
 
@@ -108,11 +104,11 @@ def four_chains(x, warps):
 
 
 def waiting(each):
-    """Return the cost of a side of test_occupancy_ilp: its bytes, or a wait per round of loads."""
+    """Return the cost of a side of test_occupancy_ilp with `each` loads in flight per thread."""
 
     def moved(n, warps):
-        rounds = n / (SMS * warps * LANES * each)
-        return Cost(read=4 * n, write=4 * n, ops={"fp32": n + WAIT * rounds}, launches=1)
+        in_flight = 4 * LANES * warps * each
+        return Cost(read=4 * n, write=4 * n, in_flight=in_flight, ops={"fp32": n}, launches=1)
 
     return moved
 
