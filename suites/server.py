@@ -163,7 +163,8 @@ def serve(server, prompts, lengths, due, *, together=False, chunk=None):
     """Serve all requests. Each request arrives at its time in `due`.
 
     Args:
-        lengths: the number of tokens in each answer. The prompt's logits give the first token.
+        lengths: the number of tokens in each answer. The prompt's logits give the first token. To
+            cancel a request, `stream` sets its length to the number of tokens that it has received.
         due: the arrival time of each request, in seconds after the start, in rising order.
         together: whether requests start only when all rows are free.
         chunk: how many tokens of a prompt are computed between two steps; None for all.
