@@ -222,11 +222,28 @@ def test_a_readme_table_shows_metrics_if_nothing_was_timed(tmp_path):
     goals |= {"launches": {"baseline": 63.0, "optimized": 2.0}}
     counted = Result(sources=SOURCES, environments=("one",), goals=goals)
     stored(tmp_path, {SCAN: counted, "scan_test.py::test_scan[timed-n64]": result(2.0)})
-    lines = stored_results.readme_table("ch07", tmp_path / "baselines").splitlines()
+    lines = stored_results.readme_table("ch07", fake_catalog(tmp_path, [])).splitlines()
     page = "| [scan](scan_test.py) |"
     launches = "launches 63, memory 600 MiB | launches 2, memory 240 MiB"
     assert lines[-2] == f"{page} tiled-n64 | {launches} | - |  | - |"
     assert lines[-1].startswith(f"{page} timed-n64 | 1 ms | 500 us | 2.000x [")
+
+
+@pytest.mark.parametrize(
+    ("now", "times"),
+    [
+        (SOURCES, "1 ms | 500 us"),
+        ({**SOURCES, "optimized": "2c"}, "1 ms | 500 us (stale)"),
+        ({**SOURCES, "baseline": "2c"}, "1 ms (stale) | 500 us"),
+    ],
+)
+def test_a_readme_table_marks_the_times_of_older_code(tmp_path, now, times):
+    stored(tmp_path, {SCAN: result(2.0)})
+    found = fake_catalog(tmp_path, [case("ch07:scan", sources=now)])
+    table = stored_results.readme_table("ch07", found)
+    assert f"| tiled-n64 | {times} | 2.000x [" in table
+    why = "\n\n(stale): the side's code has changed since it was timed: record it again\n"
+    assert table.endswith(why) is (now != SOURCES)
 
 
 def test_a_share_of_a_librarys_speed_is_shown_as_one(collected, tmp_path):
@@ -560,7 +577,7 @@ def test_a_page_is_shown_with_its_times_and_differences(collected, tmp_path, cap
     assert app.main(["suite", "show", "ch07:scan"]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"tiled +1 ms +800 us \(stale\)", shown)
-    assert "\n(stale): the side has changed since: record it again\n" in shown
+    assert "\n(stale): the side's code has changed since it was timed: record it again\n" in shown
     assert app.main(["suite", "show", "ch07"]) == 2
     message = "'ch07' has several pages; name one\n    aisp suite list --chapter=ch07\n"
     assert capsys.readouterr().err == message

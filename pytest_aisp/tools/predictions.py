@@ -24,7 +24,7 @@ from ..timing.peaks import Peaks
 from ..timing.predict import EXPLAINED, Prediction, RateMissing, explains, how_to_measure, predict
 from ..util.cli_result import CliError, CliResult, columns
 from .catalog import Catalog, CatalogCase
-from .stored_results import chapters, stored_peaks, stored_products
+from .stored_results import STALE, WHY_STALE, chapters, stored_peaks, stored_products
 
 HEADS = ("product", "chapter", "case", "side", "predicted", "stored", "stored / predicted", "limit")
 
@@ -174,7 +174,6 @@ TABLE_HEADS = (
     *("size", "side", "predicted", "stored", "predicted speedup", "stored speedup"),
     "share of limit",
 )
-STALE = " (stale)"
 
 
 def page_tables(catalog: Catalog, products: Sequence[str]) -> Iterator[str]:
@@ -197,7 +196,7 @@ def page_tables(catalog: Catalog, products: Sequence[str]) -> Iterator[str]:
             yield from ["", f"{product}:", "", *columns([TABLE_HEADS, *rows.values()])]
             yield from missing_line(list(missing.values()))
             if any(row[3].endswith(STALE) for row in rows.values()):
-                yield f"{STALE.strip()}: the side has changed since: record it again"
+                yield WHY_STALE
 
 
 def _missing(predicted: Prediction | RateMissing | None) -> str:

@@ -11,7 +11,7 @@ from ..page.gpu_specs import ARCHS, GPUS
 from ..results import store
 from ..results.export import table
 from ..results.metric_limits import METRICS
-from ..results.models import Result, Stored, base_of, session_sd
+from ..results.models import ROLES, Result, Stored, base_of, session_sd
 from ..results.row import bare, duration
 from ..results.stats import interval
 from ..results.store import StoreError
@@ -20,6 +20,7 @@ from ..timing import peaks
 from ..timing.peaks import Peaks, PeaksError
 from ..util.cli_result import CliError
 from ..util.device import Machine
+from .catalog import Catalog, CatalogCase, collect
 
 
 class Chapter(NamedTuple):
@@ -119,14 +120,21 @@ START, END = "<!-- results -->", "<!-- end of results -->"
 TABLE_HEADS = ("page", "case", "baseline", "optimized", "speedup [99 %]", "share of limit", "clock")
 
 
-def readme_table(chapter: str, baselines: Path) -> str:
+STALE = " (stale)"
+WHY_STALE = f"{STALE.strip()}: the side's code has changed since it was timed: record it again"
+
+
+def readme_table(chapter: str, catalog: Catalog) -> str:
     """Return the Markdown tables of all products with results of `chapter`."""
+    cases = {case.key: case for case in catalog.cases if case.chapter == chapter}
     parts = []
-    for path in sorted(baselines.glob(f"*/{chapter}.json")):
+    for path in sorted(catalog.baselines.glob(f"*/{chapter}.json")):
         stored = store.load(path)
         parts.append(f"**{stored.product}**, {_recorded(stored)}\n")
-        rows = [_cells(key, stored) for key in sorted(stored.results)]
+        rows = [_cells(key, stored, cases.get(key)) for key in sorted(stored.results)]
         parts.append("\n".join(table(TABLE_HEADS, rows)) + "\n")
+        if any(cell.endswith(STALE) for row in rows for cell in row):
+            parts.append(f"{WHY_STALE}\n")
     return "\n".join(parts) or "No results are stored yet.\n"
 
 
@@ -140,17 +148,18 @@ def _recorded(stored: Stored) -> str:
     return f"{text}; recorded {', '.join(dates)}"
 
 
-def _cells(key: str, stored: Stored) -> tuple[str, ...]:
+def _cells(key: str, stored: Stored, now: CatalogCase | None) -> tuple[str, ...]:
     page, _, case = key.partition("::")
     result, ends = stored.results[key], interval_of(stored.results[key], stored)
+    changed = now.stale_roles(result) if now is not None else ()
+    amounts = [_amount(result, role) + STALE * (role in changed) for role in ROLES]
     speedup = "-"
     if result.value is not None and ends is not None:
         speedup = f"{bare(result.value)}x [{bare(ends[0])}, {bare(ends[1])}]"
     return (
         f"[{page.removesuffix('_test.py')}]({page})",
         case.partition("[")[2].rstrip("]"),
-        _amount(result, "baseline"),
-        _amount(result, "optimized"),
+        *amounts,
         speedup,
         "" if result.share is None else f"{result.share:.0%} {result.limit}",
         result.clock or "-",
@@ -180,25 +189,24 @@ def interval_of(result: Result, stored: Stored) -> tuple[float, float] | None:
     )
 
 
-def rewrite(readme: Path, baselines: Path) -> str:
+def rewrite(readme: Path, catalog: Catalog) -> str:
     """Return the text of `readme` with tables of the current stored results."""
     text = readme.read_text()
     if START not in text or END not in text:
         raise ValueError(f"{readme} has no place for the table: add {START} and {END}")
     before, _, rest = text.partition(START)
     after = rest.partition(END)[2]
-    return f"{before}{START}\n{readme_table(readme.parent.name, baselines)}{END}{after}"
+    return f"{before}{START}\n{readme_table(readme.parent.name, catalog)}{END}{after}"
 
 
 def main(arguments: list[str]) -> int:
     """Rewrite a chapter's README, or only check the README (``--check``). Return the exit code."""
     check = "--check" in arguments
-    folders = [Path(a) for a in arguments if a != "--check"]
-    readme = folders[0] / "README.md"
-    baselines = folders[1] if len(folders) > 1 else Path("baselines")
-    text = rewrite(readme, baselines)
+    [folder] = [Path(a) for a in arguments if a != "--check"]
+    readme = folder / "README.md"
+    text = rewrite(readme, collect([folder.name]))
     if check and text != readme.read_text():
-        print(f"{readme} is out of date; python -m pytest_aisp.tools.stored_results {folders[0]}")
+        print(f"{readme} is out of date; python -m pytest_aisp.tools.stored_results {folder}")
         return 1
     if not check:
         readme.write_text(text)
