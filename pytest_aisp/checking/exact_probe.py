@@ -24,14 +24,20 @@ QUANTILES = 0.75, 0.9
 """Two quantiles of the elements' magnitudes. The exact probe replaces magnitudes below the first
 quantile with 0, magnitudes between the quantiles with 1, and larger magnitudes with 2."""
 PROBE = (
-    "This is the exact probe: the values of the inputs were replaced by integers from -2 to 2. The"
-    " reference has no rounding error on them, so every side must return exactly its values. Look"
-    " for terms that are left out or added twice"
+    "This is the exact probe: the values of the inputs were replaced by integers from -2 to 2 or by"
+    " halves. The reference has no rounding error on them, so every side must return exactly its"
+    " values. Look for terms that are left out or added twice"
 )
 NUDGE, JUMP = 2.0**-30, 1 / 32
 """Inputs change by at most half of `NUDGE`. An output that changes by `JUMP` or more jumps."""
 SAMPLE = 1 << 16
 """Number of elements from which the quantiles are computed."""
+NORMS = {1: "magnitudes sum to 1", 2: "rows have norm 1"}
+"""Properties of rows that sides may rely on, by the order of the norm."""
+NORM_ERROR = 1e-5
+"""A norm may differ from 1 by this much, or by the unit roundoff if that is larger."""
+FEW = 8
+"""Norms of this many rows per dimension are computed before the norms of all rows."""
 
 
 def exact_probe(reference: Reference, sides: Sequence[Side]) -> str:
@@ -48,7 +54,10 @@ def exact_probe(reference: Reference, sides: Sequence[Side]) -> str:
     pool, group = reference.pool, current_group()
     if pool.pair.state is not None:
         return "n/a: the page has a state"
-    ranks = [_integers(values, rank) for rank, values in enumerate(pool.all_ranks(0))]
+    both = [_integers(values, rank) for rank, values in enumerate(pool.all_ranks(0))]
+    ranks, remarks = [integers for integers, _ in both], both[group.rank][1]
+    for remark in remarks:
+        reference.bound.remark(remark)
     try:
         expected = outputs_and_state(reference.evaluate(pytree.clone(ranks), []), None)
     except refusals() as error:
@@ -83,7 +92,7 @@ def exact_probe(reference: Reference, sides: Sequence[Side]) -> str:
         for result in results:
             if not result.ok:
                 message = explain(bound.name, pool.size, result, rule)
-                raise Wrong(f"{message}\n{PROBE}")
+                raise Wrong("\n".join([message, PROBE, *remarks]))
     return "bit for bit" if any(floating) else "integers"
 
 
@@ -144,38 +153,96 @@ def _fits_types(reference: Reference, expected: NamedTensors) -> bool:
     return True
 
 
-def _integers(values: Inputs, rank: int) -> Inputs:
-    """Round the `values` of `rank` to integers from -2 to 2, about three quarters of them zero.
+def _integers(values: Inputs, rank: int) -> tuple[Inputs, list[str]]:
+    """Return the `values` of `rank` with floats rounded to integers, and remarks about exceptions.
 
-    Rounding preserves the order, the equality, and the symmetry of elements, because sides may rely
-    on these properties. A tensor whose elements all have the same magnitude gets random integers.
+    Sides may rely on properties of the inputs, so rounding preserves several of them:
+
+    - the order, the equality, and the symmetry of elements;
+    - a range: if no magnitude is above 1, none is above 1 afterwards. If the largest one is at
+      least 1/2 and below 1, it is 1/2 afterwards;
+    - tensors of integers from -2 to 2, which stay as they are;
+    - the norm of rows (see `_one_hot`).
     """
-
-    def replaced(tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.is_floating_point():
-            return tensor.clone()
-        integers = pytree.clone(tensor.detach())
-        if tensor.numel():
-            _round(integers, rank)
-        return integers.requires_grad_(tensor.requires_grad)
-
-    return pytree.map_tensors(replaced, values)
+    integers = pytree.map_tensors(lambda tensor: pytree.clone(tensor.detach()), values)
+    remarks = []
+    tensors = zip(pytree.tensors(integers), pytree.tensors(values), strict=True)
+    for (path, new), (_, old) in tensors:
+        if new.is_floating_point() and new.numel() and (exception := _round(new, rank)):
+            remarks.append(f"exact probe: inputs{path} {exception}")
+        new.requires_grad_(old.requires_grad)
+    return integers, remarks
 
 
-def _round(tensor: torch.Tensor, rank: int) -> None:
+def _round(tensor: torch.Tensor, rank: int) -> str:
+    """Round `tensor` in place to few integers, about three quarters of them zero.
+
+    A tensor whose elements are all equal gets random integers. Return a remark if elements are
+    kept, or if rows become one-hot.
+    """
     import torch
 
     parts = [tensor[at] for at in pytree.pieces(tensor.shape)]
-    sample = tensor.reshape(-1)[:: max(1, tensor.numel() // SAMPLE)].float().abs()
+    sample = tensor.reshape(-1)[:: max(1, tensor.numel() // SAMPLE)].float()
     finite = bool(sample.isfinite().all())
-    if finite and any(bool((part.float().abs() != sample[0]).any()) for part in parts):
-        one, two = sample.quantile(sample.new_tensor(QUANTILES)).tolist()
+    if finite and any(bool((part.float() != sample[0]).any()) for part in parts):
+        if all(_are_small_integers(part.float()) for part in parts):
+            return "is kept: its elements are integers from -2 to 2"
+        if remark := _one_hot(tensor):
+            return remark
+        largest = max(float(part.float().abs().amax()) for part in parts)
+        one, two = sample.abs().quantile(sample.new_tensor(QUANTILES)).tolist()
         for part in parts:
             magnitude = part.float().abs()
-            steps = (magnitude >= one).float().add_(magnitude >= two)
+            steps = (magnitude >= one).float()
+            if largest > 1:
+                steps += magnitude >= two
+            elif 0.5 <= largest < 1:
+                steps *= 0.5
             part.copy_(steps.mul_(part.float().sign()))
-        return
+        return ""
     generator = torch.Generator(device=tensor.device).manual_seed(11 + rank)
     for part in parts:
         draws = torch.randint(-8, 9, part.shape, generator=generator, device=part.device)
         part.copy_(torch.where(draws.abs() <= 2, draws, 0))
+    return ""
+
+
+def _are_small_integers(part: torch.Tensor) -> bool:
+    return bool(((part.abs() <= 2) & (part == part.round())).all())
+
+
+def _one_hot(tensor: torch.Tensor) -> str:
+    """Make rows one-hot, in place, if the magnitudes of each row sum to 1, or if its norm is 1.
+
+    Rows may lie along any dimension. The largest element of a row becomes 1 or -1. The tensor is
+    kept if rows along several dimensions have the property, or if two elements of a row are the
+    largest. Return a remark, or an empty string if the rows have neither property.
+    """
+    for order, words in NORMS.items():
+        dims = [dim for dim in range(tensor.dim()) if _rows_have_norm_one(tensor, order, dim)]
+        if dims:
+            along = f"its {words} along dimension {' and '.join(map(str, dims))}"
+            magnitude = tensor.abs()
+            hot = (magnitude == magnitude.amax(dims[0], keepdim=True)) & (magnitude > 0)
+            if len(dims) > 1 or bool((hot.sum(dims[0]) > 1).any()):
+                return f"is kept: {along}"
+            tensor.sign_().mul_(hot)
+            return f"has one-hot rows: {along}"
+    return ""
+
+
+def _rows_have_norm_one(tensor: torch.Tensor, order: int, dim: int) -> bool:
+    """Return whether all rows along `dim`, except rows of zeros, have norm 1 within rounding."""
+    import torch
+
+    if tensor.shape[dim] == 1 or tensor.element_size() == 1:
+        return False  # 8-bit floats are too coarse
+    dtype = torch.promote_types(tensor.dtype, torch.float32)
+    limit = max(numerics.UNIT[str(tensor.dtype).removeprefix("torch.")], NORM_ERROR)
+    few = tensor[tuple(slice(None if d == dim else FEW) for d in range(tensor.dim()))]
+    for part in (few, tensor):
+        norms = torch.linalg.vector_norm(part, order, dim=dim, dtype=dtype)
+        if not bool((((norms - 1).abs() <= limit) | (norms == 0)).all()):
+            return False
+    return True

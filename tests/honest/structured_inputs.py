@@ -1,6 +1,7 @@
-"""Inputs whose order, ties, symmetry or distinct values a side may rely on."""
+"""Inputs whose order, ties, symmetry, range or norms a side may rely on."""
 
 import torch
+import torch.nn.functional as F
 from honest.common import honest
 
 
@@ -135,3 +136,81 @@ def middle_of_sorted(x, y):
 
 
 test_payload_of_the_median = honest(median_of_rows, middle_of_sorted, inputs=keys_and_payload)
+
+
+def fractions(device, n):
+    return (torch.rand(n, 64, device=device),)
+
+
+def saturated(x):
+    return x.clamp(0, 1) * 2
+
+
+def doubled(x):
+    return x * 2
+
+
+test_saturation_of_fractions = honest(saturated, doubled, inputs=fractions)
+
+
+def image(device, n):
+    return (torch.randint(256, (n, 64), device=device).float() / 255,)
+
+
+def brightened(x):
+    return torch.clamp(x + 0.5 * x, 0, 2)
+
+
+def brightened_without_clamp(x):
+    return x + 0.5 * x
+
+
+test_brightness_of_an_image = honest(brightened, brightened_without_clamp, inputs=image)
+
+
+def unit_rows(device, n):
+    x, y = torch.randn(2, n, 16, device=device)
+    return F.normalize(x, dim=1), F.normalize(y, dim=1)
+
+
+def distance(x, y):
+    return ((x - y) ** 2).sum(dim=1)
+
+
+def distance_of_unit_rows(x, y):
+    return 2 - 2 * (x * y).sum(dim=1)
+
+
+test_distance_of_unit_rows = honest(distance, distance_of_unit_rows, inputs=unit_rows)
+
+
+def probabilities(device, n):
+    p = torch.rand(n, 16, device=device)
+    return p / p.sum(dim=1, keepdim=True), torch.randn(n, 16, device=device)
+
+
+def minus_mean(p, v):
+    return (p * v).sum(dim=1, keepdim=True) - v * p.sum(dim=1, keepdim=True)
+
+
+def minus_mean_of_probabilities(p, v):
+    return (p * v).sum(dim=1, keepdim=True) - v
+
+
+test_mean_of_probabilities = honest(minus_mean, minus_mean_of_probabilities, inputs=probabilities)
+
+
+def one_hot_rows(device, n):
+    labels = torch.randint(10, (n,), device=device)
+    return F.one_hot(labels, 10).float(), torch.randn(10, 8, device=device)
+
+
+def rows_by_product(hot, table):
+    return hot @ table
+
+
+def rows_by_index(hot, table):
+    return table[hot.argmax(dim=1)]
+
+
+test_rows_of_a_one_hot_table = honest(rows_by_product, rows_by_index, inputs=one_hot_rows)
