@@ -28,6 +28,8 @@ from pytest_aisp.results import models, stats, store, verdict
 CHAPTER, PROCESSES, SPREAD = 40, 3, 0.001
 SESSION = verdict.UNKNOWN_SESSION["graph"]
 COUNTS = (1, 2, 3, 5)
+SIZES = (0.1, 0.5)
+"""Limits between small, medium and large sizes of ln(speedup)."""
 BASELINES = Path(__file__).parents[1] / "baselines"
 
 
@@ -206,6 +208,46 @@ def left_out() -> Iterator[list[str]]:
         yield [product, str(len(found)), f"{middle:.1%}", str(reds), f"{near:.2f}"]
 
 
+def sized_session(results: Sequence[models.Result], mine: models.Result) -> float:
+    """Return the spread between sessions of the other results with a speedup of this size."""
+    sizes = [result for result in results if result is not mine and _size(result) == _size(mine)]
+    return stats.session_spread([result.values for result in sizes], SESSION)
+
+
+def _size(result: models.Result) -> int:
+    return bisect_right(SIZES, abs(result.value or 0.0))
+
+
+def sized() -> Iterator[list[str]]:
+    """Yield the rows of the fifth table: `detects` with a spread by the size of ln(speedup)."""
+    by_product: dict[str, list[models.Result]] = {}
+    for path in sorted(BASELINES.glob("*/ch*.json")):
+        results = [each for each in store.load(path).results.values() if each.clock == "graph"]
+        by_product.setdefault(path.parent.name, []).extend(results)
+    every = [result for results in by_product.values() for result in results if result.sessions > 1]
+    for product, results in by_product.items():
+        losses: list[list[float]] = [[] for _ in range(len(SIZES) + 1)]
+        shifts: list[list[float]] = [[] for _ in losses]
+        shares = []
+        for result in results:
+            spread, session = result.own_spread or SPREAD, sized_session(every, result)
+            margin = verdict.record_margin(spread, session, "graph")
+            loss = verdict.detectable(verdict.record_gates(0.0, margin), spread, session)
+            losses[_size(result)].append(-math.expm1(-loss))
+            if result.sessions == 2:
+                first, second = map(fmean, result.values)
+                shares.append(abs(second - first) / margin)
+                shifts[_size(result)].append((second - first) / math.sqrt(2))
+        yield [
+            product,
+            f"{median(itertools.chain(*losses)):.1%}",
+            *(f"{median(each):.1%} of {len(each)}" for each in losses),
+            " / ".join(f"{stats.rms(each):.2%}" for each in shifts if each),
+            f"{sum(share > 1 for share in shares)} of {len(shares)}",
+            f"{max(shares, default=0.0):.2f}",
+        ]
+
+
 def stored_detects() -> Iterator[list[str]]:
     """Yield the rows of the fourth table: the median `detects` of all stored results."""
     rows: dict[str, list[list[float]]] = {}
@@ -240,6 +282,8 @@ def main() -> None:
     show(("size of ln(speedup)", "cases", "median shift", "root mean square"), by_speedup())
     show(("product", "sessions left out", "margin", "red", "nearest"), left_out())
     show(("product", "stored cases", "chapter: detects", "case: detects"), stored_detects())
+    sizes = (f"below {SIZES[0]:g}", f"{SIZES[0]:g} to {SIZES[1]:g}", "larger")
+    show(("product", "detects", *sizes, "shifts", "red", "nearest"), sized())
 
 
 if __name__ == "__main__":

@@ -109,3 +109,17 @@ def test_stored_sessions_judge_each_other():
     for product in ("nvidia-h200", "nvidia-h200-x2"):
         _, count, _, reds, _ = rows[product]
         assert int(reds) < int(count) / 50
+
+
+def test_the_spread_by_size_is_of_the_other_cases_of_this_size():
+    small, smaller, large, larger = stored(0.05, 0.06), stored(0.0), stored(1.0, 1.1), stored(-2.0)
+    every = [small, smaller, large, larger]
+    of_small, of_large = (margins.stats.session_spread([r.values], 0.01) for r in (small, large))
+    found = [margins.sized_session(every, result) for result in every]
+    assert found == pytest.approx([0.01, of_small, 0.01, of_large])
+
+
+def test_stored_sessions_judge_each_other_with_a_spread_by_size():
+    for *_, reds, _ in margins.sized():
+        red, _, count = reds.partition(" of ")
+        assert int(red) <= int(count) / 50
