@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from made_runs import KERNELS, PAGE
 
-from pytest_aisp.report.source_view import MAX_LINES, Page, diff, kernel_parts
+from pytest_aisp.report.source_view import MAX_LINES, Page, diff, kernel_parts, page_diffs
 
 SUITES = Path(__file__).parents[1] / "suites"
 
@@ -61,6 +61,45 @@ def test_diff_names_both_sides(page):
     assert "-def added(x):" in lines
     assert "+__device__ float twice(float x) { return 2 * x; }" in lines
     assert " BLOCK = 256" not in lines  # beyond the context
+
+
+LADDER = """'''A ladder.
+
+Optimized  second: changes `first`. It adds two.
+           third: changes
+           `second`. It adds three.
+           fourth: changes `nothing` that is here.
+           missing: changes `first`.
+           sixth: changes `fifth`. Its test is made by a function.
+'''
+{sides}
+
+@compare(baseline=first, optimized=[second, Variant(third), fourth, fifth])
+def test_ladder(pair): ...
+
+@compare(baseline=first, optimized=[third])
+def test_again(pair): ...
+
+test_sixth = test(fifth, sixth)
+"""
+RUNGS = ("first", "second", "third", "fourth", "fifth", "sixth")
+
+
+def test_diff_of_a_page_is_from_the_side_that_a_variant_changes(page):
+    sides = "\n".join(f"def {name}(x): return x + {n}" for n, name in enumerate(RUNGS))
+    lines = list(page_diffs(page(LADDER.format(sides=sides))))
+    assert [line[4:] for line in lines if line.startswith(("---", "+++"))] == [
+        *("first", "second"),
+        *("second", "third"),
+        *("first", "fourth"),
+        *("first", "fifth"),
+        *("fifth", "sixth"),
+    ]
+    start = lines.index("+++ third")
+    assert lines[start + 2 : start + 4] == [
+        "-def second(x): return x + 1",
+        "+def third(x): return x + 2",
+    ]
 
 
 def test_local_name_of_a_side_is_not_a_use_of_the_page(page):

@@ -20,6 +20,7 @@ CONTEXT = 4
 """The number of unchanged lines around a change in a diff."""
 MAX_LINES = 600
 """The maximum number of lines of a side that are shown."""
+_CHANGES = re.compile(r"\b(\w+): changes\s+`(\w+)`")
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,12 +115,17 @@ class Page:
 
 
 def page_diffs(page: Page) -> Iterator[str]:
-    """Yield the lines of the diffs from the baseline to each variant, for all tests of the page."""
-    for function in page.defined:
-        baseline, variants = page.sides(function)
-        for variant in variants:
-            text = diff(page.side(baseline), page.side(variant), (baseline, variant))
-            yield from ["", *text.splitlines()]
+    """Yield the lines of each variant's diff.
+
+    The diff is from the side `x` if the docstring says ``variant: changes `x```, or else from the
+    baseline of the variant's test.
+    """
+    named = {new: old for new, old in _CHANGES.findall(page.doc) if all(map(page.side, (new, old)))}
+    sides = [page.sides(function) for function in page.defined]
+    pairs = [(named.get(new, baseline), new) for baseline, variants in sides for new in variants]
+    pairs += [(old, new) for new, old in named.items()]  # `sides` does not find all variants
+    for old, new in dict.fromkeys(pairs):
+        yield from ["", *diff(page.side(old), page.side(new), (old, new)).splitlines()]
 
 
 @cache
