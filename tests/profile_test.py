@@ -287,6 +287,12 @@ def test_counters_of_ncu_are_means_by_the_times_of_kernels():
     assert found.words() == words
 
 
+def test_counters_are_read_from_a_report_of_ncu_2025_3_on_an_h200():
+    text = (Path(__file__).parent / "data" / "ncu_raw.csv").read_text()  # columns left out
+    words = "achieved occupancy 82%, issue slots 6%, top stall long scoreboard 83%"
+    assert ncu_counters.parse(text).words() == words
+
+
 @pytest.mark.parametrize(
     "text",
     ["", "==ERROR== no kernels", raw_csv(COLUMNS, ROWS[0]), raw_csv(["ID"], ["0"]), '"ID"\n"0"'],

@@ -89,6 +89,7 @@ PROFILERS = {
         (
             *("--nvtx", "--nvtx-include", "{range}/"),
             "--target-processes=application-only",  # do not profile compilers that a side may start
+            "--clock-control=none",  # the clocks of the timed run; ncu would lock lower ones
             *(f"--launch-count={LAUNCHES}", "--force-overwrite", "--export={report}"),
         ),
         ("--set=full",),
