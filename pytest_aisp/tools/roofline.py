@@ -265,7 +265,7 @@ def store_peaks(measured: Peaks, baselines: Path) -> list[str]:
         before = peaks.load(path) if path.exists() else Peaks(measured.product, {})
         kept = _better(before, measured)
         facts = {name: before.facts[name] for name in kept if name in before.facts}
-        best = Peaks(measured.product, measured.rates | kept, measured.facts | facts)
+        best = Peaks(before.product, {**measured.rates, **kept}, {**measured.facts, **facts})
         peaks.save(path, best)
     except (PeaksError, OSError) as error:
         raise CliError(f"nothing is stored: {error}") from None
