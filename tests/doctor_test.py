@@ -7,6 +7,7 @@ import os
 import re
 import resource
 import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -264,6 +265,7 @@ OF_A_PROCESS = """
 harms CPU quota: 1.5 of 4 cores: the system stops this process whenever it has used its share
 note NUMA balancing: on: the kernel moves pages while they are used
 note OpenMP threads: 1 of 4 cores: operators on the CPU use no others
+fine thread binding: none
 fine malloc: jemalloc
 note module loading: eager: each process loads all kernels of all libraries when it starts
 note connections: 1 queue to the GPU: kernels of different streams may wait for each other
@@ -295,7 +297,7 @@ def test_a_process_without_settings_is_fine(root):
         found = process(root, MALLOC_ARENA_MAX="2")
         assert found[0] == f"fine CPU quota: {said}"
         assert {line.partition(" ")[0] for line in found} == {"fine"}
-        assert found[3] == "fine malloc: glibc with at most 2 arenas"
+        assert found[4] == "fine malloc: glibc with at most 2 arenas"
 
 
 @pytest.mark.parametrize(
@@ -308,6 +310,54 @@ def test_a_process_without_settings_is_fine(root):
 )
 def test_numbers_of_threads(root, value, said):
     assert process(root, OMP_NUM_THREADS=value)[2] == said
+
+
+INHERITED = "after pytest imports torch, all processes that it starts use only"
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"OMP_PROC_BIND": "close"}, f"harms OMP_PROC_BIND=close: {INHERITED} one core"),
+        ({"OMP_PLACES": "Cores(2)"}, f"harms OMP_PLACES=Cores(2): {INHERITED} one core"),
+        ({"GOMP_CPU_AFFINITY": "0-3"}, f"harms GOMP_CPU_AFFINITY=0-3: {INHERITED} one core"),
+        (
+            {"OMP_PROC_BIND": "true", "OMP_PLACES": "sockets"},
+            f"note OMP_PROC_BIND=true, OMP_PLACES=sockets: {INHERITED} the first of these places",
+        ),
+        ({"OMP_PROC_BIND": "FALSE", "GOMP_CPU_AFFINITY": "0-3"}, "fine none"),
+        ({"OMP_PROC_BIND": ""}, "fine none"),
+    ],
+)
+def test_binding_of_threads(variables, said):
+    found = host_findings._binding(range(4), variables)
+    assert f"{found.state} {found.text}" == said
+    names = " ".join(name for name in host_findings.BINDING if variables.get(name))
+    assert found.change == ("" if found.state == "fine" else f"unset {names}")
+
+
+def test_a_process_with_one_of_several_cores_is_found(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    found = host_findings._binding([5], {})
+    assert found.state == "harms"
+    assert found.text == (
+        "1 of 8 cores: pytest, its worker processes and the GPU's driver share it"
+    )
+    assert found.change.startswith("allow several cores: taskset -c 0-7 ...")
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    assert host_findings._binding([0], {"OMP_PROC_BIND": "true"}).state == "fine"
+
+
+@pytest.mark.skipif(len(device.cores_here()) < 2, reason="needs two cores")
+@pytest.mark.parametrize(
+    ("variables", "cores"),
+    [({"OMP_PROC_BIND": "true"}, 1), ({"OMP_PROC_BIND": "false", "GOMP_CPU_AFFINITY": "0"}, None)],
+)
+def test_torch_binds_its_process_as_doctor_says(variables, cores):
+    script = "import os, torch; print(len(os.sched_getaffinity(0)))"
+    environment = {k: v for k, v in os.environ.items() if k not in host_findings.BINDING}
+    found = subprocess.check_output([sys.executable, "-c", script], env=environment | variables)
+    assert int(found) == (cores or len(os.sched_getaffinity(0)))
 
 
 def test_the_fix_script_only_prints_commands(tmp_path):

@@ -152,6 +152,11 @@ def _shared_memory(folder: Path) -> Finding:
     return Finding("/dev/shm", state, text, SHM_FIX)
 
 
+BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
+"""Variables with which torch's OpenMP binds the threads of a team, and the process's first thread.
+Later threads and processes inherit the CPUs of the thread that starts them."""
+ONE_CORE = re.compile(r"((threads|cores)(\(\d+\))?)?", re.IGNORECASE)
+"""Values of ``OMP_PLACES`` with which each place is one core."""
 ALLOCATORS = re.compile(r"jemalloc|tcmalloc|mimalloc")
 """Names in ``LD_PRELOAD`` of libraries that replace the allocator of glibc."""
 
@@ -163,6 +168,7 @@ def process_findings(
     yield _cpu_quota(root, cores)
     yield _numa_balancing(root)
     yield _threads(cores, environment)
+    yield _binding(cores, environment)
     yield _malloc(environment)
     yield _module_loading(environment)
     yield _connections(environment)
@@ -210,6 +216,22 @@ def _threads(cores: Collection[int], environment: Mapping[str, str]) -> Finding:
     else:
         return Finding("OpenMP threads", "fine", f"{count} on {len(cores)} cores")
     return Finding("OpenMP threads", "note", said, f"export OMP_NUM_THREADS={len(cores)}")
+
+
+def _binding(cores: Collection[int], environment: Mapping[str, str]) -> Finding:
+    names = [name for name in BINDING if environment.get(name)]
+    if len(cores) > 1 and names and environment.get("OMP_PROC_BIND", "").lower() != "false":
+        said = ", ".join(f"{name}={environment[name]}" for name in names)
+        said += ": after pytest imports torch, all processes that it starts use only"
+        change = f"unset {' '.join(names)}"
+        if ONE_CORE.fullmatch(environment.get("OMP_PLACES", "")):
+            return Finding("thread binding", "harms", f"{said} one core", change)
+        return Finding("thread binding", "note", f"{said} the first of these places", change)
+    if len(cores) == 1 and (count := os.cpu_count() or 1) > 1:
+        said = f"1 of {count} cores: pytest, its worker processes and the GPU's driver share it"
+        change = "allow several cores: taskset -c 0-7 ..., or docker run --cpuset-cpus=0-7 ..."
+        return Finding("thread binding", "harms", said, change)
+    return Finding("thread binding", "fine", "none")
 
 
 def _malloc(environment: Mapping[str, str]) -> Finding:
