@@ -22,6 +22,7 @@ from typing import Any
 
 from pytest_aisp.kernels import sass
 from pytest_aisp.kernels.cross_compile import AssembledKernel, Assembly
+from pytest_aisp.page.pair import Pair
 from pytest_aisp.page.sources import digest, text_digest
 from pytest_aisp.results import store
 from pytest_aisp.results.row import duration
@@ -91,11 +92,8 @@ def table(page: Path, function: str, arch: str, results: Mapping[str, Any]) -> s
     return "\n".join(lines)
 
 
-def current(page: Path, function: str, results: Mapping[str, Any]) -> dict[str, Any]:
+def current(page: Path, function: str, pair: Pair, results: Mapping[str, Any]) -> dict[str, Any]:
     """Return the results whose sides have not changed since, by their cases' ids."""
-    pair = pair_of(getattr(load_page(str(page), str(ROOT), f"ladder.{page.stem}"), function))
-    if pair is None:
-        return {}
     kept = {}
     for case in pair.cases():
         result = results.get(f"{page.name}::{function}[{case.id}]")
@@ -141,7 +139,9 @@ def main() -> int:
     known = store.load(file).results if file.exists() else {}
     page = options.page.resolve()
     timed = {key: result for key, result in known.items() if result.value is not None}
-    results = current(page, options.function, timed)
+    module = load_page(str(page), str(ROOT), f"ladder.{page.stem}")
+    pair = pair_of(getattr(module, options.function))
+    results = current(page, options.function, pair, timed) if pair else {}
     where = page, options.function, ARCH_OF[options.product], results
     if options.write is None:
         print(table(*where))

@@ -345,6 +345,37 @@ def test_ladder_in_the_readme_is_up_to_date(tmp_path):
     assert copy.read_text() == readme.read_text()
 
 
+CURVES = [sys.executable, ROOT / "benchmarks/curves.py"]
+WITH_CURVES = [path.parent for path in CHAPTERS if "<!-- curves -->" in path.read_text()]
+QUICK = ("ch08", "ch12")
+
+
+@pytest.mark.parametrize(
+    "folder",
+    [pytest.param(f, marks=[pytest.mark.slow] * (f.name not in QUICK)) for f in WITH_CURVES],
+    ids=lambda folder: folder.name,
+)
+def test_curves_in_the_readmes_are_up_to_date(folder):
+    done = subprocess.run([*CURVES, folder, "--check"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_a_changed_curve_and_a_readme_without_marks_are_refused(tmp_path):
+    chapter = tmp_path / "suites" / "ch12"
+    shutil.copytree(ROOT / "suites/ch12", chapter)
+    (chapter / "curves" / "launch_cost-nvidia-h200.svg").write_text("old")
+    (chapter / "curves" / "gone.svg").write_text("old")
+    done = subprocess.run([*CURVES, chapter, "--check"], capture_output=True, text=True)
+    gone = f"{chapter}/curves/launch_cost-nvidia-h200.svg, {chapter}/curves/gone.svg"
+    assert f"out of date: {gone}; run python benchmarks/curves.py CHAPTERS" in done.stdout
+    assert done.returncode == 1
+    (chapter / "README.md").write_text("no marks")
+    done = subprocess.run([*CURVES, chapter], capture_output=True, text=True)
+    assert (
+        "lacks the marks of the curves: <!-- curves --> and <!-- end of curves -->" in done.stderr
+    )
+
+
 def test_readme_without_a_place_for_the_ladder_is_refused(tmp_path):
     (tmp_path / "README.md").write_text("no marks")
     command = [sys.executable, ROOT / "benchmarks/ladder.py", ROOT / "suites/ch10/gemm_test.py"]
