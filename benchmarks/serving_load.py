@@ -8,7 +8,8 @@ first token (TTFT) and of the times between tokens (ITL), with 95 % intervals fr
 requests. It also prints the goodput: the requests per second that meet both objectives. A bootstrap
 over replays gives an interval for the ratio of a side's goodput to the first side's goodput. The
 side gains if the interval excludes 1. At the end, the script prints the load at which each side has
-the most goodput.
+the most goodput. `--plot FOLDER` draws the distributions of TTFT and ITL of each load, with 95 %
+bands from a bootstrap over replays.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import latency_plot
 from serving_client import Answer, quantile, summary
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -75,6 +77,27 @@ def gain(side: list[Replay], first: list[Replay], ttft: float, itl: float) -> st
     return f"{ratio:.3f}x the goodput of the first side [{low:.3f}, {high:.3f}]: {verdict}"
 
 
+def plot(
+    found: dict[str, list[Replay]], load: float, folder: Path, ttft: float, itl: float
+) -> None:
+    """Write the distributions of the latencies at one load to `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    firsts = {
+        side: [[answer.first for answer in answers] for answers, _ in some]
+        for side, some in found.items()
+    }
+    gaps = {
+        side: [[gap for answer in answers for gap in answer.gaps] for answers, _ in some]
+        for side, some in found.items()
+    }
+    for name, words, sides, limit in (
+        ("ttft", "Time to the first token", firsts, ttft),
+        ("itl", "Time between tokens", gaps, itl),
+    ):
+        drawing = latency_plot.draw(sides, f"{words} at load {load:g}", limit)
+        (folder / f"{name}-{load:g}.svg").write_text(drawing)
+
+
 def main(words: list[str] | None = None) -> int:
     """Print all loads; return 1 if no side meets the objectives at any of them."""
     import torch
@@ -85,6 +108,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--ttft", type=float, default=0.05, help="objective, in seconds")
     parser.add_argument("--itl", type=float, default=0.005, help="objective, in seconds")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--plot", type=Path, help="a folder for ttft-LOAD.svg and itl-LOAD.svg")
     options = parser.parse_args(words)
     if options.replays < LEAST or not all(load > 0 for load in options.loads):
         parser.error(f"loads must be positive, and an interval needs at least {LEAST} replays")
@@ -94,6 +118,8 @@ def main(words: list[str] | None = None) -> int:
     best = dict.fromkeys(SIDES, (0.0, 0.0))
     for load in options.loads:
         found = replays(load, options.replays, size, device)
+        if options.plot is not None:
+            plot(found, load, options.plot, options.ttft, options.itl)
         first = next(iter(found.values()))
         for side, some in found.items():
             answers = [answer for each, _ in some for answer in each]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from xml.etree import ElementTree
+
+import latency_plot
 import pytest
 import serving_load
 from serving_client import Answer
@@ -48,6 +51,24 @@ def test_all_sides_serve_the_same_arrivals_and_print_quantiles_with_intervals(ca
         assert f"{side} at load 500: 15 requests in" in out
         assert f"{side} at load 500: TTFT p99" in out
         assert f"{side}: most goodput" in out
+
+
+def test_the_band_of_a_distribution_comes_from_the_replays():
+    replays = [[1.0, 2.0, 3.0, 4.0, 5.0], [6.0, 7.0, 8.0, 9.0, 10.0]]
+    middle, low, high = latency_plot.band_of(replays)
+    half = latency_plot.SHARES.index(0.5)
+    assert (low[half], middle[half], high[half]) == (3.0, 6.0, 8.0)
+    _, low, high = latency_plot.band_of([[1.0, 2.0, 3.0]] * 5)
+    assert low == high  # equal replays leave nothing uncertain
+
+
+def test_a_plot_shows_each_side_and_the_objective(tmp_path):
+    found = {"static": [replay(5, late=1)] * 5, "chunked": [replay(6)] * 5}
+    serving_load.plot(found, 200.0, tmp_path / "new", TTFT, ITL)
+    for name in ("ttft-200.svg", "itl-200.svg"):
+        root = ElementTree.fromstring((tmp_path / "new" / name).read_text())
+        shown = {element.text for element in root.iter() if element.tag.endswith("text")}
+        assert {"static", "chunked", "objective"} <= shown
 
 
 @pytest.mark.parametrize("words", [["--loads", "0"], ["--replays", "1"]])
