@@ -78,7 +78,7 @@ def test_every_page_is_collected_even_if_the_ini_file_deselects_it(collect, pyte
         "versus": "",
         "work": {"read": 4004, "write": 4004, "flops": {}, "wire": 0},
         "costs": {"optimized": [{"read": 4004, "write": 4004, "launches": 1}, {"launches": 1}]},
-        "has_seen": False,
+        "seen": [],
     }
     assert {p.path: p.outcome for p in found.unread} == {
         "ch98/broken_test.py": "failed",

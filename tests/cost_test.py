@@ -8,7 +8,7 @@ import pytest
 from declare_test import declared, fast, message, slow
 
 from pytest_aisp import Cost, Work
-from pytest_aisp.page.cost import cost_at, has_seen_section
+from pytest_aisp.page.cost import cost_at, is_seen, seen_section
 from pytest_aisp.timing.peaks import Peaks
 from pytest_aisp.timing.predict import RateMissing, explains, predict
 
@@ -94,16 +94,39 @@ def test_a_rate_that_was_not_measured_is_named(cost, rate, command):
 
 
 @pytest.mark.parametrize(
-    ("doc", "found"),
+    ("doc", "seen"),
     [
-        (None, False),
-        ("A title.\n\n    Seen       An H200 waits.\n    ", True),
-        ("A title.\n\nBound      DRAM.\n           Seen  by nobody.\n", False),
-        ("A title.\n\nSeen twice.\n", False),
+        (None, ""),
+        ("A title.\n\n    Seen       An H200 waits.\n    ", "An H200 waits."),
+        (
+            "A title.\n\nSeen       It waits.\n\n           Twice.\nUse when   never",
+            "It waits.\n\n           Twice.",
+        ),
+        ("A title.\n\nBound      DRAM.\n           Seen  by nobody.\n", ""),
+        ("A title.\n\nSeen twice.\n", ""),
     ],
 )
-def test_a_page_may_say_what_was_seen(doc, found):
-    assert has_seen_section(doc) is found
+def test_a_page_may_say_what_was_seen(doc, seen):
+    assert seen_section(doc) == seen
+
+
+@pytest.mark.parametrize(
+    ("seen", "named"),
+    [
+        ("", []),
+        ("The L2 holds half of the values.", []),
+        ("`fast` waits for its loads.", ["optimized"]),
+        ("fast_too waits for its loads.", []),
+        ("The baseline waits.", ["baseline"]),
+        ("slow and fast wait.", ["baseline", "optimized"]),
+        ("Both sides wait.", ["baseline", "optimized"]),
+        ("fast does not wait, but the other\n  kernels do.", ["baseline", "optimized"]),
+        ("All loads wait.", []),
+    ],
+)
+def test_what_was_seen_names_a_side_or_all_sides(seen, named):
+    sides = {"baseline": "slow", "optimized": "fast"}
+    assert [role for role, side in sides.items() if is_seen(side, role, seen)] == named
 
 
 def test_a_type_without_a_peak_has_no_command():

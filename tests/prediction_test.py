@@ -62,9 +62,13 @@ def test_a_row_holds_the_predicted_times_of_both_sides(predicting, pytester):
     assert data["cases"][0]["unexplained"] == ["added"]
 
 
-def test_a_page_that_says_what_was_seen_has_no_unexplained_side(predicting):
-    found, _ = predicting(seen="Seen       added waits.\n")
-    assert (found.lines[0].predicted, found.lines[0].unexplained) == (PREDICTED, [])
+@pytest.mark.parametrize(
+    ("seen", "unexplained"),
+    [("added waits.", []), ("Both sides wait.", []), ("doubled waits.", ["added"])],
+)
+def test_a_side_that_the_page_names_in_seen_is_not_unexplained(predicting, seen, unexplained):
+    found, _ = predicting(seen=f"Seen       {seen}\n")
+    assert (found.lines[0].predicted, found.lines[0].unexplained) == (PREDICTED, unexplained)
 
 
 def test_a_missing_rate_is_a_note(predicting):

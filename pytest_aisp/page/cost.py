@@ -30,6 +30,8 @@ AMOUNTS = (
     *(*HOST, "graph_nodes", "syncs", "collectives", "barriers"),
 )
 """All attributes of `Cost` that are plain numbers."""
+ALL_SIDES = r"\b(?i:all|both|each|every|no|other)\s+(?:\w+\s+)?(?:kernel|rung|side|variant)s?\b"
+"""A phrase in the section `Seen` that names all sides, or all but those named elsewhere in it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,9 +188,17 @@ def cost_at(pair: Pair, side: Side, size: Size, world: int) -> Cost | None:
     return cost
 
 
-def has_seen_section(doc: str | None) -> bool:
-    """Return whether the page's docstring `doc` has a section `Seen`, which explains the times."""
-    return re.search("^Seen {2,}", inspect.cleandoc(doc or ""), re.MULTILINE) is not None
+def seen_section(doc: str | None) -> str:
+    """Return the text of the section `Seen` of a page's docstring, or "" if there is none."""
+    found = re.search(
+        r"^Seen {2,}(.*(?:\n(?:[ \t].*)?)*)", inspect.cleandoc(doc or ""), re.MULTILINE
+    )
+    return found[1].rstrip() if found else ""
+
+
+def is_seen(side: str, role: str, seen: str) -> bool:
+    """Return whether the text `seen` names the side or its role, or speaks of all sides."""
+    return re.search(rf"\b(?:{re.escape(side)}|{role})\b|{ALL_SIDES}", seen) is not None
 
 
 def _declared(work: Work, cost: Cost) -> tuple[tuple[str, float, float], ...]:

@@ -90,7 +90,7 @@ class CaseRecord(Struct):
         seconds: seconds per call by side, with the baseline first.
         predicted: seconds per call that each side's cost predicts at the machine's rates.
         unexplained: the sides whose time differs from the predicted time by more than a quarter,
-            unless the page has a section `Seen`.
+            unless the page's section `Seen` names them.
         errors: the largest rms error of each side's timed outputs, as a share of the rms of the
             expected values. Sides that must be exact are left out.
         precisions: the precision that the page declares for each side.

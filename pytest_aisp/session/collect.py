@@ -20,10 +20,10 @@ from typing import NoReturn
 
 import pytest
 
-from ..page.cost import cost_at, has_seen_section
+from ..page.cost import cost_at, is_seen, seen_section
 from ..page.gpu_specs import ARCHS
 from ..page.imports import import_folders
-from ..page.pair import Case, Pair, Side
+from ..page.pair import Case, Pair, Side, side_name
 from ..page.sources import digest, libraries, text_digest
 from ..results.export import path_below
 from ..results.messages import Json
@@ -45,7 +45,7 @@ class CaseLocation:
         typed: the pytest id, relative to the folder where pytest was started.
         page, module, function: the file of the page, its import name, and the test function.
         chapter: the name under which the page's results are stored.
-        has_seen: whether the page's docstring has a section `Seen`.
+        seen: the section `Seen` of the page's docstring, or "".
     """
 
     nodeid: str
@@ -54,7 +54,7 @@ class CaseLocation:
     module: str
     function: str
     chapter: str
-    has_seen: bool
+    seen: str
 
     @classmethod
     def of(cls, item: pytest.Function) -> CaseLocation:
@@ -69,7 +69,7 @@ class CaseLocation:
             module=item.module.__name__,
             function=item.originalname,
             chapter=chapter_of(item.path, config),
-            has_seen=has_seen_section(item.module.__doc__),
+            seen=seen_section(item.module.__doc__),
         )
 
     def key(self, case: Case) -> str:
@@ -245,6 +245,7 @@ class CatalogPlugin:
         pair, variant, root = case.pair, case.variant, str(self._config.rootpath)
         location = CaseLocation.of(item)
         sides = {"baseline": pair.baseline, "optimized": variant.side}
+        names = {"baseline": side_name(pair.baseline), "optimized": variant.name}
         return {
             **self._page(location.page),
             "title": ((item.module.__doc__ or "").strip().splitlines() or [""])[0],
@@ -262,7 +263,7 @@ class CatalogPlugin:
             "claims": {arch: case.claim(arch) for arch in ARCHS},
             "work": _work(case),
             "costs": _costs(case, sides),
-            "has_seen": location.has_seen,
+            "seen": [r for r, name in names.items() if is_seen(name, r, location.seen)],
             "sources": {role: digest(side, root) for role, side in sides.items()},
             "text_sources": {role: text_digest(side, root) for role, side in sides.items()},
         }

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ..kernels.capture_launches import choice_notes
-from ..page.cost import cost_at, place_of
+from ..page.cost import cost_at, is_seen, place_of
 from ..page.pair import Work, side_name
-from ..results import stats, verdict
+from ..results import models, stats, verdict
 from ..results.messages import Json
 from ..results.notes import (
     cpu_note,
@@ -217,11 +217,14 @@ def with_prediction(client: CaseClient, timing: Timing) -> Timing:
     return replace(timing, predicted=dict(zip(timing.seconds, times, strict=True)))
 
 
-def _add_prediction(row: Row, timing: Timing, *, has_seen: bool) -> None:
-    """Add the predicted times to `row`, and the sides whose times differ too much from them."""
+def _add_prediction(row: Row, timing: Timing, seen: str) -> None:
+    """Add the predicted times to `row`, and the sides with other times that `seen` leaves out."""
     row.predicted = dict(timing.predicted)
-    off = [n for n, time in row.predicted.items() if not explains(time, row.seconds[n])]
-    row.unexplained = [] if has_seen else off
+    row.unexplained = [
+        name
+        for role, (name, time) in zip(models.ROLES, row.predicted.items(), strict=False)
+        if not explains(time, row.seconds[name]) and not is_seen(name, role, seen)
+    ]
     if row.predicted:
         row.notes.append(predicted_note(row.predicted, row.seconds, row.unexplained))
 
@@ -279,7 +282,7 @@ def build_row(run: CaseRun) -> Row:
         row.errors = {name: share for name, share in timing.result.relative.items() if share > 0}
         sides = (row.baseline, case.pair.baseline_precision), (row.variant, case.variant.precision)
         row.precisions = {name: precision for name, precision in sides if precision}
-        _add_prediction(row, timing, has_seen=location.has_seen)
+        _add_prediction(row, timing, location.seen)
         row.share, row.limit = timing.share, timing.limit
         row.value = fmean(run.values)
         row.low, row.high = stats.interval(row.value, timing.spread, len(run.values))

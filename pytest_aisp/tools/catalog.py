@@ -22,6 +22,7 @@ import msgspec
 from ..page.gpu_specs import ARCHS
 from ..results.messages import Json
 from ..results.models import Result
+from ..timing.predict import explains
 from ..util.cli_result import CliError, CliResult, columns
 from ..worker.client import ReplayError, ReplayWorker
 
@@ -49,7 +50,7 @@ class CatalogCase(Page, frozen=True, kw_only=True):
         versus: ``library`` if the baseline is a library, else empty.
         work: the fields of `Work`, or None if the page's `work` function fails.
         costs: the arguments of a side's `Cost` for each of its phases, keyed by role.
-        has_seen: whether the page's docstring has a section `Seen`.
+        seen: the roles of the sides that the section `Seen` of the page's docstring names.
         sources: a digest of each side's syntax, keyed by role.
         text_sources: a digest of each side's text, keyed by role.
     """
@@ -69,7 +70,7 @@ class CatalogCase(Page, frozen=True, kw_only=True):
     versus: str = ""
     work: Mapping[str, Json] | None
     costs: Mapping[str, Sequence[Mapping[str, Json]]] = {}
-    has_seen: bool = False
+    seen: Sequence[str] = ()
     sources: Mapping[str, str]
     text_sources: Mapping[str, str] = {}
 
@@ -78,6 +79,14 @@ class CatalogCase(Page, frozen=True, kw_only=True):
         then = result.with_syntax(self.sources, self.text_sources).sources
         roles = then.keys() | self.sources.keys()
         return {role for role in roles if then.get(role) != self.sources.get(role)}
+
+    def is_unexplained(self, role: str, predicted: float, result: Result) -> bool:
+        """Return whether a stored time is off the predicted time, and the page does not say why.
+
+        A cost is of the side's current code, so the time of older code needs no explanation.
+        """
+        known = explains(predicted, result.seconds[role]) or role in self.seen
+        return not known and role not in self.stale_roles(result)
 
 
 class UnreadPage(msgspec.Struct, frozen=True):

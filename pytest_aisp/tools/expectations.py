@@ -19,7 +19,7 @@ from ..results.models import ROLES, Result
 from ..results.row import claim_text, digits
 from ..results.verdict import NEUTRAL_FLOOR
 from ..timing.peaks import Peaks
-from ..timing.predict import EXPLAINED, Prediction, explains
+from ..timing.predict import EXPLAINED, Prediction
 from ..util.cli_result import CliResult, columns
 from .catalog import Catalog, CatalogCase
 from .predictions import predicted_speedup, predicted_times
@@ -33,7 +33,7 @@ STATES = {
     "stale": "the sources of the sides have changed: record again",
     "few": f"fewer than {MIN_PROCESSES} processes or {MIN_SESSIONS} sessions",
     "unexplained": f"a stored time is more than {EXPLAINED:.0%} off the predicted time,"
-    " and the page has no section Seen",
+    " and the page's section Seen does not name the side",
     "gone": "no page here has the case",
     "unread": "its page cannot be imported here, so its claim is unknown",
 }
@@ -133,14 +133,12 @@ def _states(
     few = timed and (result.processes < MIN_PROCESSES or result.sessions < MIN_SESSIONS)
     if case is None:
         return ["gone", *(["few"] if few else [])]
-    stale = bool(case.stale_roles(result))
-    off = any(not explains(time.seconds, result.seconds[role]) for role, time in times.items())
     states = {
         "below": _is_below(result, claim),
         "neutral": isinstance(claim, int | float) and claim >= 1 and low <= 0,
-        "stale": stale,
+        "stale": bool(case.stale_roles(result)),
         "few": few,
-        "unexplained": off and not case.has_seen and not stale,  # costs are those of current code
+        "unexplained": any(case.is_unexplained(r, t.seconds, result) for r, t in times.items()),
     }
     return [state for state, holds in states.items() if holds]
 

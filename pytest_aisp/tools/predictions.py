@@ -37,6 +37,7 @@ class PredictedSide:
         predicted: the predicted time, or None if a rate is missing.
         limit: the name of the rate with the largest part of the predicted time.
         missing: the first rate that the prediction lacks, because it was not measured.
+        unexplained: whether the times differ, and the page's section `Seen` does not name the side.
     """
 
     product: str
@@ -47,6 +48,7 @@ class PredictedSide:
     stored: float
     limit: str = ""
     missing: str = ""
+    unexplained: bool = False
 
     @property
     def ratio(self) -> float | None:
@@ -57,7 +59,9 @@ class PredictedSide:
         predicted = f"not predicted: {self.missing}"
         if self.predicted is not None:
             predicted = duration(self.predicted)
-        ratio = "-" if self.ratio is None else f"{self.ratio:.2f}"
+        ratio = (
+            "-" if self.ratio is None else f"{self.ratio:.2f}" + " unexplained" * self.unexplained
+        )
         times = predicted, duration(self.stored), ratio
         return self.product, self.chapter, self.case, self.side, *times, self.limit
 
@@ -141,7 +145,8 @@ def _predicted(
     predicted = predicted_times(case, result, peaks)[role]
     if isinstance(predicted, RateMissing):
         return PredictedSide(*place, None, stored, missing=predicted.rate)
-    return PredictedSide(*place, predicted.seconds, stored, predicted.limit)
+    unexplained = case.is_unexplained(role, predicted.seconds, result)
+    return PredictedSide(*place, predicted.seconds, stored, predicted.limit, "", unexplained)
 
 
 def predicted_times(
