@@ -519,6 +519,39 @@ def test_a_side_whose_rate_is_missing_is_listed_as_not_predicted(collected, tmp_
     assert ["n=64", "tiled", "1", "ms", "800", "us", "-", "1.25x", "-"] in rows
 
 
+@pytest.mark.parametrize(
+    ("product", "fact", "is_assumed"),
+    [
+        ("nvidia-h200-x4", "GPU 1 -> GPU 0, NVLink 4 x18", True),
+        ("nvidia-h200-x4", "GPU 1 -> GPU 0, PCIe", False),
+        ("nvidia-h200-2x2", "GPU 1 -> GPU 0, NVLink 4 x18", False),
+    ],
+)
+def test_the_rate_between_two_gpus_is_that_of_a_pair_behind_a_switch(
+    collected, tmp_path, capsys, product, fact, is_assumed
+):
+    scan = case("ch07:scan", costs={"optimized": [{"sent": 4e8}]}, seen=["optimized"])
+    collected(scan)
+    (tmp_path / "suites" / "ch07").mkdir()
+    (tmp_path / scan["path"]).write_text(PAGE)
+    stored(tmp_path, {SCAN: result(1.0)}, product)
+    rates(tmp_path, copy=4e12)
+    rates(tmp_path, product, busbw=3e11)
+    peaks.add(
+        tmp_path / "baselines/nvidia-h200-x2/peaks.json",
+        *("nvidia-h200-x2", {"peer": 4e11}, {"peer": fact}),
+    )
+    line = f"assumed: GPUs of {product} copy to each other at the rate of nvidia-h200-x2"
+    for words in (["results", "predictions"], ["suite", "show", "ch07:scan"]):
+        assert app.main([*words, f"--product={product}"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert (line in lines) is is_assumed
+        assert any("the rate peer was not measured" in each for each in lines) is not is_assumed
+    rates(tmp_path, product, busbw=3e11, peer=2e11)
+    assert stored_results.known_peaks(tmp_path / "baselines", product).rates["peer"] == 2e11
+    assert stored_results.assumed_peer(tmp_path / "baselines", [product]) == []
+
+
 def test_a_type_that_no_command_measures_is_named(collected, tmp_path, capsys):
     costs = {"baseline": [{"ops": {"fp64": 1e9}}], "optimized": [{"read": 1e9}]}
     collected(case("ch07:scan", costs=costs))

@@ -123,7 +123,8 @@ def joined(one: Peaks | None, several: Peaks | None) -> Peaks | None:
     if one is None or several is None:
         return one or several
     links = {key: rate for key, rate in several.rates.items() if key in (*LINKS, *MEETINGS)}
-    return Peaks(several.product, {**one.rates, **links}, one.facts)
+    facts = {key: fact for key, fact in several.facts.items() if key in links}
+    return Peaks(several.product, {**one.rates, **links}, {**one.facts, **facts})
 
 
 def add(path: Path, product: str, rates: Mapping[str, float], facts: Mapping[str, str]) -> None:

@@ -23,7 +23,7 @@ from ..timing.predict import EXPLAINED, Prediction
 from ..util.cli_result import CliResult, columns
 from .catalog import Catalog, CatalogCase
 from .predictions import predicted_speedup, predicted_times
-from .stored_results import chapters, interval_of, stored_peaks
+from .stored_results import chapters, interval_of, known_peaks
 
 MIN_PROCESSES, MIN_SESSIONS = 8, 2
 """The minimum numbers of processes and sessions that are needed to estimate a spread."""
@@ -92,7 +92,7 @@ def expectations(catalog: Catalog, product: str, arch: str) -> Iterator[Expectat
     """Yield each stored result of `product` with its claim."""
     cases = {(case.chapter, case.key): case for case in catalog.cases}
     unread = {Path(page.path).name for page in catalog.unread}
-    peaks = stored_peaks(catalog.baselines, product) or Peaks(product, {})
+    peaks = known_peaks(catalog.baselines, product) or Peaks(product, {})
     for chapter in chapters(catalog.baselines, product):
         for key, result in sorted(chapter.stored.results.items()):
             case = cases.get((chapter.name, key))

@@ -24,7 +24,7 @@ from ..timing.peaks import Peaks
 from ..timing.predict import EXPLAINED, Prediction, RateMissing, explains, how_to_measure, predict
 from ..util.cli_result import CliError, CliResult, columns
 from .catalog import Catalog, CatalogCase
-from .stored_results import STALE, WHY_STALE, chapters, stored_peaks, stored_products
+from .stored_results import STALE, WHY_STALE, assumed_peer, chapters, known_peaks, stored_products
 
 HEADS = ("product", "chapter", "case", "side", "predicted", "stored", "stored / predicted", "limit")
 
@@ -91,6 +91,7 @@ def predictions_result(catalog: Catalog, products: Sequence[str], *, as_json: bo
     close = sum(explains(predicted, stored) for predicted, stored in times)
     lines = [*unread, *columns([HEADS, *(side.row() for side in sides)])]
     lines.append(f"{close} of {len(times)} within {EXPLAINED:.0%} of the prediction")
+    lines += assumed_peer(catalog.baselines, products)
     return CliResult([*lines, *missing_line([side.missing for side in sides])])
 
 
@@ -117,7 +118,7 @@ def missing_line(rates: Sequence[str]) -> list[str]:
 def predictions(catalog: Catalog, product: str) -> Iterator[PredictedSide]:
     """Yield each stored side that declares a cost. Each baseline is yielded once per size."""
     cases = {(case.chapter, case.key): case for case in catalog.cases}
-    peaks = stored_peaks(catalog.baselines, product)
+    peaks = known_peaks(catalog.baselines, product)
     baselines = set()
     for chapter in chapters(catalog.baselines, product):
         for key, result in sorted(chapter.stored.results.items()):
@@ -185,7 +186,7 @@ def page_tables(catalog: Catalog, products: Sequence[str]) -> Iterator[str]:
     """Yield the lines of one table per product, with the times and speedups of all sides."""
     cases = {(case.chapter, case.key): case for case in catalog.cases}
     for product in products:
-        peaks = stored_peaks(catalog.baselines, product) or Peaks(product, {})
+        peaks = known_peaks(catalog.baselines, product) or Peaks(product, {})
         rows: dict[tuple[str, str], tuple[str, ...]] = {}
         missing: dict[tuple[str, str], str] = {}
         for chapter in chapters(catalog.baselines, product):
@@ -199,6 +200,7 @@ def page_tables(catalog: Catalog, products: Sequence[str]) -> Iterator[str]:
                         missing.setdefault(side, _missing(times.get(role)))
         if rows:
             yield from ["", f"{product}:", "", *columns([TABLE_HEADS, *rows.values()])]
+            yield from assumed_peer(catalog.baselines, [product])
             yield from missing_line(list(missing.values()))
             if any(row[3].endswith(STALE) for row in rows.values()):
                 yield WHY_STALE
@@ -275,7 +277,7 @@ def data_sheet_result(catalog: Catalog, product: str, *, as_json: bool) -> CliRe
     """
     sheet = SHEETS[product]
     names = [n for n in stored_products(catalog.baselines) if base_of(n) == REFERENCE]
-    measured = {name: stored_peaks(catalog.baselines, name) for name in names}
+    measured = {name: known_peaks(catalog.baselines, name) for name in names}
     known = {name: peaks for name, peaks in measured.items() if peaks is not None}
     if not known:
         raise CliError(
