@@ -13,12 +13,12 @@ Bound      Up to 128 threads, the limit is the start of blocks: the GPU starts a
            use. From 256 threads on, the limit is DRAM. An SM with room for 1536 threads, as in a
            GB10, holds only one block of 1024. A large block frees its slot only when its last warp
            ends, so part of the SM is empty until then.
-Seen       `usual` and blocks of 512 and 1024 threads take longer than predicted from their bytes.
-           The 2048 threads of an SM have 16 KiB of loads in flight. If a thread takes as long as in
-           `../ch07/vector_width_test.py`, the copy rate needs about 17 KiB here, because two of
-           three bytes are loads. Blocks of 512 and 1024 threads are slower than `usual`, although
-           fewer of them start. The likely reason is that a large block holds its slot until its
-           last warp ends, but we did not measure how much of an SM is empty.
+Seen       `usual`, and `resized` with 512 and 1024 threads, take longer than predicted from their
+           bytes. The 2048 threads of an SM have 16 KiB of loads in flight. If a thread takes as
+           long as in `../ch07/vector_width_test.py`, the copy rate needs about 17 KiB here, because
+           two of three bytes are loads. Blocks of 512 and 1024 threads are slower than `usual`,
+           although fewer of them start. The likely reason is that a large block holds its slot
+           until its last warp ends, but we did not measure how much of an SM is empty.
 Use when   You choose a block size: start with 128 to 256 threads, and measure half and twice as
            many. If a kernel needs many registers or much shared memory, fewer threads fit on an SM.
            In this case, the block size also decides how much of the SM stays unused.

@@ -23,10 +23,10 @@ Bound      DRAM, 4 bytes read and 4 written per element. The table is small and 
            256 elements, and these starts alone take longer than the transfers from and to DRAM.
 Seen       `decode_stride` and `scale_stride` take about the same time, so copying a table once
            costs almost nothing. The 8 KiB in flight per SM predict both times within an eighth. The
-           kernels without a loop also have 8 KiB in flight, but each block starts, then waits for
-           DRAM, then ends. We did not measure how long each phase takes.
-           `decode_code_first` gains almost nothing, so the wait for the table is short. We did not
-           examine the library's kernel.
+           kernels without a loop (`decode_each`, `decode_code_first`, `decode_through_l1` and
+           `scale_each`) also have 8 KiB in flight, but each block starts, then waits for DRAM, then
+           ends. We did not measure how long each phase takes. `decode_code_first` gains almost
+           nothing, so the wait for the table is short. We did not examine the library's kernel.
 Use when   Each block first loads a table, sets up a random generator, or clears counters. Without
            such work, the loop saves only block starts, and gains less. Also use a grid-stride loop
            when n may exceed the largest grid, or when the grid must stay the same for any n. To

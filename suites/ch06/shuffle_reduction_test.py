@@ -19,15 +19,15 @@ Bound      DRAM limits `warp_per_row`: every element is read once. On rows of 25
            transfers, and longer than the instructions of `redux`. After its loads, a block also
            spends time without any load in flight. In rows of 1024, a thread adds up four elements
            with few additional instructions, so these limits matter less.
-Seen       The three kernels with a block per row take longer at n = 256 than predicted from their
-           instructions and block starts. At n = 1024, only `shared_tree` does. A block occupies its
-           SM during its start, then during its wait for DRAM, then during its additions, and an SM
-           has room for 8 blocks. At n = 256, a block of redux occupies its SM for 0.86 us, and a
-           block of `shared_tree` for 1.25 us. A block of `../ch07/vector_width_test.py` that copies
-           256 elements takes 0.8 us. So a block spends most of its time on its start and its wait
-           for DRAM. We did not measure start and wait separately. We did not examine the library's
-           kernel. CUB's DeviceSegmentedReduce is slower than `warp_per_row` at both sizes
-           (benchmarks/cub_test.py).
+Seen       `shared_tree`, `shuffle` and `redux`, which have a block per row, take longer at n = 256
+           than predicted from their instructions and block starts. At n = 1024, `shared_tree` and
+           `shuffle` do. A block occupies its SM during its start, then during its wait for DRAM,
+           then during its additions, and an SM has room for 8 blocks. At n = 256, a block of redux
+           occupies its SM for 0.86 us, and a block of `shared_tree` for 1.25 us. A block of
+           `../ch07/vector_width_test.py` that copies 256 elements takes 0.8 us. So a block spends
+           most of its time on its start and its wait for DRAM. We did not measure start and wait
+           separately. We did not examine the library's kernel. CUB's DeviceSegmentedReduce is
+           slower than `warp_per_row` at both sizes (benchmarks/cub_test.py).
 Use when   A block needs a sum or a maximum: reduce inside warps first. If rows are short, give a
            row to a warp. If a kernel reduces once after long loops, it hardly matters how the block
            adds up its sums (`../ch07/reduction_test.py`).

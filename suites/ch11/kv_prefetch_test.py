@@ -15,11 +15,12 @@ Bound      PCIe or DRAM, whichever takes longer. A layer reads the same weights 
            longer than a layer, only a small part of the copy is hidden, and the gain is small
            again. The gain is largest if copy and layer take the same time, and is never more than
            twofold.
-Seen       On an H200, even without the copy, a layer takes about twice as long as predicted. The
-           prediction counts the weights of the layer and the starts of its kernels. The extra time
-           grows with the number of tokens. We did not measure which kernels take this time. Because
-           layers take longer, the largest gain needs more tokens than predicted. With 1024 tokens
-           or more, PCIe is the limit, and `prefetched` takes as long as predicted.
+Seen       On an H200, `on_demand` takes longer than predicted: even without the copy, a layer takes
+           about twice as long. The prediction counts the weights of the layer and the starts of its
+           kernels. The extra time grows with the number of tokens. We did not measure which kernels
+           take this time. Because layers take longer, the largest gain needs more tokens than
+           predicted. With 1024 tokens or more, PCIe is the limit, and `prefetched` takes as long as
+           predicted.
 Use when   Caches have to stay in host memory for a while, and the copy of a layer's cache does not
            take much longer than the layer. For longer caches, move fewer bytes: keep part of each
            cache on the GPU, or store the cache in 8 bits. Capture the step as a CUDA graph. Without

@@ -15,9 +15,10 @@ Bound      Tensor cores limit `fused`. The other variants add eager kernels, whi
            scaled values are written and read again. `rowwise` and `prepared` move 17 bytes, because
            multiplying by a tensor of fp32 scales returns fp32 values. A single fp32 scale leaves
            the values bf16. `fused` moves 3 bytes.
-Seen       The variants that quantize in eager mode are slower than predicted. The difference
-           between `rowwise` and `prepared` is the time to quantize W. Quantizing W takes about
-           twice as long as its memory traffic should take. We cannot explain this.
+Seen       `dynamic`, `rowwise` and `prepared` quantize in eager mode, and are slower than
+           predicted. The difference between `rowwise` and `prepared` is the time to quantize W.
+           Quantizing W takes about twice as long as its memory traffic should take. We cannot
+           explain this.
 Use when   The weights can be quantized in advance, and one kernel can quantize the activations.
            Eager quantization in each call can take more time than the FP8 product saves. A scale
            for each row improves accuracy if the rows differ in magnitude.

@@ -12,12 +12,12 @@ Optimized  nn: changes `nt`. The weight is stored as (k, n). Reordering the weig
 Bound      Tensor cores. On Hopper, tensor cores read bf16 from shared memory in either order, and
            TMA loads either order, so all layouts take the same time. For fp8 and tf32, k must be
            the contiguous dimension.
-Seen       The copy takes about twice as long as predicted. Each of its loads uses 2 bytes of a
-           32-byte sector, so the cost counts 32 bytes per element from the L2. Each load of a warp
-           also touches 32 cache lines, and the L1 looks up one line per cycle (`row_mapping` in
-           chapter 8). The lookups take as long as reading the sectors. If lookups and reads do not
-           overlap, they explain the extra time, as in `transpose` in chapter 7. We did not measure
-           the overlap.
+Seen       The copy of `nt` and `nn` takes about twice as long as predicted. Each of its loads uses
+           2 bytes of a 32-byte sector, so the cost counts 32 bytes per element from the L2. Each
+           load of a warp also touches 32 cache lines, and the L1 looks up one line per cycle
+           (`row_mapping` in chapter 8). The lookups take as long as reading the sectors. If lookups
+           and reads do not overlap, they explain the extra time, as in `transpose` in chapter 7. We
+           did not measure the overlap.
 Use when   An operand is transposed in memory. Pass the view, and do not call `contiguous`. In fp8
            or tf32, k must be the contiguous dimension.
 
