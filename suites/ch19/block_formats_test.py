@@ -30,8 +30,8 @@ Seen       On both GPUs, `compiled_fp4` takes more than twice as long as predict
            by one.
 Use when   You quantize in the call, as for activations. The time to quantize can decide whether the
            low-precision product is faster than bf16, so quantize in one pass. For MXFP8, compile
-           the definition, which takes one line and is at least as fast as `fused`. For NVFP4, write the
-           kernel. The page accepts no error: codes and scales must match the definition bit for
+           the definition, which takes one line and is at least as fast as `fused`. For NVFP4, write
+           the kernel. The page accepts no error: codes and scales must match the definition bit for
            bit. The formats themselves lose accuracy. MXFP8 rounds an element by up to 2^-4 of its
            value. The scale is a power of two, and values above 448 times the scale are clamped to
            448 times the scale. So the largest elements of a block lose up to 2^-3 of their value.

@@ -30,9 +30,9 @@ Seen       On an H100, the loops at 64 experts take two to four times as long as
            rate predicts, and calling `torch._scaled_mm` takes even longer. So at 64 experts,
            `looped_fp8` is slower than the loop in bf16. With few rows, the host limits `grouped`
            and `library`, too. The second test excludes the host's time. With many rows, all grouped
-           products, including bf16, take about half as long again as predicted. The costs assume the
-           rate of one large product and do not count empty rows of tiles. We did not measure which
-           assumption matters. `grouped` is about as fast as `library`.
+           products, including bf16, take about half as long again as predicted. The costs assume
+           the rate of one large product and do not count empty rows of tiles. We did not measure
+           which assumption matters. `grouped` is about as fast as `library`.
 Use when   There are many experts, or the layer is part of a captured graph. A loop cannot be
            captured, because the host reads where groups end. Outside a graph, a loop is enough for
            a few large experts. No side gets the groups' sizes on the host. If you need these sizes
