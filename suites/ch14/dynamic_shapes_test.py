@@ -21,10 +21,10 @@ Bound      In the first pass, the limit is the compiler, on the host. We did not
            `marked_first` once. All three start with empty Inductor and Triton caches, and their
            times include importing the compiler. In later passes, the limit is DRAM: all compiled
            sides do the same work and move the same bytes.
-Seen       On an H100, `automatic_first` takes about two thirds of the time of `each_first`, although
-           it compiles two times instead of six. If all compilations took equally long, more than
-           half of the time of `each_first` would be left for other work, such as importing the
-           compiler. We did not measure the parts.
+Seen       On an H100, `automatic_first` takes about two thirds of the time of `each_first`,
+           although it compiles two times instead of six. If all compilations took equally long,
+           more than half of the time of `each_first` would be left for other work, such as
+           importing the compiler. We did not measure the parts.
 Use when   Lengths vary. If you know which dimension varies, mark it to save one compilation. Dynamo
            stops compiling a function after `torch._dynamo.config.recompile_limit` recompilations,
            and then runs it eagerly. `TORCH_LOGS=recompiles` shows why it recompiled. If constant
