@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
+from pytest_aisp import Cost
 from pytest_aisp.report.data import report_data
 from pytest_aisp.report.run import ReportRun
 from pytest_aisp.results import run_reader
+from pytest_aisp.results.models import joined
 from pytest_aisp.results.notes import predicted_note
-from pytest_aisp.session import case
+from pytest_aisp.session import case, measurement
 from pytest_aisp.timing import peaks
+from pytest_aisp.util.device import Machine
 
 COST = """costs={
             added: lambda n: copied(n) + Cost(read=4 * n, launches=1),
@@ -130,6 +134,32 @@ def test_a_row_keeps_the_error_of_timed_outputs_and_the_precision(
     assert (line.errors, line.precisions) == ({"doubled": 2e-3}, {"doubled": "bf16"})
     [found] = json.loads((pytester.path / "kept" / "results.json").read_text())["cases"]
     assert (found["errors"], found["precisions"]) == (line.errors, line.precisions)
+
+
+@pytest.mark.parametrize(("nodes", "predicted"), [(1, {"twice": 0.5, "once": 0.25}), (2, {})])
+def test_gpus_of_one_machine_copy_to_each_other_at_the_rate_of_two(monkeypatch, nodes, predicted):
+    known = {
+        "y1": peaks.Peaks("y1", {"copy": 1e9}),
+        "y1-x2": peaks.Peaks("y1-x2", {"peer": 4e9}, {"peer": "NVLink 4 x18"}),
+        joined("y1", 4, nodes): peaks.Peaks("y1-x4", {"busbw": 3e9}),
+    }
+    settings = SimpleNamespace(aa=False)
+    run = SimpleNamespace(
+        nodes=nodes, settings=settings, peaks=lambda product, measure=True: known.get(product)
+    )
+
+    def twice(n): ...
+
+    def once(n): ...
+
+    costs = {twice: lambda n: Cost(sent=2 * n), once: lambda n: Cost(sent=n)}
+    pair = SimpleNamespace(baseline=twice, costs=costs)
+    monkeypatch.setattr(measurement, "cost_at", lambda pair, side, size, world: costs[side](10**9))
+    case = SimpleNamespace(pair=pair, variant=SimpleNamespace(side=once), size={}, gpus=4)
+    client = SimpleNamespace(case=case, run=run, machine=Machine("sm90", "y1", "Y1"), notes=[])
+    timing = measurement.Timing(None, None, "graph", 0.0, {"twice": 1.0, "once": 1.0}, {}, {}, {})
+    assert measurement.with_prediction(client, timing).predicted == predicted
+    assert bool(client.notes) is (nodes == 2)
 
 
 def test_the_note_names_every_unexplained_side():

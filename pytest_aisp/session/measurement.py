@@ -198,7 +198,9 @@ def _rates(client: CaseClient) -> peaks.Peaks | None:
 
 def with_prediction(client: CaseClient, timing: Timing) -> Timing:
     """Add predicted times to `timing`, if both sides declare a cost and the rates are known."""
-    case, rates = client.case, _rates(client)
+    case, run, rates = client.case, client.run, _rates(client)
+    if case.gpus > 1 and run.nodes == 1:
+        rates = peaks.with_peer(rates, run.peaks(client.machine.with_count(2), measure=False))
     sides = (case.pair.baseline, case.variant.side)
     costs = [cost_at(case.pair, side, case.size, case.gpus) for side in sides]
     known = [cost for cost in costs if cost is not None]

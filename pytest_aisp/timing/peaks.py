@@ -30,6 +30,8 @@ LINKS = ("peer", "busbw")
 MEETINGS = ("all_reduce", "barrier")
 SECONDS = ("launch", "host_step", "sync", "graph_node", *MEETINGS)
 MEMORY = ("copy", "read", "write", *UNITS[:2])
+ASSUMED = "assumed:"
+"""The fact of a rate that is another product's begins with this word."""
 LATENCY = "in_flight"
 """The rate that limits a kernel whose loads have too few bytes in flight (Little's law)."""
 MATRIX = (*DTYPES, "fp8", "int8")
@@ -125,6 +127,20 @@ def joined(one: Peaks | None, several: Peaks | None) -> Peaks | None:
     links = {key: rate for key, rate in several.rates.items() if key in (*LINKS, *MEETINGS)}
     facts = {key: fact for key, fact in several.facts.items() if key in links}
     return Peaks(several.product, {**one.rates, **links}, {**one.facts, **facts})
+
+
+def with_peer(several: Peaks | None, pair: Peaks | None) -> Peaks | None:
+    """Return the peaks `several`, with the rate `peer` of two GPUs if it lacks its own.
+
+    With NVLink through a switch, the rate between two GPUs does not depend on the number of GPUs.
+    """
+    if several is None or pair is None or "peer" in several.rates:
+        return several
+    if "peer" not in pair.rates or "NVLink" not in pair.facts.get("peer", ""):
+        return several
+    why = f"{ASSUMED} GPUs of {several.product} copy to each other at the rate of {pair.product}"
+    rates = {**several.rates, "peer": pair.rates["peer"]}
+    return Peaks(several.product, rates, {**several.facts, "peer": why})
 
 
 def add(path: Path, product: str, rates: Mapping[str, float], facts: Mapping[str, str]) -> None:

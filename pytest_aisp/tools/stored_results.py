@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,8 +22,6 @@ from ..timing.peaks import Peaks, PeaksError
 from ..util.cli_result import CliError
 from ..util.device import Machine
 from .catalog import Catalog, CatalogCase, collect
-
-ASSUMED = "assumed:"
 
 
 class Chapter(NamedTuple):
@@ -105,26 +102,18 @@ def stored_peaks(baselines: Path, product: str) -> Peaks | None:
 
 
 def known_peaks(baselines: Path, product: str) -> Peaks | None:
-    """Return the stored peaks of `product`, with the rate `peer` of two GPUs if it lacks its own.
-
-    With NVLink through a switch, the rate between two GPUs does not depend on the number of GPUs.
-    """
+    """Return the stored peaks of `product` from which times are predicted."""
     found, base = stored_peaks(baselines, product), base_of(product)
-    if found is None or "peer" in found.rates or not re.fullmatch(r"-x\d+", product[len(base) :]):
+    if not re.fullmatch(r"-x\d+", product[len(base) :]):  # one GPU, or several machines
         return found
-    pair = stored_peaks(baselines, joined(base, 2))
-    if pair is None or "NVLink" not in pair.facts.get("peer", ""):
-        return found
-    why = f"{ASSUMED} GPUs of {product} copy to each other at the rate of {pair.product}"
-    rates = {**found.rates, "peer": pair.rates["peer"]}
-    return replace(found, rates=rates, facts={**found.facts, "peer": why})
+    return peaks.with_peer(found, stored_peaks(baselines, joined(base, 2)))
 
 
 def assumed_peer(baselines: Path, products: Iterable[str]) -> list[str]:
     """Return a line for each product whose rate `peer` is that of two GPUs."""
     every = [known_peaks(baselines, product) for product in products]
-    facts = [peaks.facts.get("peer", "") for peaks in every if peaks is not None]
-    return [fact for fact in facts if fact.startswith(ASSUMED)]
+    facts = [each.facts.get("peer", "") for each in every if each is not None]
+    return [fact for fact in facts if fact.startswith(peaks.ASSUMED)]
 
 
 def arch_of(product: str, arch: str | None, machine: Machine) -> str:
