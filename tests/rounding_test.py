@@ -6,6 +6,8 @@ import math
 
 import pytest
 import torch
+from honest import outside_pytorch
+from mutants import MUTANTS, mutate, units_of
 
 from pytest_aisp import Work, compare
 from pytest_aisp.checking import check, numerics
@@ -126,14 +128,80 @@ def test_integers_without_floating_inputs_have_a_bound():
     assert not remarks
 
 
+ASSUMED = (
+    "allows for sums of {} terms and {} roundings in a row; declare others with Work(terms=,"
+    " roundings=)"
+)
+
+
 @pytest.mark.parametrize("leave", [torch.Tensor.numpy, torch.Tensor.tolist])
 def test_a_reference_outside_of_pytorch_is_bound_by_its_inputs(leave):
     sigma, remarks = sigma_of(lambda x: torch.tensor(leave(x.double())) * 3)
     assert float(sigma.min()) > 0
     assert remarks == [
         "the error bound comes from the inputs alone: the reference's values leave PyTorch"
-        f" ({leave.__name__})"
+        f" ({leave.__name__}); it {ASSUMED.format(1024, 8)}"
     ]
+
+
+def test_a_sum_outside_of_pytorch_may_be_as_long_as_the_inputs():
+    def total(x):
+        return torch.from_numpy(x.double().numpy().sum(keepdims=True))
+
+    def long(device, n):
+        return (torch.randn(1024 * n, device=device),)
+
+    _, remarks = sigma_of(total, long)
+    assert remarks[0].endswith(ASSUMED.format(1024 * 33, 8))
+    _, remarks = sigma_of(total, long, terms=64, roundings=2)
+    assert remarks[0].endswith(ASSUMED.format(64, 2))
+
+
+def sum_by_items(x):
+    return torch.tensor([sum(v.item() for v in row) for row in x.double()], dtype=torch.float64)
+
+
+def test_values_that_are_read_one_by_one_are_the_terms_of_a_sum():
+    sigma, remarks = sigma_of(sum_by_items)
+    traced, _ = sigma_of(lambda x: x.double().sum(1), terms=64 * 33)
+    assert 0.5 < float(sigma.mean() / traced.mean()) < 2
+    assert remarks == [
+        "the reference reads 2112 values one by one (.item()): the error bound"
+        f" {ASSUMED.format(2112, 8)}"
+    ]
+    declared, remarks = sigma_of(sum_by_items, terms=33, roundings=1)
+    assert float(declared.mean()) < 0.3 * float(sigma.mean())
+    assert remarks[0].endswith(ASSUMED.format(33, 1))
+
+
+def test_integral_values_that_are_read_stay_as_they_are():
+    """Lengths and indices may be stored as floats."""
+
+    def inputs(device, n):
+        return torch.randn(64, n, device=device), torch.arange(1.0, n, device=device)
+
+    def heads(x, lengths):
+        return torch.stack([x.double()[:, : int(n.item())].sum() for n in lengths])
+
+    def listed(x, lengths):
+        return torch.stack([x.double()[:, :n].sum() for n in lengths.long().tolist()])
+
+    for reference in (heads, listed):
+        sigma, remarks = sigma_of(reference, inputs)
+        assert float(sigma.min()) > 0
+        assert not remarks
+
+
+@pytest.mark.parametrize("page", [n for n in vars(outside_pytorch) if n.startswith("test_")])
+def test_a_reference_outside_of_pytorch_refuses_wrong_sides(page):
+    pair = pair_of(getattr(outside_pytorch, page))
+    reference = Reference(InputPool(pair, {"n": 9}, "cpu", 1, 2))
+    controls = check.check_sides(reference, [(pair.baseline, None)] * 2, Rule()).controls
+    assert {"zeros refused", "noise refused", "stale refused"} <= set(controls)
+    for mutant in MUTANTS:
+        side = mutate(mutant, pair.baseline, units_of(pair))
+        with pytest.raises(Wrong, match="wrong is"):
+            check.check_sides(reference, [(pair.baseline, None), (side, None)], Rule())
 
 
 def test_a_reference_that_cannot_run_while_it_is_traced_is_bound_by_its_inputs():
@@ -147,7 +215,8 @@ def test_a_reference_that_cannot_run_while_it_is_traced_is_bound_by_its_inputs()
     sigma, remarks = sigma_of(untraceable)
     assert float(sigma.min()) > 0
     assert remarks == [
-        "the error bound comes from the inputs alone: RuntimeError is raised when it is traced"
+        "the error bound comes from the inputs alone: RuntimeError is raised when it is traced; it"
+        f" {ASSUMED.format(1024, 8)}"
     ]
 
 
@@ -168,7 +237,7 @@ def test_a_reference_that_refuses_perturbed_inputs_is_bound_by_its_values():
     assert float(sigma.min()) > 0
     assert remarks == [
         "the error bound comes from the inputs alone: the reference raises ValueError on perturbed"
-        " values",
+        f" values; it {ASSUMED.format(1024, 8)}",
         "the error bound is relative to each element: the reference raises ValueError on perturbed"
         " inputs",
     ]
@@ -318,5 +387,6 @@ def test_results_that_change_when_they_are_traced_are_bound_by_the_inputs():
     sigma, remarks = sigma_of(lambda x: x.double() * (1 if _get_current_dispatch_mode() else 3))
     assert float(sigma.min()) > 0
     assert remarks == [
-        "the error bound comes from the inputs alone: its results change when it is traced"
+        "the error bound comes from the inputs alone: its results change when it is traced; it"
+        f" {ASSUMED.format(1024, 8)}"
     ]

@@ -18,6 +18,7 @@ from .page_values import Inputs
 if TYPE_CHECKING:
     import torch
 
+    from .outside import Outside
     from .reference import Reference, Turns
     from .rounding import Model, Structure
 
@@ -129,13 +130,14 @@ class ErrorBound:
         for at in pytree.pieces(sigma.shape):
             variance = (total[at].double().square_() / errors.draws).clamp_min_(least)
             if not errors.traced:
+                terms, roundings = self._outside([one])
                 variance = numerics.untraced(
                     one.value[at],
                     variance,
                     dtype=dtype,
                     precision=precision,
-                    terms=steps * (self._work.terms or numerics.UNTRACED_TERMS),
-                    roundings=steps * (self._work.roundings or numerics.UNTRACED_ROUNDINGS),
+                    terms=steps * terms,
+                    roundings=steps * roundings,
                 )
             sigma[at] = numerics.allowed(one.value[at], variance, dtype=dtype, precision=precision)
         return sigma
@@ -144,6 +146,18 @@ class ErrorBound:
     def _work(self) -> Work:
         pool = self.reference.pool
         return pool.pair.work_at(pool.size, current_group().world)
+
+    def _outside(self, outputs: Sequence[Expected]) -> Outside:
+        """Return what is assumed of a reference that cannot be traced.
+
+        A sum has as many terms as the inputs have elements for each element of an output.
+        """
+        from .outside import Outside
+
+        given = sum(t.numel() for t in floating(self.reference.pool.all_ranks(0)))
+        shares = [given // max(1, one.value.numel()) for one in outputs]
+        terms = self._work.terms or max(numerics.UNTRACED_TERMS, *shares, 0)
+        return Outside(terms, self._work.roundings or numerics.UNTRACED_ROUNDINGS)
 
     def _start(self, run: Pass, precision: Precision | None) -> None:
         # Free the old errors first, because they may be large.
@@ -190,7 +204,11 @@ class ErrorBound:
         seed = next(iter(self._errors_of(run, precision).values())).draws
         rounding = None
         if structure.untraced:
-            self.remark(f"the error bound comes from the inputs alone: {structure.untraced}")
+            expected = next(iter(run.expected.values()))
+            self.remark(
+                f"the error bound comes from the inputs alone: {structure.untraced}; it"
+                f" {self._outside(expected).assumption}"
+            )
             results = self.reference.run(run.turns, None, perturb=seed)
         else:
             model = self._model(structure, precision, len(run.turns))
@@ -219,6 +237,7 @@ class ErrorBound:
 
     def _model(self, structure: Structure, precision: Precision | None, steps: int) -> Model:
         """Return a model of the sides' rounding."""
+        from .outside import Outside
         from .rounding import Model
 
         types = self.reference.types
@@ -233,6 +252,14 @@ class ErrorBound:
                 f"Work(terms={work.terms}), but the reference sums {structure.longest} terms;"
                 " leave terms out"
             )
+        outside = Outside(
+            work.terms or max(1, structure.read), work.roundings or numerics.UNTRACED_ROUNDINGS
+        )
+        if structure.read > numerics.UNTRACED_ROUNDINGS:
+            self.remark(
+                f"the reference reads {structure.read} values one by one (.item()): the error bound"
+                f" {outside.assumption}"
+            )
         return Model(
             precision,
             units,
@@ -240,6 +267,7 @@ class ErrorBound:
             continues=self.reference.pool.pair.state is not None,
             more_terms=max(1.0, (work.terms or 1) / structure.longest),
             more_roundings=max(1.0, (work.roundings or 1) * steps / max(1, structure.depth)),
+            outside=outside,
         )
 
 

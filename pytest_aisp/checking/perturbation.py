@@ -21,6 +21,7 @@ class Perturbation:
     def __init__(self, seed: int, scale: float = 1.0) -> None:
         self._random, self.scale = Random(seed), scale
         self._signs: dict[float, int] = {}
+        self._read_sign = 0
 
     def in_place(self, tensor: torch.Tensor, error: float) -> None:
         """Multiply each element by 1 plus or minus `error` times the scale, in place."""
@@ -48,6 +49,15 @@ class Perturbation:
         copied = tensor.clone()
         self.in_place(copied, error)
         return copied
+
+    def read(self, value: float, of_terms: float, of_result: float) -> float:
+        """Perturb a value that leaves PyTorch, where it may become a term of a sum.
+
+        The sum's result is perturbed through its terms: `of_result` has one sign for all values.
+        """
+        self._read_sign = self._read_sign or self._random.choice((-1, 1))
+        error = self._random.choice((-1, 1)) * of_terms + self._read_sign * of_result
+        return value * (1 + error * self.scale)
 
     def constant(self, value: object, error: float) -> object:
         """Perturb a constant of a page's code, such as 0.7, if it is not exact in float32.

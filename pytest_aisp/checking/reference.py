@@ -188,7 +188,8 @@ class Reference:
 
     def _trace(self, made: Pass) -> Structure:
         from .operations import decompositions
-        from .rounding import Model, Rounding, SeesOutside, Structure
+        from .outside import SeesOutside
+        from .rounding import Model, Rounding, Structure
 
         decompositions()  # its first call takes seconds, so it is not timed
         structure, same, start = Structure(), True, time.monotonic()
@@ -202,8 +203,7 @@ class Reference:
         except Exception as error:  # the reference itself ran before, so tracing is the reason
             structure.untraced = f"{type(error).__name__} is raised when it is traced"
         seconds = time.monotonic() - start
-        if seconds > numerics.LONG:
-            self.bound.first_draws = 1
+        self.bound.first_draws = 1 if seconds > numerics.LONG else self.bound.first_draws
         if seconds > numerics.SLOW:
             self.bound.slow = True
             self.bound.remark(

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch  # noqa: TID253
-from torch.overrides import TorchFunctionMode  # noqa: TID253
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: TID253
 from torch.utils._pytree import tree_map  # noqa: TID253
 
@@ -47,6 +46,7 @@ from .operations import (
     unit_of,
     widened,
 )
+from .outside import Outside
 from .perturbation import Perturbation
 
 LARGEST_STEP = 2.0**-14
@@ -87,6 +87,7 @@ class Structure:
         unit: the largest unit roundoff of the inputs and the state.
         untraced: the reason why the operations are not known, or an empty string.
         random: the name of an operation that draws random numbers, or an empty string.
+        read: number of values that leave PyTorch one by one (`.item()`), without integral values.
         origins: the index of the operation that last rounded each output.
     """
 
@@ -96,6 +97,7 @@ class Structure:
     unit: float = 0.0
     untraced: str = ""
     random: str = ""
+    read: int = 0
     origins: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -116,6 +118,7 @@ class Model:
         continues: True if outputs are inputs of a later step, so their rounding affects that step.
         more_terms: the length of a side's longest sum divided by the reference's.
         more_roundings: the number of a side's roundings in a row divided by the reference's.
+        outside: what is assumed of arithmetic on values that leave PyTorch.
     """
 
     precision: Precision | None = None
@@ -124,6 +127,7 @@ class Model:
     continues: bool = False
     more_terms: float = 1.0
     more_roundings: float = 1.0
+    outside: Outside = field(default_factory=Outside)
 
 
 class Rounding(TorchDispatchMode):
@@ -193,6 +197,8 @@ class Rounding(TorchDispatchMode):
         known = [self.entry(t) for t in floating]
         dtype = functools.reduce(promoted, (entry.dtype for entry in known))
         depth = max(entry.depth for entry in known)
+        if name == "_local_scalar_dense":
+            return self._read(func(*args, **kwargs), dtype)
         accumulate = name == "index_put" and (True in args or kwargs.get("accumulate"))
         if func.is_view or (name in EXACT and not accumulate):
             out = func(*args, **kwargs)
@@ -212,6 +218,19 @@ class Rounding(TorchDispatchMode):
                 lower = tensor.dtype if unit_of(tensor.dtype) > UNIT["float32"] else None
                 dtype = lower if entry.dtype is None else entry.dtype
                 self._entries[_storage(tensor)] = entry._replace(dtype=dtype)
+
+    def _read(self, value: object, dtype: torch.dtype | None) -> object:
+        """Return a value that leaves PyTorch, perturbed as arithmetic outside may change it."""
+        if not isinstance(value, float) or value.is_integer() or dtype is None:
+            return value
+        if self.perturbation is None:
+            self.structure.read += 1
+            return value
+        model, stored = self.model, max(min(unit_of(dtype), self.model.coarsest), self._stored)
+        operand = self._operand_error() if self._low > unit_of(dtype) else 0.0
+        arithmetic = model.precision or str(dtype).removeprefix("torch.")
+        errors = model.outside.errors(arithmetic, math.hypot(operand, stored / math.sqrt(3)))
+        return self.perturbation.read(value, *errors)
 
     def _rounded(
         self,
@@ -316,34 +335,6 @@ class Rounding(TorchDispatchMode):
         """Return the relative error of rounding one operand to the lower precision."""
         shared = 2 if self.model.precision in ONE_OPERAND else 1
         return self._low * math.sqrt(self.model.more_roundings / (3 * shared))
-
-
-class SeesOutside(TorchFunctionMode):
-    """A mode that records whether values leave PyTorch. Rounding outside PyTorch is not traced."""
-
-    def __init__(self, structure: Structure) -> None:
-        super().__init__()
-        self.structure = structure
-
-    def __torch_function__(
-        self,
-        func: Callable[..., object],
-        types: Sequence[type],
-        args: tuple[object, ...] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
-        if func in _LEAVING and isinstance(args[0], torch.Tensor) and args[0].numel() > 1:
-            name = func.__name__.strip("_")
-            self.structure.untraced = f"the reference's values leave PyTorch ({name})"
-        return func(*args, **(kwargs or {}))
-
-
-_LEAVING = (
-    torch.Tensor.numpy,
-    torch.Tensor.__array__,
-    torch.Tensor.tolist,
-    torch.Tensor.__dlpack__,
-)
 
 
 def _storage(tensor: torch.Tensor) -> int:
