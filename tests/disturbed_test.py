@@ -97,8 +97,11 @@ def simulate(baseline, optimized, options, budget, seed):
 """
 
 
-def test_a_case_is_measured_again_when_the_machine_is_quiet(restless, pytester):
+@pytest.mark.parametrize("pages", ["aisp_pages = .", ""])
+def test_a_case_is_measured_again_when_the_machine_is_quiet(restless, pytester, pages):
     restless(at_least="1.5", wait="30")
+    ini = pytester.path / "tox.ini"  # without `pages`, the plugin starts with the first case
+    ini.write_text(ini.read_text().replace("aisp_pages = .", pages))
     pytester.makepyfile(comes_and_goes=COMES_AND_GOES)
     conftest = pytester.path / "conftest.py"
     text = conftest.read_text().replace("pytest_aisp.timing.fake_device:", "comes_and_goes:")

@@ -252,6 +252,9 @@ def pair_under_test(request: pytest.FixtureRequest) -> PairUnderTest:
         from .startup import configure
 
         configure(config)
+        if live := config.pluginmanager.get_plugin("aisp-live"):
+            live.pytest_sessionstart()  # the session has started, and so has the test
+            live.pytest_runtest_logstart(item.nodeid)
     run = config.stash[RUN]
     if run.settings.cold_start:
         run.end_workers()
