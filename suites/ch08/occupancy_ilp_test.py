@@ -23,11 +23,11 @@ Bound      test_occupancy_ilp: bytes in flight, warps * 32 lanes * loads * 4 byt
            chains in total. Each of the SM's 4 schedulers has a quarter of the warps. So 16 warps
            per SM need only one chain per thread, and 4 warps per SM need four. Loading an element
            takes a tenth of the time of its chain.
-Seen       The costs of test_occupancy_ilp count the bytes in flight, and most points take up to a
-           fifth longer than predicted. With 4 or 8 warps, `four` and `eight` take longer than that.
-           Among points with the same number of bytes in flight, the point with the most warps is
-           the fastest. The likely reason is that a thread starts new loads only when all of its
-           loads have arrived, so a thread with many loads often waits for the last one.
+Seen       On an H100, most points of test_occupancy_ilp take up to a fifth longer than predicted.
+           With 4 or 8 warps, `four` and `eight` take longer than that. Among points with the same
+           number of bytes in flight, the point with the most warps is the fastest, until DRAM is
+           the limit. The likely reason is that a thread starts new loads only when all of its loads
+           have arrived, so a thread with many loads often waits for the last one.
 Use when   Few warps fit on an SM because a thread needs many registers, or a block needs much
            shared memory. Give each thread more independent work instead of forcing more warps onto
            the SM. More work per thread also needs registers, so measure both ways. On an SM full of

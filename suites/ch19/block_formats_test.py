@@ -23,12 +23,13 @@ Bound      DRAM limits MXFP8. One pass reads 2 bytes per element and writes abou
 Seen       On both GPUs, `compiled_fp4` takes more than twice as long as predicted, which explains
            most of the gain of `fused_fp4`. `fused_fp4` takes as long on an H200 as on an H100, as
            it must if instructions limit it. On an H200, `fused` takes a third longer than
-           predicted: reads and instructions take equally long there, and they probably do not
-           overlap fully. The cost of `compiled_fp4` assumes as many instructions per element as
-           `fused_fp4` has. `compiled_fp4` probably runs more, but we did not examine its GPU code.
-           `eager` takes longer than predicted from its passes. Two kinds of kernels are probably
-           slower than a copy: kernels that find the largest of 32 elements, and kernels that
-           multiply by a factor per block. We did not time the kernels of `eager` one by one.
+           predicted, and `compiled`, which does the same work, a sixth longer. The instructions and
+           the reads and writes probably do not overlap fully, least of all in `fused`. The cost of
+           `compiled_fp4` assumes as many instructions per element as `fused_fp4` has.
+           `compiled_fp4` probably runs more, but we did not examine its GPU code. `eager` takes
+           longer than predicted from its passes. Two kinds of kernels are probably slower than a
+           copy: kernels that find the largest of 32 elements, and kernels that multiply by a factor
+           per block. We did not time the kernels of `eager` one by one.
 Use when   You quantize in the call, as for activations. The time to quantize can decide whether the
            low-precision product is faster than bf16, so quantize in one pass. For MXFP8, compile
            the definition, which takes one line and is at least as fast as `fused`. For NVFP4, write

@@ -19,14 +19,15 @@ Bound      DRAM, because the cache is read once. `int8_cache` and `fp8_cache` re
            issue the instructions as to read the bytes. `fp8_cache` converts each number with an
            instruction (F2F) whose rate we did not measure. The scales cost little: the scales of
            keys multiply the scores, and the scales of values multiply the probabilities.
-Seen       On an H100, `int8_cache` is about half again as fast as `library`, and `fp8_cache` is two
-           fifths faster. `streamed` is a little slower than `library`, so the gain comes from fewer
-           bytes and not from the kernels. On an H200, little of this gain is left: `int8_cache` is
-           about 6 % faster than `library`, and `fp8_cache` is 5 % slower. `library` and `streamed`
-           gain from the faster DRAM of the H200. `int8_cache` and `fp8_cache` take as long as on
-           the H100, so their instructions limit them and not the DRAM. Both take longer than
-           predicted, and `fp8_cache` exceeds its prediction by more. The main difference between
-           their loops is fp8_cache's F2F conversion, so F2F is the likely reason.
+Seen       On an H100, `int8_cache` is more than half again as fast as `library`, and `fp8_cache` is
+           two fifths faster. `streamed` is a little slower than `library`, so the gain comes from
+           fewer bytes and not from the kernels. On an H200, little of this gain is left:
+           `int8_cache` is about 6 % faster than `library`, and `fp8_cache` is 5 % slower. `library`
+           and `streamed` gain from the faster DRAM of the H200. `int8_cache` and `fp8_cache` take
+           as long as on the H100, so their instructions limit them and not the DRAM. Both take
+           longer than predicted, and `fp8_cache` exceeds its prediction by more. The main
+           difference between their loops is fp8_cache's F2F conversion, so F2F is the likely
+           reason.
 Use when   Contexts are long, or there are many sequences, so the cache takes more memory and time
            than the weights. On a GPU with fast DRAM, measure first: the conversion can cost the
            whole gain. Eight bits also double the number of tokens that fit into memory. The

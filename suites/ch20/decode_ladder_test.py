@@ -39,8 +39,8 @@ Seen       `eager` and `compiled` take about three times as long as predicted. T
            predicted: it reads weights at half the rate of DRAM. The rest goes to barriers, norms
            and attention, which the cost leaves out. `prefetched` is slower than `persistent`: on an
            H100, it takes about a seventh longer. We do not know why. The prefetches may delay the
-           loads that the next phase waits for. Times on the host's clock
-           vary: the same `eager` took longer in one case than in another.
+           loads that the next phase waits for. Times on the host's clock vary: the same `eager`
+           took longer in one case than in another.
 Use when   A model generates for few users at a time. Capture first, because a graph removes all
            launches and needs no compiler. Compile as well if the starts of small kernels still take
            a noticeable part of a captured step. With large batches or large models, kernels take
