@@ -24,7 +24,7 @@ from ladder import current
 from pytest_aisp.page.pair import Case, Pair
 from pytest_aisp.results import store
 from pytest_aisp.results.row import duration
-from pytest_aisp.util.svg import GRAY, GRID, circle, decades, line, log_fraction, opening, si, text
+from pytest_aisp.util.svg import GRAY, GRID, circle, line, log_fraction, opening, si, text, ticks
 from pytest_aisp.worker.loader import pair_of
 
 ROOT = Path(__file__).parents[1]
@@ -45,6 +45,8 @@ FEWEST = 3
 
 Curves = Mapping[str, Mapping[float, float]]
 """Seconds per call, by side and by the value of the swept key."""
+Others = tuple[tuple[str, Any], ...]
+"""The keys of a size that are not swept, with their values."""
 
 
 def pages(chapter: Path) -> Iterator[tuple[Path, str, Pair]]:
@@ -56,10 +58,6 @@ def pages(chapter: Path) -> Iterator[tuple[Path, str, Pair]]:
                 pair = pair_of(value)
                 if pair is not None and pair.sweep is not None:
                     yield page, name, pair
-
-
-Others = tuple[tuple[str, Any], ...]
-"""The keys of a size that are not swept, with their values."""
 
 
 def stored_curves(
@@ -122,13 +120,9 @@ def draw(curves: Curves, title: str, key: str) -> str:
         if at - last > 42:
             last = at
             parts.append(text(at, BOTTOM + 18, _tick(x), anchor="middle", size=12))
-    for y in (step * d for d in decades(up[0] / 10, up[1]) for step in (1, 2, 5)):
-        if up[0] <= y <= up[1]:
-            at = above(y)
-            parts += [
-                line(LEFT, at, RIGHT, at, GRID),
-                text(LEFT - 8, at + 4, duration(y), anchor="end", size=12),
-            ]
+    for y in ticks(*up):
+        parts.append(line(LEFT, above(y), RIGHT, above(y), GRID))
+        parts.append(text(LEFT - 8, above(y) + 4, duration(y), anchor="end", size=12))
     parts += [line(LEFT, BOTTOM, RIGHT, BOTTOM, GRAY), line(LEFT, TOP, LEFT, BOTTOM, GRAY)]
     parts.append(text((LEFT + RIGHT) / 2, BOTTOM + 42, key, anchor="middle"))
     parts.append(text(LEFT, TOP - 8, "time per call", size=12, fill=GRAY))

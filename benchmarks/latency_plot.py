@@ -11,7 +11,7 @@ import random
 from collections.abc import Mapping, Sequence
 
 from pytest_aisp.results.row import duration
-from pytest_aisp.util.svg import GRID, INK, decades, line, log_fraction, opening, text
+from pytest_aisp.util.svg import GRID, INK, line, log_fraction, opening, text, ticks
 
 WIDTH, HEIGHT = 760, 420
 LEFT, RIGHT, TOP, BOTTOM = 60, 600, 56, 360
@@ -51,10 +51,9 @@ def draw(sides: Mapping[str, Sequence[Sequence[float]]], title: str, objective: 
         return BOTTOM - share * (BOTTOM - TOP)
 
     parts = [*opening(WIDTH, HEIGHT), text(LEFT, 28, title, size=17, weight="bold")]
-    for x in (step * d for d in decades(along[0] / 10, along[1]) for step in (1, 2, 5)):
-        if along[0] <= x <= along[1]:
-            parts.append(line(across(x), TOP, across(x), BOTTOM, GRID))
-            parts.append(text(across(x), BOTTOM + 18, duration(x), anchor="middle", size=12))
+    for x in ticks(*along):
+        parts.append(line(across(x), TOP, across(x), BOTTOM, GRID))
+        parts.append(text(across(x), BOTTOM + 18, duration(x), anchor="middle", size=12))
     for share in (0.0, 0.25, 0.5, 0.75, 0.99):
         parts.append(line(LEFT, above(share), RIGHT, above(share), GRID))
         parts.append(text(LEFT - 8, above(share) + 4, f"{share:.0%}", anchor="end", size=12))

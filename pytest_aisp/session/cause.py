@@ -35,7 +35,7 @@ def cause_of(
 def evidence(client: CaseClient, stored: StoredResult, found: Differences) -> list[str]:
     """Return lines about the differences from the stored result, and about the machine.
 
-    If the code or the environment differs, the lines do not describe the machine.
+    The lines describe the machine only if the code and the environment are unchanged.
     """
     mine = stored.result
     if client.run.settings.aa:

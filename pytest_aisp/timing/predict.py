@@ -117,8 +117,7 @@ def _memory_seconds(phase: Cost, peaks: Peaks) -> dict[str, float]:
     If few bytes are in flight, latency limits the reads. Where latency and bandwidth take about
     equally long, requests also wait for each other, so the time is longer than both. The root of
     the sum of squares describes this: of the 19 stored times of `occupancy_ilp` in chapter 8 on an
-    H100, it is within 15 % of 12 and within 25 % of 16. Without `in_flight`, a cost is within 25 %
-    of 8.
+    H100, it is within 15 % of 12 and within 25 % of 16. Bandwidth alone is within 25 % of 5.
     """
     seconds = _divide(memory_rates(phase.read, phase.write), peaks)
     if not phase.in_flight or not phase.read:

@@ -14,6 +14,12 @@ def decades(low: float, high: float) -> list[float]:
     return [10.0**d for d in range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)]
 
 
+def ticks(low: float, high: float) -> list[float]:
+    """Return 1, 2 and 5 times each power of ten, from `low` to `high`."""
+    steps = (step * power for power in decades(low / 10, high) for step in (1, 2, 5))
+    return [tick for tick in steps if low <= tick <= high]
+
+
 def log_fraction(value: float, low: float, high: float) -> float:
     """Return the position of `value` on a logarithmic axis from `low` (0) to `high` (1)."""
     return math.log(value / low) / math.log(high / low)
