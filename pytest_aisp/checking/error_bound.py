@@ -18,7 +18,7 @@ from .page_values import Inputs
 if TYPE_CHECKING:
     import torch
 
-    from .outside import Outside
+    from .untraced import Outside
     from .reference import Reference, Turns
     from .rounding import Model, Structure
 
@@ -152,7 +152,7 @@ class ErrorBound:
 
         A sum has as many terms as the inputs have elements for each element of an output.
         """
-        from .outside import Outside
+        from .untraced import Outside
 
         given = sum(t.numel() for t in floating(self.reference.pool.all_ranks(0)))
         shares = [given // max(1, one.value.numel()) for one in outputs]
@@ -237,7 +237,7 @@ class ErrorBound:
 
     def _model(self, structure: Structure, precision: Precision | None, steps: int) -> Model:
         """Return a model of the sides' rounding."""
-        from .outside import Outside
+        from .untraced import Outside
         from .rounding import Model
 
         types = self.reference.types

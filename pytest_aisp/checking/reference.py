@@ -188,7 +188,7 @@ class Reference:
 
     def _trace(self, made: Pass) -> Structure:
         from .operations import decompositions
-        from .outside import SeesOutside
+        from .untraced import SeesOutside
         from .rounding import Model, Rounding, Structure
 
         decompositions()  # its first call takes seconds, so it is not timed

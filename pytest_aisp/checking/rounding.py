@@ -46,7 +46,7 @@ from .operations import (
     unit_of,
     widened,
 )
-from .outside import Outside
+from .untraced import Outside
 from .perturbation import Perturbation
 
 LARGEST_STEP = 2.0**-14

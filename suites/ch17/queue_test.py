@@ -15,13 +15,12 @@ Bound      Tensor cores, which multiply the padding too. A length is `longest` t
            uniform random number. So the mean is a quarter of `longest`, and the longest of 16
            prompts is on average 5/6 of `longest`. `token_budget` saves launches and fills the GPU
            when prompts are short.
-Seen       All sides take about twice as long as predicted. `by_length` gains a little less over
-           `fifo` than predicted. We do not know yet whether `token_budget` gains over `by_length`.
-           On an H100, the first test timed both against `fifo` on one machine. There,
-           `token_budget` takes 4 % less time. On H200s, the first test timed them on two machines,
-           and `token_budget` takes a little longer. The second test times both in one run. There,
-           on an H200, `token_budget` takes about a fifth less time, which is more than predicted,
-           but the confidence interval almost reaches a speedup of 1. So the page claims only that
+Seen       Each side takes about twice as long as predicted. `by_length` is predicted to gain a
+           little more over `fifo` than it does. We do not know yet whether `token_budget` is faster
+           than `by_length`. On one H100, `token_budget` takes 4 % less time. On two different
+           H200s, it takes a little longer. The second test times both in one run. On an H200,
+           `token_budget` takes about a fifth less time there, more than predicted. But the
+           confidence interval almost reaches a speedup of 1, so the page claims only that
            `token_budget` is not slower. With typical lengths, `token_budget` forms six batches
            instead of eight, but computes about a tenth more tokens, because it pads more. In the
            first test, two things make `fifo` and `token_budget` slower than predicted. First, the
