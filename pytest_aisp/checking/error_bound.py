@@ -18,9 +18,9 @@ from .page_values import Inputs
 if TYPE_CHECKING:
     import torch
 
-    from .untraced import Outside
     from .reference import Reference, Turns
     from .rounding import Model, Structure
+    from .untraced import Outside
 
 
 @dataclass
@@ -237,8 +237,8 @@ class ErrorBound:
 
     def _model(self, structure: Structure, precision: Precision | None, steps: int) -> Model:
         """Return a model of the sides' rounding."""
-        from .untraced import Outside
         from .rounding import Model
+        from .untraced import Outside
 
         types = self.reference.types
         units: dict[int, float] = {}

@@ -188,8 +188,8 @@ class Reference:
 
     def _trace(self, made: Pass) -> Structure:
         from .operations import decompositions
-        from .untraced import SeesOutside
         from .rounding import Model, Rounding, Structure
+        from .untraced import SeesOutside
 
         decompositions()  # its first call takes seconds, so it is not timed
         structure, same, start = Structure(), True, time.monotonic()

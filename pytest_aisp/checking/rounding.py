@@ -46,8 +46,8 @@ from .operations import (
     unit_of,
     widened,
 )
-from .untraced import Outside
 from .perturbation import Perturbation
+from .untraced import Outside
 
 LARGEST_STEP = 2.0**-14
 """Smaller perturbations are scaled up to this relative size, which float64 can represent."""
