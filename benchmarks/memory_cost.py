@@ -156,7 +156,8 @@ def watched(device: str) -> Iterator[PeakWatch]:
         with (
             patch.object(cpu_load, "STOLEN", math.inf),  # times do not matter here
             patch.object(inputs, "KEPT_SHARE", 0.0),  # a small tensor is treated as a large one
-            patch.object(unseen_values, "LARGEST_SET", 0),  # windows repeat large inputs
+            patch.object(unseen_values, "SLOT_BYTES", 0),
+            patch.object(unseen_values, "KEPT_BYTES", 0),
             patch.object(pytree, "PIECE", 1 << 16),
             patch.object(perturbation, "SIGNS", 4099),  # its 16 MiB would not be small
             patch.object(perturbation, "_signs", perturbation._signs.__wrapped__),

@@ -67,7 +67,7 @@ _LAZY = (
 )
 _STALE = (
     "by_version by_version_when_timed unchanged admitted_late by_sample baselines_answer"
-    " computed_with_inputs baselines_large_answer computed_with_large_inputs finds_earlier_outputs"
+    " computed_with_inputs"
     " once by_shape by_address stale_half prepared remembers_values knows_the_seed remembered_mean"
 )
 _LOWER = "bf16_inside bf16_inputs fp16_inside fp8_inside tf32_inside bf16_output bf16_when_timed"

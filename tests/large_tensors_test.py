@@ -30,7 +30,7 @@ def one_thread():
     [("both", 7.6), ("reduction", 10.1), ("expansion", 9.2)],
 )
 def test_a_case_needs_a_few_times_its_inputs_and_outputs(one_thread, page, most):
-    """Windows repeat large inputs. The reference's temporary tensors are not included."""
+    """One timed call of each side is kept. The reference's temporary tensors are not included."""
     found = memory_cost.peaks(page, "cpu", mib=8)
     peaks = {**found["check"], **found["time"]}
     peaks["reference"] = max(found[task]["reference"] for task in ("check", "time"))

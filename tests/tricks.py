@@ -42,25 +42,19 @@ TRICKS = (
     ),
     Trick(
         "An answer made with the inputs, drawn from the seed, or taken from the baseline",
-        *(REFUSED, REFUSED),
-        "computed_with_inputs computed_with_large_inputs knows_the_seed baselines_answer"
-        " baselines_large_answer",
-    ),
-    Trick(
-        "An earlier output that is found in the process",
-        *(REFUSED, REFUSED, "finds_earlier_outputs"),
+        *(REFUSED, REFUSED, "computed_with_inputs knows_the_seed baselines_answer"),
     ),
     Trick(
         "An answer computed before the clock starts, from values found in the process",
         *(REFUSED, REFUSED, "scans_before_each_window scans_inputs"),
     ),
     Trick(
-        "Such an answer where windows repeat their values: on the host's and the queue's clock, and"
-        " with inputs above 64 MiB on the CPU's clock",
+        "One timed call that answers for all later calls of its window in a single operation",
         *(BELIEVED, BELIEVED),
     ),
     Trick(
-        "One timed call that answers for all later calls of its window in a single operation",
+        "Such an answer where windows repeat their values: on the host's and the queue's clock, and"
+        " with inputs above 4 MiB on the CPU's clock",
         *(BELIEVED, BELIEVED),
     ),
     Trick("A side that is right only while it is checked", REFUSED, REFUSED, "zeros_when_timed"),

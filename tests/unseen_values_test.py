@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from exploits.common import COLUMNS, LARGE_ROWS, against, honest, inputs
+from exploits.common import COLUMNS, against, honest, inputs
 from worker_processes import alive_workers, wait_for
 
 from pytest_aisp.checking.inputs import InputPool
@@ -22,7 +22,7 @@ from pytest_aisp.page.pair import PageError, SideError
 from pytest_aisp.results.messages import TimeTask
 from pytest_aisp.timing import unseen_values, verify_outputs
 from pytest_aisp.timing.cpu_timer import UnseenWindow
-from pytest_aisp.timing.schedule import Budget, extra_calls
+from pytest_aisp.timing.schedule import extra_calls
 from pytest_aisp.timing.unseen_values import UnseenValues, supports, window_calls
 from pytest_aisp.timing.verify_outputs import OutputVerifier
 from pytest_aisp.util import cpu_load, pytree
@@ -89,7 +89,7 @@ def test_every_call_gets_new_values_and_no_write_counts(window):
     values = [value for _, *timed_calls in calls for value in timed_calls]
     assert len(values) == len(set(values)) == 100
     untimed = [first for first, *_ in calls]
-    assert len(set(untimed)) == 1, "the values of a slot that the windows do not use"
+    assert untimed[1:] == [value for _, value, *_ in calls[:-1]], "earlier values of the first slot"
     assert len(versions) == 1
 
 
@@ -184,36 +184,6 @@ def test_a_buffer_that_all_calls_share_is_found(window):
         verify(timed, unseen, side)
 
 
-def test_a_buffer_is_found_in_windows_of_one_call(window):
-    buffer = torch.empty(SIZE["n"])
-
-    def side(x):
-        return buffer.copy_(honest(x))
-
-    timed, _ = window(side, 1, slots=2)
-    with pytest.raises(SideError, match="side returned output in the memory of another call at n="):
-        timed()
-
-
-def test_a_buffer_for_each_input_passes_in_windows_of_one_call(window):
-    buffers = {}
-
-    def side(x):
-        return buffers.setdefault(x.data_ptr(), torch.empty(len(x))).copy_(honest(x)), x[:0].clone()
-
-    timed, unseen = window(side, 1, slots=2)
-    for _ in range(5):
-        timed()
-    assert len(unseen.calls(timed.side)) == 5
-
-
-def test_four_calls_are_compared_however_long_that_takes(window, monkeypatch):
-    monkeypatch.setattr(verify_outputs, "COMPARE_SECONDS", 0.0)
-    timed, unseen = window(right, 16)
-    timed()
-    assert verify(timed, unseen, right).compared == verify_outputs.LEAST_COMPARED
-
-
 def test_right_calls_pass(window):
     timed, unseen = window(right, 16)
     for _ in range(10):
@@ -302,21 +272,14 @@ def test_the_calls_of_a_window_fit_the_slots(seconds, slots, draw_seconds, plant
 
 def test_the_slots_fit_the_memory_and_the_time_to_draw(window, monkeypatch):
     _, unseen = window(right, 1)
-    assert unseen.slot_count(unseen_values.SLOT_BYTES) == 2
+    assert unseen.slot_count(unseen_values.SLOT_BYTES, 0.0) == 1
+    assert unseen.slot_count(unseen_values.SLOT_BYTES, 0.01) == 2
     monkeypatch.setattr(unseen, "_seconds_to_draw", lambda like, count: 1e-3)
-    assert unseen.slot_count(0) == 100
+    assert unseen.slot_count(0, 0.0) == 100
     monkeypatch.setattr(unseen, "_seconds_to_draw", lambda like, count: 1e-5)
-    assert unseen.slot_count(0) == 128
-    monkeypatch.setattr(unseen, "_seconds_to_draw", lambda like, count: 1.1)
-    assert unseen.slot_count(0) == 0, "windows repeat their values"
-
-
-def test_slow_draws_allow_fewer_blocks(window):
-    timed, unseen = window(right, 5)
-    windows = [timed, timed]  # 20 value sets in a block
-    for unseen.draw_seconds, blocks in [(1e-3, 20), (5e-3, 10), (1e-2, 6), (1.0, 6)]:
-        assert unseen.affordable(Budget(blocks=20, least=6), windows).blocks == blocks
-    assert unseen.affordable(Budget(blocks=3, least=6), windows).blocks == 3
+    assert unseen.slot_count(0, 0.0) == 128
+    monkeypatch.setattr(unseen, "_seconds_to_draw", lambda like, count: 0.6)
+    assert unseen.slot_count(0, 0.0) == 0, "windows repeat their values"
 
 
 def prepared(x):
@@ -331,8 +294,8 @@ def prepared(x):
         (right, {"state": lambda device, n: torch.ones(1)}, False),
         (right, {"inputs": lambda device, n: (torch.nn.Parameter(torch.ones(n)),)}, False),
         (right, {"inputs": lambda device, n: (3,)}, False),
-        (right, {"inputs": lambda device, n: (torch.zeros(64 << 18),)}, True),
-        (right, {"inputs": lambda device, n: (torch.zeros((64 << 18) + 1),)}, False),
+        (right, {"inputs": lambda device, n: (torch.zeros((4 << 20) // 4),)}, True),
+        (right, {"inputs": lambda device, n: (torch.zeros((4 << 20) // 4 + 1),)}, False),
     ],
 )
 def test_some_pages_repeat_their_values(side, page, supported):
@@ -458,7 +421,7 @@ TUNED = against(autotuned)
 SAME = against(same_as_before)
 
 
-def task_of(page, planted=0.0, rows=257):
+def task_of(page, planted=0.0):
     """Return the task that times a page of this module."""
     return TimeTask(
         page=__file__,
@@ -466,7 +429,7 @@ def task_of(page, planted=0.0, rows=257):
         module="unseen_values_test",
         function=page,
         variant=pair_of(globals()[page]).variants[0].name,
-        size={"n": rows},
+        size={"n": 257},
         budget={"blocks": 4, "least": 2, "seconds": 0.01, "window": 2e-4},
         planted=planted,
     )
@@ -479,20 +442,6 @@ def test_an_honest_side_that_keeps_something_passes(monkeypatch, page, planted):
     monkeypatch.setattr(cpu_load, "STOLEN", math.inf)  # a busy machine is not their fault
     SCRATCH.clear()
     result = Engine().time(task_of(page, planted))
-    assert result.outputs_checked >= 2 * verify_outputs.COMPARED_CALLS
-    assert max(result.details["calls"]) <= result.details["slots"]
-
-
-@pytest.mark.parametrize("page", ["PLANS", "BUFFER"])
-@pytest.mark.parametrize("planted", [0.0, 0.01])
-@pytest.mark.parametrize(
-    "rows", [LARGE_ROWS, pytest.param(8 * LARGE_ROWS, marks=pytest.mark.slow)], ids=str
-)
-def test_an_honest_side_with_large_inputs_passes(monkeypatch, page, planted, rows):
-    monkeypatch.setattr(unseen_values, "SLOWEST_DRAW", math.inf)
-    monkeypatch.setattr(cpu_load, "STOLEN", math.inf)
-    SCRATCH.clear()
-    result = Engine().time(task_of(page, planted, rows))
     assert result.outputs_checked >= 2 * verify_outputs.COMPARED_CALLS
     assert max(result.details["calls"]) <= result.details["slots"]
 

@@ -300,16 +300,6 @@ def check_outputs(name: str, outputs: object, inputs: Iterable[object], size: st
                 raise SideError(f"{name} returned {path} as a view of its input at {size}")
 
 
-def check_own_memory(name: str, outputs: object, others: object, size: str) -> None:
-    """Refuse outputs of the side `name` that share memory with `others`, those of another call."""
-    if not enabled("timed-outputs"):
-        return
-    taken = {t.untyped_storage().data_ptr() for _, t in pytree.tensors(others)}
-    for path, tensor in pytree.tensors(outputs):
-        if tensor.numel() and tensor.untyped_storage().data_ptr() in taken:
-            raise SideError(f"{name} returned {path} in the memory of another call at {size}")
-
-
 def _lazy_kind(tensor: torch.Tensor) -> str | None:
     """Return a description of the tensor if some of its elements are not in memory, or None."""
     import torch

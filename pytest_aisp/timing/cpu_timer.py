@@ -17,7 +17,7 @@ from ..util.device_state import synchronizer
 from ..util.process_group import current_group
 from .cross_check import KernelProfile
 from .schedule import MOST_STEPS, Budget, calls_for, calls_to_plant, extra_calls, settle
-from .unseen_values import DRAW_SECONDS, SHORT_WINDOW, UnseenValues, window_calls
+from .unseen_values import SHORT_WINDOW, UnseenValues, window_calls
 
 WINDOW = 10e-3
 """Shortest length of a window, in seconds."""
@@ -103,7 +103,7 @@ class UnseenWindow(HostWindow):
 
     def __call__(self) -> float:
         reset_malloc()
-        self.side.run(len(self.side.calls) - 1)
+        self.side.run(0)
         reset_malloc()
         self._unseen.draw(self.calls)
         self._unseen.write(self.side)
@@ -190,8 +190,7 @@ class CpuPairTimer:
     def _unseen_seconds(self, side: BoundSide, unseen: UnseenValues) -> float:
         """Return the seconds per call. If calls are short, the windows take about 1 ms."""
         single = UnseenWindow(side, 1, 0, unseen)
-        tries = 3 if unseen.draw_seconds < DRAW_SECONDS else 1
-        seconds = min(single() for _ in range(tries))
+        seconds = min(single() for _ in range(3))
         calls = min(len(self.pool.slots), int(SHORT_WINDOW / seconds))
         if calls < 2:
             return seconds

@@ -246,8 +246,6 @@ class Trial:
                 with phase("build"):
                     timer = self._build(sides, budget, first)
                 self.progress(f"time on the {timer.clock} clock")
-                if timer.unseen is not None:
-                    budget = timer.unseen.affordable(budget, timer.windows)
                 with phase("time"):
                     samples = schedule.measure(timer, budget, self.rng, first)
             with phase("neighbors"):
@@ -285,7 +283,7 @@ class Trial:
         if self.pool.prepared and self.pair.as_called:
             return 1  # a prepared side has one slot, whose values change in place
         if self.unseen is not None:
-            if count := self.unseen.slot_count(self.output_bytes):
+            if count := self.unseen.slot_count(self.output_bytes, self.task.planted):
                 return count
             self.unseen = None
         if not self.on_gpu:

@@ -34,10 +34,9 @@ every call.
 """
 
 
-COMPARED_CALLS, COMPARE_SECONDS, LEAST_COMPARED = 2, 0.15, 4
-"""On the CPU's clock: the number of calls of each side that are compared as in a check, the seconds
-spent on comparisons, and the least number of calls that are compared however long that takes. If
-the first comparison takes this many seconds, it is the only one as in a check.
+COMPARED_CALLS, COMPARE_SECONDS = 2, 0.15
+"""The number of calls of each side that are compared as in a check, and the seconds spent searching
+for more wrong calls. Both apply only on the CPU's clock.
 """
 SHARE = 0.05
 """A call is compared again if more than this share of an output is wrong."""
@@ -100,15 +99,14 @@ class OutputVerifier:
         if not enabled("timed-outputs"):
             return
         for bound, (side, precision) in zip(timer.sides, self.sides, strict=True):
+            calls = unseen.calls(bound)
+            for call in calls[:COMPARED_CALLS]:
+                self._verify_call(call, side, precision)
             limits = self._limits(precision)
             started, suspects = time.monotonic(), 0
-            for number, call in enumerate(unseen.calls(bound)):
-                late = time.monotonic() - started > COMPARE_SECONDS
-                if suspects == COMPARED_CALLS or (late and number >= LEAST_COMPARED):
+            for call in calls[COMPARED_CALLS:]:
+                if time.monotonic() - started > COMPARE_SECONDS or suspects == COMPARED_CALLS:
                     break
-                if number == 0 or (number < COMPARED_CALLS and not late):
-                    self._verify_call(call, side, precision)
-                    continue
                 self.compared += 1
                 if self._largely_wrong(call, limits):
                     suspects += 1

@@ -209,8 +209,7 @@ def write_value_sets(pair: Pair, task: DrawTask) -> Mapping[str, Json]:
     import torch
 
     forms: list[str] = []
-    # The file is not emptied, because it takes a while to allocate its memory again.
-    with open(task.values, "r+b") as file, seeded(random.SystemRandom().getrandbits(62)):
+    with open(task.values, "wb") as file, seeded(random.SystemRandom().getrandbits(62)):
         for _ in range(task.count):
             values = draw_inputs(pair, task.device, task.size)
             if forms and form(values) != forms:
@@ -218,6 +217,6 @@ def write_value_sets(pair: Pair, task: DrawTask) -> Mapping[str, Json]:
             forms = form(values)
             for _, tensor in pytree.tensors(values):
                 size = tensor.numel() * tensor.element_size()
-                file.write(pytree.bits(tensor).view(torch.uint8).numpy().data)
+                file.write(pytree.bits(tensor).view(torch.uint8).numpy().tobytes())
                 file.write(bytes(_padded(tensor) - size))
     return {"form": forms}
