@@ -421,6 +421,13 @@ def test_a_profiler_records_only_the_calls_in_the_range(pool, cuda):
     assert warm + seen == CALLED
 
 
+def test_only_rank_0_opens_the_range_that_ncu_profiles(pool, cuda, monkeypatch):
+    monkeypatch.setattr(torch_profiler, "current_group", lambda: SimpleNamespace(rank=1))
+    torch_profiler.replay_side(pool, pool.pair.baseline, "baseline")
+    assert "call" in CALLED
+    assert "push aisp-baseline" not in CALLED
+
+
 def test_memory_is_measured_before_and_after_with_a_snapshot_between(pool, cuda, tmp_path):
     file = tmp_path / "memory.pickle"
     held = torch_profiler._memory(pool, pool.pair.baseline, file)
@@ -670,7 +677,7 @@ def test_ncu_profiles_rank_0_and_each_pass_has_new_ranks(ranks_task, tmp_path):
     assert files == names
     assert sorted(file.name[0] for file in pids.iterdir()) == ["0", "0", "1", "1"]
     log = (tmp_path / "optimized.ncu.txt").read_text().splitlines()
-    wanted = {"--replay-mode=application", "--target-processes=application-only", "--set=basic"}
+    wanted = {"--replay-mode=application", "--target-processes=all", "--set=basic"}
     assert {f"option {option}" for option in wanted} <= set(log)
     assert "option --set=full" not in log
 

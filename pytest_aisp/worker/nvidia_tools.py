@@ -88,15 +88,17 @@ PROFILERS = {
         ".ncu-rep",
         (
             *("--nvtx", "--nvtx-include", "{range}/"),
-            "--target-processes=application-only",  # do not profile compilers that a side may start
             "--clock-control=none",  # the clocks of the timed run; ncu would lock lower ones
             *(f"--launch-count={LAUNCHES}", "--force-overwrite", "--export={report}"),
         ),
-        ("--set=full",),
+        # Do not profile compilers that a side may start.
+        ("--target-processes=application-only", "--set=full"),
         # ncu cannot repeat the kernel of a collective: it would wait for other ranks, which launch
-        # theirs only once. So ncu runs all ranks once for each pass, and the set is smaller.
+        # theirs only once. So ncu runs all ranks once for each pass, and the set is smaller. NCCL
+        # cannot connect ranks if only one of them runs under ncu, so all do. Only rank 0 opens the
+        # range, because ncu lets only one process at a time run a profiled kernel.
         (
-            *("--replay-mode=application", "--set=basic"),
+            *("--target-processes=all", "--replay-mode=application", "--set=basic"),
             *("--section=SchedulerStats", "--section=WarpStateStats"),
         ),
     ),

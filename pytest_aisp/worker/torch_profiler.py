@@ -155,12 +155,12 @@ def _run(pool: InputPool, bound: BoundSide, calls: int) -> None:
 
 @contextmanager
 def _range(pool: InputPool, role: str) -> Iterator[None]:
-    """Open a named range for torch's profiler and, on a GPU, for NVIDIA's profilers."""
+    """Open a named range for torch's profiler and, on rank 0's GPU, for NVIDIA's profilers."""
     import torch
 
     with ExitStack() as ranges:
         ranges.enter_context(torch.profiler.record_function(range_name(role)))
-        if _on_gpu(pool):
+        if _on_gpu(pool) and current_group().rank == 0:
             ranges.enter_context(torch.cuda.nvtx.range(range_name(role)))
         yield
 
