@@ -284,10 +284,10 @@ class SpanningRanks(RankSet):
 
 
 def gloo_interface(host: str) -> dict[str, str]:
-    """Return the variable with which Gloo uses the network interface that has the address `host`.
+    """Return an environment variable that makes Gloo use the network interface of address `host`.
 
-    Otherwise Gloo uses the address of the machine's name, which is often a loopback address. A
-    variable of the user is left alone.
+    Without it, Gloo uses the address of the machine's name, which is often a loopback address. The
+    result is empty if the user has set the variable, or if no interface has the address.
     """
     for _, name in socket.if_nameindex() if GLOO_INTERFACE not in os.environ else ():
         with socket.socket(type=socket.SOCK_DGRAM) as any_socket, contextlib.suppress(OSError):

@@ -109,7 +109,7 @@ class RankConnection:
     """A connection that has ranks on this node.
 
     Args:
-        folders: by a folder on the other node, the folder with the same files on this one.
+        folders: the folder on this node with the same files, keyed by the folder on the other node.
     """
 
     def __init__(self, connection: Connection, folders: Mapping[str, str]) -> None:

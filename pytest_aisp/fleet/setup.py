@@ -65,7 +65,7 @@ class Nodes:
     _names: set[str] = field(default_factory=set)
 
     def judge(self, event: tuple[Any, ...]) -> Node | None:
-        """Accept or refuse the node of an event. Return the node if it is accepted, or None."""
+        """Accept or refuse the node that `event` reports. Return an accepted node, or None."""
         kind, ray_node, fact, *when = event
         name = self._unique(ray_node)
         why = fact if kind == "refused" else refusal(ray_node, fact, now=when[0])

@@ -26,7 +26,7 @@ NO_TEXTS: Mapping[str, Mapping[str, str]] = {}
 
 @dataclass(frozen=True)
 class Change:
-    """A line of the file that was changed, or added if `old` is None."""
+    """A line that was changed in the file of results. If `old` is None, the line was added."""
 
     key: str
     old: Result | None

@@ -52,8 +52,8 @@ def process_value(blocks: Sequence[float], firsts: Sequence[int] = (), *, robust
 def process_error(blocks: Sequence[float], laps: int, firsts: Sequence[int] = ()) -> float:
     """Return the standard error of a process's value from its laps, or 0 for fewer than three laps.
 
-    The value is the mean of the middle half of the blocks, so a block outside the middle half is
-    replaced here by the nearest block inside. As a result, a few slow windows change neither the
+    The value is the mean of the middle half of the blocks. So this function replaces each block
+    outside the middle half by the nearest block inside. Then a few slow windows change neither the
     value nor the error. This method is designed for four laps. With eight laps, whole laps would be
     outside the middle half, and the computed error would be only half of the true error.
 

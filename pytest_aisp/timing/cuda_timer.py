@@ -90,8 +90,8 @@ class QueueWindow:
     def clocks(self, seconds: float) -> Clocks:
         """Time one window with each clock. The window may be short, because it must fit the queue.
 
-        Work on a side stream may finish while the main stream is still blocked, and then it is not
-        late. A second reading without the blocking kernel detects such work.
+        A side may start work on another stream. This work can finish while the kernel blocks the
+        main stream, and then it does not look late. So a second reading has no blocking kernel.
         """
         import torch
 

@@ -168,7 +168,7 @@ def _peaks(pool: InputPool, side: Side) -> tuple[float, float]:
 def _allocated_by_second_call(side: BoundSide, graphs: GraphMemory) -> float:
     """Return the peak of allocated memory in a second call, in bytes.
 
-    Inputs and state are not included. All memory of the memory nodes of graphs is included.
+    Inputs and state do not count. The memory that graphs hold in their memory nodes counts in full.
     """
     import torch
 

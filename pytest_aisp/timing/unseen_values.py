@@ -1,10 +1,10 @@
 """Give every call timed on the CPU's clock new input values, and keep some calls for checking.
 
 A window of the CPU's clock runs each call on its own slot. Immediately before the window, another
-process draws values from a secret seed, and they are written to these slots. No code of a side runs
-between this draw and the start of the clock. So no answer can be computed in advance or remembered.
-Before the draw, one untimed call runs on earlier values, so that the allocator already has memory
-pages for the outputs.
+process draws values from a secret seed, and this process writes them to the slots of the window. No
+code of a side runs between this draw and the start of the clock. So no answer can be computed in
+advance or remembered. Before the draw, one untimed call runs on earlier values, so that the
+allocator already has memory pages for the outputs.
 
 After the window, randomly chosen calls are kept, with their inputs and outputs.
 """

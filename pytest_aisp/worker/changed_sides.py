@@ -182,10 +182,10 @@ def _sides_of(pair: Pair) -> list[Side]:
 
 
 def _names(pair: Pair, sides: list[Side], root: str) -> set[str]:
-    """Return the names of a page's functions that only digests compare, or nothing compares.
+    """Return the names of a page's functions whose text `_Rest` does not compare.
 
-    The names belong to functions in the digests of `sides`, to other sides, and to functions that
-    make inputs, references and costs.
+    Some of them are in the digests of `sides`, which are compared elsewhere. The others are other
+    sides, and functions that make inputs, references and costs. Nothing compares these.
     """
     functions = [pair.baseline, *(variant.side for variant in pair.variants), pair.inputs]
     functions += [pair.reference, pair.work, *pair.costs.values()]

@@ -110,9 +110,10 @@ class OpenedFiles:
             self.lent[user].add(file)
 
     def _openers(self, frame: FrameType | None) -> tuple[str, set[str]]:
-        """Return the module that is being imported, or no text, and the modules of functions.
+        """Return the file of the module that is being imported, and the files of running functions.
 
-        Only code in files under the root counts. If there is none, the plugin opened the file.
+        If no module is being imported, the first value is an empty string. Only files under the
+        root count. If there are none, the plugin opened the file.
         """
         users = set[str]()
         while frame is not None:
