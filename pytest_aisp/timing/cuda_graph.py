@@ -35,8 +35,8 @@ cache.
 abandoned: list[_POOL_HANDLE] = []
 """Memory pools of failed captures.
 
-Some versions of torch keep more state of a failed capture, so a process with a failed capture is
-not used for further tasks.
+In some versions of torch, a failed capture leaves other state behind, too. So a process with a
+failed capture gets no further tasks.
 """
 
 

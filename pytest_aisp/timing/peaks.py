@@ -48,10 +48,10 @@ class Peaks:
 
     Attributes:
         product: name of the model, as in `device.Machine`.
-        rates: In bytes/s: DRAM ``copy`` (read plus written), ``read`` and ``write``, and ``h2d``
-            and ``d2h`` with pinned memory (``pcie_both``: in both directions at once), ``l2`` and
-            ``shared`` for reads of data that stays there. ``in_flight``: the bytes/s that are read
-            from DRAM, divided by the bytes that each SM has in flight. In FLOP/s: matrix products
+        rates: In bytes/s: ``copy`` (read plus written), ``read`` and ``write`` for DRAM. ``h2d``,
+            ``d2h`` and ``pcie_both`` (both directions at once) for copies of pinned memory. ``l2``
+            and ``shared`` for reads of data that stays there. ``in_flight``: the bytes/s read from
+            DRAM, divided by the bytes that each SM has in flight. In FLOP/s: matrix products
             by type. In operations/s: ``atomics`` (additions in the L2), ``sfu`` (exponentials) and
             ``blocks`` (blocks of a kernel that does nothing). In seconds: a tiny kernel's cost on
             the host (``launch``) and in a graph (``graph_node``), a call of torch that launches

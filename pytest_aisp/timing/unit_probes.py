@@ -16,7 +16,7 @@ VECTOR = 16
 """Bytes of a load."""
 EMPTY_BLOCKS, WARP = 1 << 20, 32
 FEW, LOAD = 128, 4
-"""The number of threads per SM and bytes per load in the probe of loads in flight."""
+"""Threads per SM, and bytes per load, in the probe that measures ``in_flight``."""
 
 
 class Probe(NamedTuple):
