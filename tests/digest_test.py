@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from pytest_aisp.kernels import cuda_cpp  # noqa: F401
 from pytest_aisp.page import sources
 from pytest_aisp.results import store
-from pytest_aisp.tools import catalog
+from pytest_aisp.tools import catalog, stored_results
 from pytest_aisp.worker.loader import load_page
 
 ROOT = Path(__file__).parents[1]
@@ -233,12 +233,25 @@ CHANGED_SINCE = {
 """The pages of which a side was changed after the recording. Record them again."""
 
 
-def test_stored_results_of_this_repository_have_digests_of_todays_pages(monkeypatch):
+@pytest.fixture(scope="module")
+def suites():
+    """Collect the pages of this repository once for both tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        return catalog.collect()
+
+
+def test_tables_of_the_chapters_show_the_stored_results(suites, monkeypatch):
     monkeypatch.chdir(ROOT)
-    found = catalog.collect()
-    cases = {(case.chapter, case.key): case for case in found.cases}
-    differing, unread = defaultdict(set), {Path(page.path).name for page in found.unread}
-    for path in sorted(found.baselines.glob("*/ch*.json")):
+    chapters = sorted((ROOT / "suites").glob("ch*/README.md"))
+    differing = [r for r in chapters if stored_results.rewrite(r, suites) != r.read_text()]
+    assert differing == [], "run python -m pytest_aisp.tools.stored_results FOLDER"
+
+
+def test_stored_results_of_this_repository_have_digests_of_todays_pages(suites):
+    cases = {(case.chapter, case.key): case for case in suites.cases}
+    differing, unread = defaultdict(set), {Path(page.path).name for page in suites.unread}
+    for path in sorted(suites.baselines.glob("*/ch*.json")):
         for key, result in store.load(path).results.items():
             if key.partition("::")[0] in unread:
                 continue

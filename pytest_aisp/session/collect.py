@@ -9,6 +9,7 @@ The catalog lists every page, even if the ini file selects only some tests by ma
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -213,6 +214,9 @@ class CatalogPlugin:
         self._pages: dict[str, dict[str, str]] = {}
         self._cases: list[dict[str, Json]] = []
         self._unread: list[dict[str, str]] = []
+        root = str(config.rootpath)
+        self._digest = functools.cache(lambda side: digest(side, root))  # most have several cases
+        self._text_digest = functools.cache(lambda side: text_digest(side, root))
 
     def pytest_ignore_collect(self, collection_path: Path, config: pytest.Config) -> bool | None:
         folders, patterns = config.getini("aisp_pages"), config.getini("python_files")
@@ -242,7 +246,7 @@ class CatalogPlugin:
             self._cases.append(self._case(item, case))
 
     def _case(self, item: pytest.Function, case: Case) -> dict[str, Json]:
-        pair, variant, root = case.pair, case.variant, str(self._config.rootpath)
+        pair, variant = case.pair, case.variant
         location = CaseLocation.of(item)
         sides = {"baseline": pair.baseline, "optimized": variant.side}
         names = {"baseline": side_name(pair.baseline), "optimized": variant.name}
@@ -264,8 +268,8 @@ class CatalogPlugin:
             "work": _work(case),
             "costs": _costs(case, sides),
             "seen": [r for r, name in names.items() if is_seen(name, r, location.seen)],
-            "sources": {role: digest(side, root) for role, side in sides.items()},
-            "text_sources": {role: text_digest(side, root) for role, side in sides.items()},
+            "sources": {role: self._digest(side) for role, side in sides.items()},
+            "text_sources": {role: self._text_digest(side) for role, side in sides.items()},
         }
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
