@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperCommand
 
 from ..util.cli_result import CliError
-from . import fleet, judge, machine, results, suite
+from . import judge, machine, results, suite
 from .console import print_error
 
 Command = Callable[..., None]
@@ -62,7 +62,11 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Command]]] = {
     ),
     "fleet": (
         "Run one suite on many machines: pytest --aisp-fleet.",
-        {"start": fleet.start, "resume": fleet.resume, "boards": fleet.boards},
+        {
+            "start": machine.fleet_start,
+            "resume": machine.fleet_resume,
+            "boards": machine.fleet_boards,
+        },
     ),
     "ci": ("Combine the runs of several machines in CI.", {"gate": results.gate}),
 }
