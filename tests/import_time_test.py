@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -65,8 +66,14 @@ def test_an_unknown_name_is_an_attribute_error():
         pytest_aisp.Benchmark  # noqa: B018
 
 
-def test_the_architecture_document_lists_every_package():
+def test_the_architecture_document_lists_every_package_in_the_order_of_its_layer():
     text = (ROOT / "docs/architecture.md").read_text()
     rows = [line.split("|")[1].strip(" `") for line in text.splitlines() if line.startswith("| `")]
     packages = (path.parent.name for path in (ROOT / "pytest_aisp").glob("*/__init__.py"))
     assert sorted(rows) == sorted(packages)
+    settings = (ROOT / "pyproject.toml").read_text()
+    layers = re.search(r"^layers = \[(.*?)^\]", settings, re.MULTILINE | re.DOTALL)[1]
+    order = {
+        name: k for k, line in enumerate(layers.split(",")) for name in re.findall(r"\w+", line)
+    }
+    assert [order[row] for row in rows] == sorted(order[row] for row in rows)
