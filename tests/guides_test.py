@@ -85,3 +85,10 @@ def test_example_of_the_multi_gpu_guide_is_correct(monkeypatch):
     assert all(output is part for output, part in zip(outputs, shared, strict=True))
     for rank in range(2):
         torch.testing.assert_close(total.double(), expected[rank], rtol=1e-6, atol=1e-6)
+
+
+def test_the_index_links_every_document():
+    docs = ROOT / "docs"
+    linked = set(re.findall(r"\]\(([\w/-]+\.md)\)", (docs / "index.md").read_text()))
+    documents = {path.relative_to(docs).as_posix() for path in docs.rglob("*.md")}
+    assert linked == documents - {"index.md"}
