@@ -9,11 +9,13 @@ Optimized  captured: changes `eager`. A CUDA graph is replayed with one launch. 
            address, an additional copy is needed.
 Bound      The host limits `eager`. The GPU limits `captured`: 60 small kernels run one after
            another.
-Seen       `captured` takes longer than its cost predicts. The cost counts the starts of its 60
-           kernels, and assumes that bytes and FLOPs run at the rates of a full GPU. But products of
-           16 rows leave most SMs idle. We did not time the kernels individually. The speedup varies
-           more between processes than on other pages, and its values form two groups. We cannot
-           explain this.
+Seen       `eager` takes longer than predicted, on an H100 by about a quarter. The rate `launch` was
+           measured with an addition, and the host probably takes longer to call a product or a
+           norm. We did not time these calls. `captured` takes longer than its cost predicts. The
+           cost counts the starts of its 60 kernels, and assumes that bytes and FLOPs run at the
+           rates of a full GPU. But products of 16 rows leave most SMs idle. We did not time the
+           kernels individually. The speedup varies more between processes than on other pages, and
+           its values form two groups. We cannot explain this.
 Use when   The same shapes repeat, the host cannot launch as fast as the GPU runs, and no step
            between the launches needs the host. Do not capture work that waits for the GPU or
            changes shape.

@@ -15,11 +15,13 @@ Bound      The host limits `blocking` and `staged`: the GPU is idle while a file
            files. The costs count the steps and the copies from the GPU. The costs leave out the
            writing, because its rate was not measured. So `blocking` and `staged` take longer than
            predicted.
-Seen       On an H200 machine, `staged` gains almost nothing, as predicted: its copies take little
-           time compared with the writing. `threaded` saves a little more than the predicted time of
-           six steps, as expected: six steps run during the two writes, and each write takes longer
-           than three steps. More steps between two files would hide more of each write. We did not
-           time a write alone.
+Seen       On an H200 machine, `blocking` and `staged` take about three times as long as predicted,
+           and `threaded` more than twice as long, because the costs leave out the writing. `staged`
+           gains almost nothing, as predicted: its copies take little time compared with the
+           writing. `threaded` hides six steps behind the two writes, because each write takes
+           longer than three steps. It saves about a quarter more than the predicted time of six
+           steps, so a step probably takes longer than predicted. More steps between two files would
+           hide more of each write. We did not time a write or a step alone.
 Use when   Writing a checkpoint takes a noticeable time, and host memory has room for a second copy
            of the weights. On a CPU, the thread takes cores from the steps. Write to a temporary
            name, and rename the file when it is complete. Then the last complete file remains if the

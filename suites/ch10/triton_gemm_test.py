@@ -23,6 +23,11 @@ Bound      Tensor cores, at the rate that the power limit allows. On all sides e
            alternation with a slower side. The slower side may draw less power, which would let the
            GPU run at a higher clock rate. We did not record power, so we cannot confirm this.
            Compare only sides of the same page.
+Seen       On an H200, all sides take longer than predicted, even `library`, although the rate
+           `fp16` was measured with the same library. So part of the gap is not due to Triton. The
+           gap of `tiles` is the largest: up to a quarter. The cost of `tiles` counts no
+           instructions for addresses and masks, and no wait for tiles that are not loaded yet.
+           `descriptors` computes addresses in hardware, and is faster. We did not profile `tiles`.
 Use when   You need a faster matrix product in Triton. First use descriptors, and then flatten the
            loop. A persistent loop alone does not help. If the library has the operation, call the
            library, which is just as fast.

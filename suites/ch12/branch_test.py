@@ -17,19 +17,23 @@ Bound      The host limits `ask` and `predicated`. With fast=0, `ask` waits and 
            `conditional` starts only one step, so the host's launch of the graph is the limit. We
            did not measure how long a conditional node takes to decide, so the predicted time leaves
            out the decision.
-Seen       A launch through `cuda_module` takes the host about twice as long as predicted, because
-           the predicted time of a launch was measured with a torch operator. So `captured` is
-           faster than `ask` even with fast=0. With fast=1, `captured` takes longer than predicted.
-           A step reads the flag and then the arrays, so it waits for the L2 twice. The predicted
-           time of a kernel in a graph was measured with an addition to one number, which waits only
-           once. With fast=1, `conditional` takes about as long as `captured`, although the steps of
-           `conditional` read no flag. So the node's decision may take as long as the reads of the
-           flag. We did not measure the decision alone. With fast=0, `conditional` starts 31 fewer
-           kernels than with fast=1, but saves only about half of the time of 31 starts. So the host
-           is the limit: launching a graph with a conditional node by `cuda.core` takes several
-           times as long as launching a kernel. We did not measure which part of this launch takes
-           the time. Because of the slow launch, `conditional` is only slightly faster than
-           `captured` with fast=0.
+Seen       On an H200, a launch through `cuda_module` takes the host about twice as long as
+           predicted, because the predicted time of a launch was measured with a torch operator. So
+           `ask` and `predicated` take about twice the predicted time, and `captured` is faster than
+           `ask` even with fast=0. `predicated` is predicted to take as long with fast=0 as with
+           fast=1, because the host launches the same kernels. In the record, it takes longer with
+           fast=1. The record is of few processes, whose times on the host's clock vary, so we do
+           not know whether this difference is real. With fast=1, `captured` takes longer than
+           predicted. A step reads the flag and then the arrays, so it waits for the L2 twice. The
+           predicted time of a kernel in a graph was measured with an addition to one number, which
+           waits only once. With fast=1, `conditional` takes about as long as `captured`, although
+           the steps of `conditional` read no flag. So the node's decision may take as long as the
+           reads of the flag. We did not measure the decision alone. With fast=0, `conditional`
+           starts 31 fewer kernels than with fast=1, but saves only about half of the time of 31
+           starts. So the host is the limit: launching a graph with a conditional node by
+           `cuda.core` takes several times as long as launching a kernel. We did not measure which
+           part of this launch takes the time. Because of the slow launch, `conditional` is only
+           slightly faster than `captured` with fast=0.
 Use when   The next kernels depend on a value on the GPU. Predicate if the branches are short:
            predicated kernels work with or without a graph. Use a conditional node if a branch has
            many kernels and is often skipped. A conditional node with an else needs a driver for

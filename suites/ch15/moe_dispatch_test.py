@@ -24,12 +24,14 @@ Bound      The host limits `masked` and `sorted_slices`: it launches many kernel
            DRAM limits them when they run in a CUDA graph. The first test uses no graph, and there
            the host takes longer to launch `grouped` than the GPU takes to run it.
 Seen       In the first test, on an H100, the two recorded times of masked differ by a factor of
-           two, so the host's times are rough. `grouped` takes longer than predicted from its
-           launches. The predicted time of a launch was measured with an addition, and the host
-           probably takes longer to launch a sort or a grouped product. In the second test, in a
-           graph, `grouped` and `fused` take about one and a half times the predicted time. The
-           costs count only the starts of the kernels that sort and gather, and assume that the
-           products read weights at the DRAM rate. We did not measure which assumption is wrong.
+           two, so the host's times are rough. `sorted_slices` and `grouped` take longer than
+           predicted from their launches. The predicted time of a launch was measured with an
+           addition, and the host probably takes longer to launch a sort or a product. The cost of
+           `sorted_slices` also leaves out the views that the host creates for each expert. We did
+           not time these parts. In the second test, in a graph, `grouped` and `fused` take about
+           one and a half times the predicted time. The costs count only the starts of the kernels
+           that sort and gather, and assume that the products read weights at the DRAM rate. We did
+           not measure which assumption is wrong.
 Use when   A mixture of experts serves requests. For `grouped`, you do not have to write a kernel.
            Serving engines use kernels like `fused`. `fused` saves some launches, and the traffic of
            sorted tokens, which matters if there are few tokens per expert. See also chapter 13:

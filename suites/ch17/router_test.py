@@ -23,7 +23,8 @@ Seen       On an H100, with many tokens, `of_chosen` gains nothing over `of_all`
            predicted from its bytes. `fused` searches a row 4 times for the largest score and its
            index. The cost does not count the instructions of this search. The predicted time of a
            launch was measured with an addition. With few tokens, the host takes longer to call
-           `topk` or a Triton kernel than to call an addition.
+           `topk` or a Triton kernel than to call an addition. `looped` calls `topk` once per
+           request, so it takes longer than predicted, too. We did not time `topk` alone.
 Use when   Always: choose first, and then normalize the chosen scores. The shares are the same, and
            fewer launches matter only with few tokens. Write one kernel if the router takes a
            noticeable part of a layer's time. The kernel gains most with many tokens, but with large

@@ -28,9 +28,13 @@ Bound      Tensor cores and exponentials, one after the other, because first all
            at 16384. On Hopper, the operand P of an FP8 product has a different register layout from
            the result of QK^T. So threads must exchange values. The costs leave out this exchange
            and the casts.
-Seen       `fp8_scores` gains a little, as predicted. `fp8_both` takes up to a quarter longer than
-           predicted, with a larger gap at 4096 tokens than at 16384. We did not profile which step
-           of `fp8_both` takes longer than predicted.
+Seen       `fp8_scores` gains a little, as predicted. On an H200, `fp8_both` takes about a quarter
+           longer than predicted, with a larger gap at 4096 tokens than at 16384. We did not profile
+           which step of `fp8_both` takes longer than predicted. On an H100, `bf16` takes more than
+           a quarter longer than predicted at 16384 tokens, and `cudnn` about a fifth longer. On an
+           H200, both gaps are smaller. The cost of `bf16` leaves out the maxima, sums and casts
+           between the two products. We recorded neither power nor the clock rate, so we do not know
+           the cause.
 Use when   Sequences are long, the model tolerates the error, and no library has your form of
            attention. In all other cases, call cuDNN in bf16, because FP8 in Triton gains little
            over it. The check accepts the error that a relative rounding error of 2^-4 in Q, K, P, V

@@ -25,14 +25,16 @@ Bound      The host limits the loops at 64 experts. FP8 cannot gain if the host 
            keep up with DRAM. The second test compares the GPU time of FP8 and bf16. FP8 halves the
            bytes of W and doubles the rate of the tensor cores, but has to quantize x. In this test,
            library differs from bf16 only in the type. `grouped` also has a different kernel.
-Seen       On an H100, the loops at 64 experts take two to four times as long as predicted. The
-           prediction uses the rate `launch`. Calling `torch.mm` takes the host longer than this
-           rate predicts, and calling `torch._scaled_mm` takes even longer. So at 64 experts,
-           `looped_fp8` is slower than the loop in bf16. With few rows, the host limits `grouped`
-           and `library`, too. The second test excludes the host's time. With many rows, all grouped
-           products, including bf16, take about half as long again as predicted. The costs assume
-           the rate of one large product and do not count empty rows of tiles. We did not measure
-           which assumption matters. `grouped` is about as fast as `library`.
+Seen       On an H100, the loops at 64 experts (`looped` and `looped_fp8`) take two to four times as
+           long as predicted. The prediction uses the rate `launch`. Calling `torch.mm` takes the
+           host longer than this rate predicts, and calling `torch._scaled_mm` takes even longer. So
+           at 64 experts, `looped_fp8` is slower than the loop in bf16. With few rows, the host
+           limits `grouped` and `library`, too. The second test excludes the host's time. With many
+           rows, all grouped products, including bf16, take about half as long again as predicted.
+           The costs assume the rate of one large product and do not count empty rows of tiles. We
+           did not measure which assumption matters. With 8 experts, `looped` and `looped_fp8` take
+           up to a third longer than predicted. Their costs assume the rate of one large product
+           too, and leave out the tail of each product. `grouped` is about as fast as `library`.
 Use when   There are many experts, or the layer is part of a captured graph. A loop cannot be
            captured, because the host reads where groups end. Outside a graph, a loop is enough for
            a few large experts. No side gets the groups' sizes on the host. If you need these sizes
