@@ -453,7 +453,7 @@ def test_command_prints_the_path_of_the_report(tmp_path, capsys):
         ("{", "Expecting property name *"),
         ("[]", "it lists no cases"),
         ('{"cases": []}', "its schema is None, this version reads 1"),
-        ('{"schema": 9, "cases": []}', "its schema is 9, this version reads 1"),
+        ('{"schema": 0, "cases": []}', "its schema is 0, this version reads 1"),
     ],
 )
 def test_file_that_is_not_a_run_is_refused(tmp_path, text, reason, capsys):
@@ -463,6 +463,15 @@ def test_file_that_is_not_a_run_is_refused(tmp_path, text, reason, capsys):
         capsys.readouterr().err,
         f"{tmp_path}/results.json: not the results of a run ({reason})\n"
         "Give the folder that a run wrote:\n    pytest --aisp-artifacts=DIR <paths>\n",
+    )
+
+
+def test_results_of_a_newer_version_are_refused(tmp_path, capsys):
+    (tmp_path / "results.json").write_text('{"schema": 9, "cases": []}')
+    assert app.main(["report", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == (
+        f"{tmp_path}/results.json: was written by a newer pytest-aisp"
+        " (schema 9; this one reads 1)\n    pip install --upgrade pytest-aisp\n"
     )
 
 

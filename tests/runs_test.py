@@ -195,6 +195,10 @@ def test_a_new_run_replaces_an_old_one_and_nothing_else(write):
             "Measure again:\n    pytest --aisp-artifacts=DIR",
         ),
         (
+            lambda run: (run / "results.jsonl").write_text('{"nodeid": "a", "schema": 2}\n'),
+            "RUN/results.jsonl: was written by a newer pytest-aisp (schema 2; this one reads 1)",
+        ),
+        (
             lambda run: (run / "results.jsonl").write_text('{"nodeid": "a", "schema": 1}\n'),
             "RUN/results.jsonl: lacks bound, file, function, key, page, samples,",
         ),

@@ -157,7 +157,12 @@ class ReportRun:
             raise _not_a_run(path, str(error)) from None
         if not isinstance(results, dict) or not isinstance(results.get("cases"), list):
             raise _not_a_run(path, "it lists no cases")
-        if (schema := results.get("schema")) != SCHEMA:
+        schema = results.get("schema")
+        try:
+            run_reader.refuse_newer(path, schema)
+        except run_reader.RunError as error:
+            raise CliError(str(error)) from None
+        if schema != SCHEMA:
             raise _not_a_run(path, f"its schema is {schema!r}, this version reads {SCHEMA}")
         return cls.of(results, path.parent)
 

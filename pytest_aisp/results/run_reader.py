@@ -215,15 +215,21 @@ def _check_fields(file: Path, found: Mapping[str, Json], sign: str, model: type[
     if sign not in found:
         raise RunError(f"{file}: was not written by pytest-aisp: it lacks {sign}\n{_MAKE}")
     schema = found.get("schema", 0)
-    reads = f"schema {schema}; this one reads {SCHEMA}"
-    if isinstance(schema, int) and schema > SCHEMA:
-        way_out = "    pip install --upgrade pytest-aisp"
-        raise RunError(f"{file}: was written by a newer pytest-aisp ({reads})\n{way_out}")
+    refuse_newer(file, schema)
     if schema != SCHEMA:
+        reads = f"schema {schema}; this one reads {SCHEMA}"
         raise RunError(f"{file}: was written by an older pytest-aisp ({reads})\n{_AGAIN}")
     required = {field.name for field in structs.fields(model) if field.required}
     if missing := sorted(required - found.keys()):
         raise RunError(f"{file}: lacks {', '.join(missing)}\n{_AGAIN}")
+
+
+def refuse_newer(file: Path, schema: Json) -> None:
+    """Raise RunError if a newer version with this schema version wrote `file`."""
+    if isinstance(schema, int) and schema > SCHEMA:
+        reads = f"schema {schema}; this one reads {SCHEMA}"
+        way_out = "    pip install --upgrade pytest-aisp"
+        raise RunError(f"{file}: was written by a newer pytest-aisp ({reads})\n{way_out}")
 
 
 _MAKE = "To make pytest write a run:\n    pytest --aisp-artifacts=DIR"
