@@ -152,7 +152,7 @@ LOWER_PRECISION = Item(
     "Lower precision than declared",
     exploits=_LOWER + " terms",
     tests="test_tf32_inside_fp32_fails_unless_declared test_a_bf16_accumulator_fails",
-    open="an overstated Work(roundings=) widens the bound; no check compares it with the code",
+    open="an overstated Work(roundings=) widens the bound; a note names it, but no check does",
 )
 PREPARED_GRAPH = Item(
     "A graph captured with the answer, or with the work already done",

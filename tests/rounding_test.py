@@ -105,9 +105,61 @@ def test_a_side_may_sum_more_and_round_more_often_than_the_reference():
     assert 3 < float(often.mean() / once.mean()) < 5
 
 
-def test_a_declared_sum_that_is_shorter_than_the_traced_one_is_named():
-    _, remarks = sigma_of(lambda x: x.double().sum(1), terms=8)
-    assert remarks == ["Work(terms=8), but the reference sums 33 terms; leave terms out"]
+@pytest.mark.parametrize(
+    ("work", "remark"),
+    [
+        (
+            {"terms": 2},
+            "Work(terms=2) has no effect: the longest sum of the reference has 33 terms;"
+            " leave terms out",
+        ),
+        (
+            {"terms": 3300},
+            "Work(terms=3300) makes the error bound about 10 times as wide: the longest sum of the"
+            " reference has 33 terms; leave terms out, unless a side has more",
+        ),
+        (
+            {"roundings": 1},
+            "Work(roundings=1) has no effect: the reference rounds 21 times in a row;"
+            " leave roundings out",
+        ),
+        (
+            {"roundings": 1000},
+            "Work(roundings=1000) makes the error bound about 5 times as wide: the reference rounds"
+            " 21 times in a row; leave roundings out, unless a side has more",
+        ),
+    ],
+)
+def test_declared_numbers_that_contradict_the_traced_ones_are_named(work, remark):
+    def total(x):
+        return x.double().sum(1)
+
+    def chain(x):
+        for _ in range(20):
+            x = x * 1.5
+        return x.double().sum(1)
+
+    _, remarks = sigma_of(total if "terms" in work else chain, **work)
+    assert remarks == [remark]
+
+
+@pytest.mark.parametrize(
+    ("function", "inputs", "dtype", "work"),
+    [
+        # About as many as the reference has.
+        (lambda x: x.double().sum(1), normal, torch.float32, {"terms": 20, "roundings": 4}),
+        (lambda x: x.double().sum(1), normal, torch.float32, {"terms": 33 * 6}),
+        # The fp32 accumulators of a longer sum are exact enough for an output in bf16.
+        (two_products, in_bf16, torch.bfloat16, {"terms": 33 * 1000}),
+        # A scan in parallel steps has no sums, but a side may sum one after another.
+        (lambda x: x.double() * 3, normal, torch.float32, {"terms": 1000}),
+        # Values that leave PyTorch are not traced.
+        (lambda x: x.double() * float(x.sum()), normal, torch.float32, {"terms": 1000}),
+    ],
+)
+def test_declared_numbers_that_hardly_widen_the_bound_are_not_named(function, inputs, dtype, work):
+    _, remarks = sigma_of(function, inputs, dtype, **work)
+    assert not remarks
 
 
 def test_complex_inputs_are_traced():

@@ -12,6 +12,7 @@ from ..page.pair import Precision, Work
 from ..util import pytree
 from ..util.process_group import current_group
 from . import numerics
+from .declared_work import contradictions
 from .numerics import Expected
 from .page_values import Inputs
 
@@ -247,11 +248,9 @@ class ErrorBound:
             if unit is not None:
                 units[origin] = max(unit, units.get(origin, 0.0))
         work = self._work
-        if work.terms and work.terms < structure.longest:
-            self.remark(
-                f"Work(terms={work.terms}), but the reference sums {structure.longest} terms;"
-                " leave terms out"
-            )
+        names = [str(dtype).removeprefix("torch.") for dtype in types.values()]
+        for text in contradictions(work, structure, names, precision, steps):
+            self.remark(text)
         outside = Outside(
             work.terms or max(1, structure.read), work.roundings or numerics.UNTRACED_ROUNDINGS
         )
