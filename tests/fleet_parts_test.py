@@ -1,4 +1,4 @@
-"""The parts of a fleet that need no Ray: nodes, trees, environments, kept runs, commands."""
+"""The parts of a fleet that need no Ray: nodes, trees, environments, checkpoints, commands."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from import_time_test import loaded
 from pytest_aisp.cli import app
 from pytest_aisp.fleet import PROTOCOL, bridge, nodes, probe, shipping
 from pytest_aisp.fleet import setup as fleet_setup
-from pytest_aisp.fleet.kept import Kept, KeptFile
+from pytest_aisp.fleet.checkpoint import Checkpoint, CheckpointFile
 from pytest_aisp.fleet.nodes import RayNode, arch_of_product, differences, refusal
 from pytest_aisp.fleet.seat import Seat, node_environment, uuids_of
 from pytest_aisp.fleet.start import resume_command, start_command
@@ -484,7 +484,7 @@ def test_a_wait_that_is_no_number_is_refused(pytester):
 
 
 def test_pytest_never_imports_ray():
-    modules = loaded("from pytest_aisp.fleet import driver, kept, remote, seat, setup, start")
+    modules = loaded("from pytest_aisp.fleet import checkpoint, driver, remote, seat, setup, start")
     assert not {name for name in modules if name.partition(".")[0] == "ray"}
 
 
@@ -511,18 +511,21 @@ def test_a_product_stands_in_the_id_of_a_case_that_runs_on_several(pytester, pag
 
 
 def test_only_proved_verdicts_are_kept(tmp_path):
-    run = Kept(["suites", "-v"], str(tmp_path), "abc")
-    file = KeptFile(tmp_path / "run.pickle", run)
+    run = Checkpoint(["suites", "-v"], str(tmp_path), "abc")
+    file = CheckpointFile(tmp_path / "run.pickle", run)
     file.case("plain", [{"outcome": "passed"}], unproved=False)
     for key in ("proved", "unproved"):
         file.case(key, [{"nodeid": key}], unproved=True)
     file.proved(["proved"], {"test": "it"})
     with open(tmp_path / "run.pickle", "ab") as cut_off:
         cut_off.write(pickle.dumps(("case", "late", [], False))[:-5])
-    kept = Kept.read(tmp_path / "run.pickle")
-    assert (kept.arguments, kept.code) == (["suites", "-v"], "abc")
-    assert kept.reports == {"plain": [{"outcome": "passed"}], "proved": [{"nodeid": "proved"}]}
-    assert kept.canaries == [{"test": "it"}]
+    checkpoint = Checkpoint.read(tmp_path / "run.pickle")
+    assert (checkpoint.arguments, checkpoint.code) == (["suites", "-v"], "abc")
+    assert checkpoint.reports == {
+        "plain": [{"outcome": "passed"}],
+        "proved": [{"nodeid": "proved"}],
+    }
+    assert checkpoint.canaries == [{"test": "it"}]
     file.remove()
     assert not (tmp_path / "run.pickle").exists()
 
@@ -532,7 +535,7 @@ def test_resume_types_the_old_command(tmp_path):
         resume_command(tmp_path, None)
     folder = tmp_path / ".pytest_cache/d/aisp-fleet"
     folder.mkdir(parents=True)
-    KeptFile(folder / "run.pickle", Kept(["--aisp-fleet", "suites"], str(tmp_path), ""))
+    CheckpointFile(folder / "run.pickle", Checkpoint(["--aisp-fleet", "suites"], str(tmp_path), ""))
     (tmp_path / "suites").mkdir()
     command, where = resume_command(tmp_path / "suites", "h:1")
     words = ["--aisp-fleet", "suites", "--aisp-fleet-resume", "--aisp-fleet=h:1"]

@@ -17,8 +17,8 @@ Reports = list[dict[str, Any]]
 
 
 @dataclass
-class Kept:
-    """A run that was interrupted.
+class Checkpoint:
+    """The state of a run that was interrupted.
 
     Attributes:
         arguments, folder: the command line of pytest, and the folder in which it ran.
@@ -34,7 +34,7 @@ class Kept:
     canaries: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
-    def read(cls, file: Path) -> Kept:
+    def read(cls, file: Path) -> Checkpoint:
         """Return the run in `file`. An incomplete last record is ignored.
 
         Raises:
@@ -42,24 +42,24 @@ class Kept:
         """
         waiting: dict[str, Reports] = {}
         with open(file, "rb") as stream:
-            kept = cls(**pickle.load(stream))
+            checkpoint = cls(**pickle.load(stream))
             with contextlib.suppress(EOFError, pickle.UnpicklingError):
                 while True:
                     kind, *rest = pickle.load(stream)
                     if kind == "case":
                         key, reports, unproved = rest
-                        (waiting if unproved else kept.reports)[key] = reports
+                        (waiting if unproved else checkpoint.reports)[key] = reports
                     elif kind == "proved":
                         keys, canary = rest
-                        kept.reports |= {key: waiting[key] for key in keys if key in waiting}
-                        kept.canaries += [canary] if canary else []
-        return kept
+                        checkpoint.reports |= {key: waiting[key] for key in keys if key in waiting}
+                        checkpoint.canaries += [canary] if canary else []
+        return checkpoint
 
 
-class KeptFile:
+class CheckpointFile:
     """Appends records to the file. After a failed write, no more records are written."""
 
-    def __init__(self, file: Path, run: Kept) -> None:
+    def __init__(self, file: Path, run: Checkpoint) -> None:
         self._file: Path | None = file
         head = {"arguments": run.arguments, "folder": run.folder, "code": run.code}
         with contextlib.suppress(OSError):

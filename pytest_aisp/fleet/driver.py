@@ -20,8 +20,8 @@ from ..session.options import PRODUCTS, RECORDER, RUN, Settings
 from ..session.run_context import Interrupted
 from ..timing import peaks as peaks_module
 from . import setup, shipping
+from .checkpoint import FILE, FOLDER, Checkpoint, CheckpointFile
 from .connection import HeadGone, RayProcess
-from .kept import FILE, FOLDER, Kept, KeptFile
 from .reports import Gateway, Process, Reporter
 from .scheduler import Scheduler
 from .scheduler_types import Finish, Give, Kill, Note, NoVerdict, Start, Unproved, Work
@@ -62,7 +62,7 @@ class FleetRun:
         self._session = session
         self._items = {item.nodeid: item for item in session.items}
         self._tree = self._pack()
-        self._kept = self._resume()
+        self._checkpoint = self._resume()
         works = [work for item in session.items if (work := self._work(item)).key not in self._done]
         self._scheduler = Scheduler(works, self._patience, span=self._span)
         for node in self._nodes.accepted:
@@ -75,7 +75,7 @@ class FleetRun:
             raise session.Interrupted(f"{error}; {count}; go on with: aisp fleet resume") from None
         finally:
             self._ray.end_seats(list(self._processes))
-        self._kept.remove()
+        self._checkpoint.remove()
         return True
 
     def _pack(self) -> shipping.Tree:
@@ -96,42 +96,42 @@ class FleetRun:
         self._spec = setup.spec(self._config, tree.top, tree.digest, files)
         return tree
 
-    def _resume(self) -> KeptFile:
+    def _resume(self) -> CheckpointFile:
         """Report the finished cases of an interrupted run, and begin the file of this run."""
         self._done: set[str] = set()
         cache = getattr(self._config, "cache", None)
         folder = Path(cache.mkdir(FOLDER)) if cache is not None else None
         arguments = [a for a in self._config.invocation_params.args if a != "--aisp-fleet-resume"]
         here = str(self._config.invocation_params.dir)
-        new = Kept(list(map(str, arguments)), here, self._tree.code)
+        new = Checkpoint(list(map(str, arguments)), here, self._tree.code)
         file = (folder or self._config.rootpath) / FILE
         old = None
         if self._config.getoption("aisp_fleet_resume"):
-            old = self._kept_run(file)
-        kept = KeptFile(file, new)
+            old = self._checkpoint_of(file)
+        checkpoint = CheckpointFile(file, new)
         if old is not None:
             for key, reports in old.reports.items():
                 if key in self._items:
                     self._done.add(key)
-                    kept.case(key, reports, unproved=False)
+                    checkpoint.case(key, reports, unproved=False)
                     self._reporter.emit(reports)
             for canary in old.canaries:
-                kept.proved([], canary)
+                checkpoint.proved([], canary)
                 if (recorder := self._config.stash.get(RECORDER, None)) is not None:
                     recorder.add_canary(msgspec.convert(canary, Canary))
-        return kept
+        return checkpoint
 
-    def _kept_run(self, file: Path) -> Kept:
+    def _checkpoint_of(self, file: Path) -> Checkpoint:
         try:
-            kept = Kept.read(file)
+            checkpoint = Checkpoint.read(file)
         except FileNotFoundError:
             raise pytest.UsageError("aisp fleet resume: no run was interrupted here") from None
-        if kept.code != self._tree.code:
+        if checkpoint.code != self._tree.code:
             raise pytest.UsageError(
                 "aisp fleet resume: code has changed since the run began, so what it"
                 " finished is of other code\nRun the suite again"
             )
-        return kept
+        return checkpoint
 
     def _work(self, item: pytest.Item) -> Work:
         case, marker = case_of(item), item.get_closest_marker("aisp_product")
@@ -268,7 +268,7 @@ class FleetRun:
         else:
             self._reporter.emit(reports, process)
             self._done.add(work.key)
-            self._kept.case(work.key, reports, unproved=unproved)
+            self._checkpoint.case(work.key, reports, unproved=unproved)
             recorded = self._settings.update and rows
             if where is not None and recorded and self._scheduler.has_others(where):
                 self._scheduler.again(work, where)  # a record needs two boards
@@ -285,7 +285,7 @@ class FleetRun:
         process.workeroutput = {"ended": True, **output}
         if "aisp_canary" in output or not process.finished:
             self._scheduler.proved(seat)
-            self._kept.proved(process.finished, output.get("aisp_canary"))
+            self._checkpoint.proved(process.finished, output.get("aisp_canary"))
             self._reporter.process_ended(process)
         for product, text in peaks.items():
             path = peaks_module.path_of(self._settings.baselines, product)

@@ -13,7 +13,7 @@ import pytest
 from ..results.row import Row
 from ..results.verdict import RED
 from ..session.options import RECORDER, SETTINGS
-from .kept import Reports
+from .checkpoint import Reports
 from .scheduler_types import Work
 
 

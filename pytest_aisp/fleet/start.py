@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..util.cli_result import CliError, CliResult
-from .kept import FILE, FOLDER, Kept
+from .checkpoint import FILE, FOLDER, Checkpoint
 from .nodes import LABEL, RayNode, refusal
 from .probe import Facts
 
@@ -92,10 +92,10 @@ def resume_command(folder: Path, address: str | None) -> tuple[list[str], Path]:
     for above in (folder, *folder.parents):
         file = above / ".pytest_cache" / "d" / FOLDER / FILE
         if file.exists():
-            kept = Kept.read(file)
+            checkpoint = Checkpoint.read(file)
             other = [] if address is None else [f"--aisp-fleet={address}"]
-            command = [*kept.arguments, "--aisp-fleet-resume", *other]
-            return [sys.executable, "-m", "pytest", *command], Path(kept.folder)
+            command = [*checkpoint.arguments, "--aisp-fleet-resume", *other]
+            return [sys.executable, "-m", "pytest", *command], Path(checkpoint.folder)
     raise CliError(
         "no fleet run was interrupted here, or pytest keeps no cache (-p no:cacheprovider)"
     )
