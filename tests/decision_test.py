@@ -266,7 +266,11 @@ def test_a_few_equal_sessions_do_not_narrow_the_margin():
     assert stats.session_spread([[[0.1], [0.3]], [[0.1, 0.2, 0.3]]], 0.01) == 0.01
     assert stats.session_spread([alike], 0.01) == pytest.approx(0.01 * math.sqrt(4 / 5), rel=1e-3)
     assert stats.session_spread([alike] * 96, 0.01) == pytest.approx(0.002, rel=1e-3)
-    assert stats.session_spread([[[0.0, 0.2], [0.1]]] * 9, 0.01) == 0.0  # no less than nothing
+
+
+def test_noisy_processes_do_not_hide_the_assumed_session_spread():
+    noisy = [[[1.4, 1.6], [1.3, 1.95]], [[0.0, 0.2], [0.1]]] * 5
+    assert stats.session_spread(noisy, 0.01) == pytest.approx(0.01 * math.sqrt(4 / 14))
 
 
 @given(BLOCKS, st.integers(0, 19), st.floats(0, 1))

@@ -107,9 +107,12 @@ def test_own_spread_is_measured_within_each_session():
     assert r.own_spread == pytest.approx(pooled)
 
 
-def test_own_spread_is_unknown_below_three_processes_a_session():
-    r = result(values=((0.5, 0.6), (0.7, 0.8)), environments=("a", "b"))
-    assert r.own_spread is None
+def test_own_spread_of_two_processes_a_session_needs_two_sessions():
+    one = result(values=((0.5, 0.6),), environments=("a",))
+    two = result(values=((0.5, 0.6), (0.7, 1.0)), environments=("a", "b"))
+    assert one.own_spread is None
+    assert result(values=((0.5, 0.6), (0.7,)), environments=("a", "b")).own_spread is None
+    assert two.own_spread == pytest.approx(math.sqrt((0.1**2 + 0.3**2) / 2 / 2))
 
 
 BAD_FIELDS = {

@@ -155,8 +155,14 @@ class Result(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unkno
 
     @property
     def own_spread(self) -> float | None:
-        """Standard deviation in sessions with 3 or more processes, or None if no session has 3."""
+        """Standard deviation in sessions with 3 or more processes. None if it is not known.
+
+        If no session has 3 processes, two or more sessions with 2 processes are used.
+        """
         spreads = [trimmed_spread(session) for session in self.values if len(session) >= 3]
+        pairs = [abs(a - b) / math.sqrt(2) for a, b in (v for v in self.values if len(v) == 2)]
+        if not spreads and len(pairs) >= 2:
+            spreads = pairs
         return rms(spreads) if spreads else None
 
     @property

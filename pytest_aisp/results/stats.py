@@ -128,7 +128,7 @@ def session_spread(cases: Sequence[Sequence[Sequence[float]]], assumed: float) -
         cases: a list of sessions for each case. Each session is a list of its processes' values.
         assumed: the standard deviation to assume without any data.
     """
-    total, count = ASSUMED * assumed**2, ASSUMED
+    total, count = 0.0, 0
     for sessions in cases:
         within = [_variance(values) for values in sessions if len(values) >= 2]
         if len(sessions) >= 2 and within:
@@ -138,7 +138,8 @@ def session_spread(cases: Sequence[Sequence[Sequence[float]]], assumed: float) -
             own = fmean(within) * fmean(1 / len(values) for values in sessions)
             total += (len(means) - 1) * (between - own)
             count += len(means) - 1
-    return math.sqrt(max(0.0, total / count))
+    # Noisy processes may make the total negative, which must not consume the assumed variance.
+    return math.sqrt((ASSUMED * assumed**2 + max(0.0, total)) / (ASSUMED + count))
 
 
 def case_session_spread(sessions: Sequence[Sequence[float]], pool: float) -> float:

@@ -152,7 +152,8 @@ class StoredResult:
         own = mine.own_spread if mine is not None and mine.clock == clock else None
         if own is not None and mine is not None:
             return stats.pooled_spread(own, mine.processes, others)
-        return stats.rms(others) if len(others) >= 3 else verdict.DEFAULT_SPREAD[clock]
+        known = len(others) >= 3
+        return max(stats.FLOOR, stats.rms(others)) if known else verdict.DEFAULT_SPREAD[clock]
 
     def session_spread(self, clock: str) -> float:
         """Return the spread of this case's value from session to session on a clock."""
