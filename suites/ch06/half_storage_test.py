@@ -12,12 +12,17 @@ Optimized  in_registers: changes `widened`. One kernel loads bf16, computes in f
 Bound      DRAM limits `octets`, which reads 2 bytes and writes 2 bytes per element, while `widened`
            moves 20. Block starts limit `in_registers`, which starts a block for every 256 elements.
            These starts alone take more than twice as long as its DRAM traffic. `pairs` starts half
-           as many blocks as `in_registers`, and `octets` starts an eighth. With one element per
-           thread, the 2048 threads of an SM also have only 4 KiB of loads in flight, much less than
-           the full rate needs (`../ch07/vector_width_test.py`).
+           as many blocks as `in_registers`, and `octets` starts an eighth. The bytes in flight
+           limit too (`../ch07/vector_width_test.py`): the 2048 threads of an SM have 4 KiB of loads
+           in flight in `in_registers`, 8 KiB in `pairs` and 32 KiB in `octets`. By the costs, 8 KiB
+           in flight and the block starts of `pairs` take about the same time.
 Seen       `pairs` has as many threads, blocks and 4-byte accesses as `single` of `ilp_test.py`, and
-           takes about as long. So `pairs` is slow because too few bytes are in flight, not because
-           of bf16. `widened` takes longer than predicted, and we did not measure its three kernels
+           takes about as long. So `pairs` is not slow because of bf16. It is slow for the same two
+           reasons as `single`: too few bytes in flight and too many block starts. `pairs` takes
+           longer than predicted, probably because the two overlap only partly. The cost assumes
+           that they overlap completely. `in_turn` of `ilp_test.py` has as many bytes in flight but
+           a quarter of the blocks, and takes about as long as the bytes in flight predict.
+           `widened` takes longer than predicted, and we did not measure its three kernels
            separately. The middle kernel makes twice as many accesses as `single`. If it also takes
            twice as long, the two conversions take 1.5 times as long as predicted from their bytes.
            We cannot explain why.

@@ -26,8 +26,10 @@ Seen       `in_turn` has one load in flight per thread, like `single`, but start
            blocks, so it is faster than `single`. The bytes in flight explain the time of `in_turn`
            within an eighth. `in_turn` takes about as long as scale_stride of `grid_stride_test.py`,
            which has as many bytes in flight and starts few blocks. `single` is slow for two
-           reasons: too few bytes in flight and too many block starts. We did not measure how much
-           time each costs.
+           reasons: too few bytes in flight and too many block starts. By the costs, each of the two
+           alone would take about the same time, and the costs assume that they overlap completely.
+           `single` takes longer, so they probably overlap only partly. We did not measure how much
+           time each costs. `pairs` of `half_storage_test.py` is slow for the same reasons.
 Use when   A kernel waits for memory with all warps resident, or few warps fit on an SM. Load all
            elements of a thread into registers before you use the first. If enough warps hide the
            latency, as in test_long_chain, this gains nothing.

@@ -15,21 +15,21 @@ Bound      Tensor cores, which multiply the padding too. A length is `longest` t
            uniform random number. So the mean is a quarter of `longest`, and the longest of 16
            prompts is on average 5/6 of `longest`. `token_budget` saves launches and fills the GPU
            when prompts are short.
-Seen       Each side takes about twice as long as predicted. `by_length` is predicted to gain a
-           little more over `fifo` than it does. We do not know yet whether `token_budget` is faster
-           than `by_length`. On one H100, `token_budget` takes 4 % less time. On two different
-           H200s, it takes a little longer. The second test times both in one run. On an H200,
-           `token_budget` takes about a fifth less time there, more than predicted. But the
-           confidence interval almost reaches a speedup of 1, so the page claims only that
+Seen       On an H100 and on an H200, each side takes about twice as long as predicted. `by_length`
+           is predicted to gain a little more over `fifo` than it does. We do not know yet whether
+           `token_budget` is faster than `by_length`. On one H100, `token_budget` takes 4 % less
+           time. On two different H200s, it takes a little longer. The second test times both in one
+           run. On an H200, `token_budget` takes about a fifth less time there, more than predicted.
+           But the confidence interval almost reaches a speedup of 1, so the page claims only that
            `token_budget` is not slower. With typical lengths, `token_budget` forms six batches
            instead of eight, but computes about a tenth more tokens, because it pads more. In the
            first test, two things make `fifo` and `token_budget` slower than predicted. First, the
-           costs assume that all products reach the peak of the tensor cores. By the profiler, the
-           kernels take about 1.5 times the predicted time. Second, the GPU waits. The kernels of
-           `fifo` take about 83 % of its time, and the kernels of `token_budget` take about 70 %.
-           The GPU probably waits for the host between batches, because the host copies a batch's
-           indices to the GPU before it launches the batch's kernels. We did not measure the gaps,
-           and did not profile the second test.
+           costs assume that all products reach the peak of the tensor cores. By the profiler on an
+           H200, the kernels take about 1.5 times the predicted time. Second, the GPU waits. The
+           kernels of `fifo` take about 83 % of its time, and the kernels of `token_budget` take
+           about 70 %. The GPU probably waits for the host between batches, because the host copies
+           a batch's indices to the GPU before it launches the batch's kernels. We did not measure
+           the gaps, and did not profile the second test.
 Use when   Prompts wait and their lengths are known, as in offline inference or under load. A budget
            of tokens limits the memory of a batch. It may also save time, so time it on your
            machine. The shortest prompts finish first, so the mean wait falls too. Limit the wait of

@@ -30,17 +30,19 @@ Bound      The host limits `eager` and `compiled`: a step computes one token, bu
            `prefetched`. Their cost has the bytes and the instructions of the products. The cost
            leaves out the barriers, whose wait was not measured. It also leaves out norms and
            attention, during which `persistent` reads only the weights that it loads ahead.
-Seen       `eager` and `compiled` take about three times as long as predicted. The rate `launch` was
-           measured with an addition, and most other operators take the host longer.
-           `eager_captured` and `captured` take almost twice as long as predicted. The rate
-           `graph_node` was measured with a kernel that adds to one number, and the kernels of a
-           step do more. Products with one row probably do not read their weights at the full rate
-           of DRAM, either. We did not time any kernel alone. `persistent` takes twice as long as
-           predicted: it reads weights at half the rate of DRAM. The rest goes to barriers, norms
-           and attention, which the cost leaves out. `prefetched` is slower than `persistent`: on an
-           H100, it takes about a seventh longer. We do not know why. The prefetches may delay the
-           loads that the next phase waits for. Times on the host's clock vary: the same `eager`
-           took longer in one case than in another.
+Seen       On an H200, `eager` and `compiled` take about three times as long as predicted, and on an
+           H100 more than twice as long. The rate `launch` was measured with an addition, and most
+           other operators take the host longer. On an H200, `eager_captured` and `captured` take
+           almost twice as long as predicted. On an H100, `eager_captured` takes about two thirds
+           longer than predicted. The rate `graph_node` was measured with a kernel that adds to one
+           number, and the kernels of a step do more. Products with one row probably do not read
+           their weights at the full rate of DRAM, either. We did not time any kernel alone. On an
+           H200, `persistent` takes twice as long as predicted: it reads weights at half the rate of
+           DRAM. On an H100, whose DRAM is slower, it takes less than twice as long. The rest goes
+           to barriers, norms and attention, which the cost leaves out. `prefetched` is slower than
+           `persistent`: on an H100, it takes about a seventh longer. We do not know why. The
+           prefetches may delay the loads that the next phase waits for. Times on the host's clock
+           vary: the same `eager` took longer in one case than in another.
 Use when   A model generates for few users at a time. Capture first, because a graph removes all
            launches and needs no compiler. Compile as well if the starts of small kernels still take
            a noticeable part of a captured step. With large batches or large models, kernels take
