@@ -32,7 +32,8 @@ Seen       The measured peaks are within 0.8 % of these sums. `stored` and `sele
            cost assumes that attention runs at the full rate of the tensor cores. In
            long_attention_test.py, flash reaches only a share of the full rate. If attention reaches
            the same share here, it explains about a third of the extra time of `stored`. We cannot
-           explain the rest.
+           explain the rest. In one process, `checkpointed` took far longer than in the others.
+           The cause is not known, and the table's time is a mean that includes it.
 Use when   Activations do not fit in memory, and nothing else can be freed. Prefer selective if it
            saves enough, because it repeats no matrix product. Outside a CUDA graph, `selective`
            takes host time, because its Python policy function runs for each operation.
