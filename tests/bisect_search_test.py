@@ -8,7 +8,7 @@ import random
 import pytest
 
 from pytest_aisp.results.verdict import Reading, code_gate
-from pytest_aisp.tools.bisect import Bisection, Kept, NoLoss
+from pytest_aisp.tools.bisect import Bisection, NoLoss, SearchState
 from pytest_aisp.tools.commit_runs import Measurement, SideChange
 from pytest_aisp.tools.commits import Commit, Version
 from pytest_aisp.util.cli_result import CliError
@@ -23,7 +23,7 @@ class Simulated:
     commit that do not count. `errors` are added to a commit's first measurement.
     """
 
-    def __init__(self, *times, noise=0.0, seed=0, kept=None, unclear=(), code=None, errors=None):
+    def __init__(self, *times, noise=0.0, seed=0, state=None, unclear=(), code=None, errors=None):
         self.times, self.spread, self.noise = times, SPREAD, noise
         self.rng, self.unclear = random.Random(seed), list(unclear)
         self.errors = dict(errors or {})
@@ -35,8 +35,10 @@ class Simulated:
         ]
         pairs = zip(commits, names, strict=True)
         self.versions = [Version(commit, {"f": name}, "f") for commit, name in pairs]
-        self.kept = kept or Kept("case")
-        self.search = Bisection(self.versions, self.measure, self.kept, self.save, self.said.append)
+        self.state = state or SearchState("case")
+        self.search = Bisection(
+            self.versions, self.measure, self.state, self.save, self.said.append
+        )
 
     def save(self):
         self.saved += 1
@@ -109,7 +111,7 @@ def test_two_unclear_measurements_leave_the_range_undecided():
     simulated = Simulated(10.0, 10.0, 10.5, 10.5, unclear=[2, 2])
     assert simulated.find() == [(0, 3)]
     simulated.measured.clear()
-    again = Simulated(10.0, 10.0, 10.5, 10.5, kept=simulated.kept)
+    again = Simulated(10.0, 10.0, 10.5, 10.5, state=simulated.state)
     assert again.find() == [2]
     assert (0, 3) not in again.measured
 
@@ -165,9 +167,9 @@ def test_a_bad_commit_without_a_clear_measurement_is_an_error():
 
 
 def test_another_machine_cannot_continue_a_search():
-    kept = Kept("case", product="other-gpu")
+    state = SearchState("case", product="other-gpu")
     with pytest.raises(CliError, match="so far are of other-gpu; this is gpu"):
-        Simulated(10.0, 11.0, kept=kept).search.slower_sides()
+        Simulated(10.0, 11.0, state=state).search.slower_sides()
 
 
 @pytest.mark.parametrize(("loss", "most"), [(1.02, 0), (1.015, 3)])

@@ -22,7 +22,7 @@ VOTES = 3
 ATTEMPTS = 5
 SCREEN, VOTE = 2.2, 2.8
 """The loss above which a case is a suspect, and the loss above which a vote is red, in spreads."""
-BELIEVED = 1.5
+EXCESS = 1.5
 """A process's standard error replaces the recorded spread if the error is more than this many times
 the spread.
 """
@@ -81,10 +81,10 @@ def effective_spread(spread: float, reading: Reading) -> float:
     """Return the spread to use for `reading`: the recorded spread, or the reading's larger error.
 
     Some sessions vary more than the recorded sessions (spread.md). The error replaces the spread
-    only if the error is above `BELIEVED` times the spread. With four laps, two of each order, 6 %
+    only if the error is above `EXCESS` times the spread. With four laps, two of each order, 6 %
     of processes exceed that limit by chance. A higher limit would miss too many noisy processes.
     """
-    return reading.error if reading.error > BELIEVED * spread else spread
+    return reading.error if reading.error > EXCESS * spread else spread
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def code_gate(spread: float, first: Reading) -> Gate:
             a suspect rises less than the threshold for a red vote, because a needless suspect costs
             only votes.
     """
-    screen, vote = SCREEN * max(spread, effective_spread(spread, first) / BELIEVED), VOTE * spread
+    screen, vote = SCREEN * max(spread, effective_spread(spread, first) / EXCESS), VOTE * spread
     return Gate("code", 0.0, screen, vote, vote, spread=spread)
 
 

@@ -44,7 +44,7 @@ class NoLoss(CliError):
     """The case is not slower at the bad commit."""
 
 
-class Kept(Struct):
+class SearchState(Struct):
     """The state of a search, which is kept in a file until the search ends.
 
     Attributes:
@@ -66,14 +66,14 @@ class Bisection:
     Attributes:
         versions: the good version, and all later versions up to the bad one.
         measure: a function that compares one commit with an older one.
-        kept: the finished measurements.
-        save: a function that stores `kept`.
+        state: the finished measurements.
+        save: a function that stores `state`.
         say: a function that prints a line about each measurement.
     """
 
     versions: Sequence[Version]
     measure: Measure
-    kept: Kept
+    state: SearchState
     save: Callable[[], None]
     say: Say
     runs: int = 0
@@ -94,22 +94,22 @@ class Bisection:
         if new.code == old.code:
             return Measurement()
         key = f"{old.code}..{new.code}"
-        known = self.kept.measured.get(key)
+        known = self.state.measured.get(key)
         if known is not None and not again:
             return known
         found = self._measure_twice(new.commit, old.commit)
-        if found.product and self.kept.product and found.product != self.kept.product:
+        if found.product and self.state.product and found.product != self.state.product:
             raise CliError(
-                f"the measurements so far are of {self.kept.product}; this is {found.product}\n"
+                f"the measurements so far are of {self.state.product}; this is {found.product}\n"
                 "Continue there, or remove the file that is named above"
             )
         if known is not None:
             for role, side in found.sides.items():
                 if role in known.sides:
                     found.sides[role] = known.sides[role].merged(side)
-        self.kept.product = found.product or self.kept.product
-        self.kept.arch = found.arch or self.kept.arch
-        self.kept.measured[key] = found
+        self.state.product = found.product or self.state.product
+        self.state.arch = found.arch or self.state.arch
+        self.state.measured[key] = found
         self.save()
         than = f", against {old.commit.short}" if before else ""
         self.say(f"{new.commit}{than}: {_summary(found)}")
@@ -175,7 +175,7 @@ class Bisection:
 
     def _is_broken(self, index: int) -> bool:
         """Return whether an earlier attempt showed that a version cannot be measured."""
-        known = self.kept.measured.get(f"{self.versions[0].code}..{self.versions[index].code}")
+        known = self.state.measured.get(f"{self.versions[0].code}..{self.versions[index].code}")
         return known is not None and bool(known.broken)
 
     def _slower_halves(self, role: str, *points: int) -> list[tuple[int, int]]:
@@ -243,9 +243,9 @@ def bisect_result(case: str, good: str, bad: str, *, tell: Say, say: Say) -> Cli
     pages = catalog.collect((), tell=tell)
     page = Path(os.path.relpath(path, pages.root)).as_posix()
     file = _file(pages.root, f"{page}::{name}")
-    kept = _read(file, f"{page}::{name}")
-    if kept.measured:
-        say(f"continue with {len(kept.measured)} measurements of an interrupted search: {file}")
+    state = _read(file, f"{page}::{name}")
+    if state.measured:
+        say(f"continue with {len(state.measured)} measurements of an interrupted search: {file}")
     try:
         with worktree(pages.root, first) as tree:
             names = page_names(tree.root, page, [first, *line])
@@ -257,18 +257,18 @@ def bisect_result(case: str, good: str, bad: str, *, tell: Say, say: Say) -> Cli
             say(f"{len(line)} commits, {len(found) - 1} of them change files of the case")
 
             def save() -> None:
-                replace(file, msgspec.json.encode(kept))
+                replace(file, msgspec.json.encode(state))
 
-            bisection = Bisection(found, runs.measure, kept, save, say)
+            bisection = Bisection(found, runs.measure, state, save, say)
 
             def sass(role: str, commit: Commit, against: str) -> list[str]:
                 tell("compare the SASS")
-                return runs.sass_diff(at_good, role, commit, against, kept.arch)
+                return runs.sass_diff(at_good, role, commit, against, state.arch)
 
             result = CliResult(*_search(bisection, pages.root, sass))
     except KeyboardInterrupt:
         raise CliError(
-            f"interrupted; {len(kept.measured)} measurements are kept in {file}\n"
+            f"interrupted; {len(state.measured)} measurements are kept in {file}\n"
             "The same command continues the search"
         ) from None
     except NoLoss:
@@ -288,18 +288,18 @@ def _file(root: Path, case: str) -> Path:
     return (root / folder / f"{name}.json").resolve()
 
 
-def _read(file: Path, case: str) -> Kept:
+def _read(file: Path, case: str) -> SearchState:
     """Return the saved state of a search, without the measurements that failed."""
     if not file.exists():
-        return Kept(case)
+        return SearchState(case)
     try:
-        kept = msgspec.json.decode(file.read_bytes(), type=Kept)
+        state = msgspec.json.decode(file.read_bytes(), type=SearchState)
     except (OSError, ValueError) as error:
         raise CliError(
             f"{file}: the measurements cannot be read: {error}\nTo begin again:\n    rm {file}"
         ) from None
-    kept.measured = {key: each for key, each in kept.measured.items() if not each.broken}
-    return kept
+    state.measured = {key: each for key, each in state.measured.items() if not each.broken}
+    return state
 
 
 def _search(bisection: Bisection, root: Path, sass: SassDiff) -> tuple[list[str], int]:
