@@ -13,15 +13,18 @@ Optimized  set_aside: changes `normal`. The process sets aside the largest part 
            from the previous call. The cost of `set_aside` still counts one read of the table from
            DRAM per call.
 Bound      DRAM. If the table stays in the L2, only x, the index and the results are transferred. In
-           normal, a row stays in the L2 until newer rows have filled the L2. If a row of the table
-           is read again after that, it comes from DRAM. With a larger table, more reads come from
-           DRAM. The costs treat the L2 as one cache. But the L2 has two halves. If SMs near both
-           halves read a line, both halves may keep it, and less of the table fits.
+           `normal`, a row stays in the L2 until newer rows have filled the L2. If a row of the
+           table is read again after that, it comes from DRAM. With a larger table, more reads come
+           from DRAM. The costs treat the L2 as one cache. But the L2 has two halves. If SMs near
+           both halves read a line, both halves may keep it, and less of the table fits.
 Seen       On an H100, `normal` takes almost 1.5 times its predicted time, and `set_aside` takes 1.5
-           times its predicted time or more. The speedup of `set_aside` is the same with both
-           tables, but the costs predict a larger speedup with the larger table. Lines that are in
-           both halves of the L2 may be the reason. We did not count the sectors that come from
-           DRAM.
+           times its predicted time or more. The confidence intervals of both speedups include 1, so
+           the record does not show that `set_aside` gains. The two speedups are about the same, but
+           the costs predict a larger speedup with the larger table. The costs assume the L2 of an
+           H200, and an H100 has a sixth less. With that L2, the prediction for `normal` would be
+           only a few percent longer, and `set_aside` has the same prediction with any L2. Lines
+           that are in both halves of the L2 may be the reason. We did not count the sectors that
+           come from DRAM.
 Use when   You control the whole process, and a table of at most half the L2 is read many times
            while much more data passes through the L2. All other kernels lose the part of the L2
            that is set aside. When the table is no longer used, call `cuCtxResetPersistingL2Cache`.

@@ -9,6 +9,8 @@ Baseline   far: the host memory is on a different NUMA node from the GPU, usuall
            that runs the pinning thread determines the node.
 Optimized  near: changes `far`. The host memory is on the GPU's node.
            unbound: changes `far`. torch allocates the pinned memory, and Linux chooses the node.
+           The memory of `far` and `near` comes from `mmap` and is then pinned. So `unbound` changes
+           more than the node, and is only a yardstick.
 Bound      For `near`, PCIe. In `far`, each byte also crosses the link between the sockets. If this
            link is faster than PCIe and idle, `near` gains nothing. So the page claims no speedup,
            only that `near` is not slower. The costs count only PCIe, so they predict no gain.

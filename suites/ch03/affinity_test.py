@@ -2,12 +2,14 @@
 
 Problem    Run a chain of short fp32 operations on the CPU. The threads of an OpenMP team share each
            operation. The team has half as many threads as the process has cores, as if the process
-           were one of two workers on a host. An operation uses at most 32 threads, because torch
+           were one of two workers on a host. If a core runs two threads at once (SMT), Linux counts
+           it as two, and so does the page. An operation uses at most 32 threads, because torch
            gives each thread at least 32,768 values.
 Baseline   free: the default. The kernel may move a thread to any core between two operations.
 Optimized  close: changes `free`. `OMP_PROC_BIND=close` and `OMP_PLACES=cores` are set. Each thread
-           stays on one core, and the cores are neighbors. On a host with two sockets, all cores are
-           on the same socket.
+           stays on one core, and the cores are neighbors. On a host with two sockets and without
+           SMT, all cores are on the same socket. With SMT, the team has a thread for every physical
+           core, so `close` and `spread` bind the team in the same way.
            spread: changes `close`. With `OMP_PROC_BIND=spread`, the team is spread over both
            sockets, so each barrier has to synchronize both sockets.
 Bound      Latency. The data stays in the caches of the cores, and each operation ends with a

@@ -28,8 +28,12 @@ Seen       On an H200, `eight_queues` is more than five times as fast as `one_qu
            ms. We fitted these two numbers, and did not measure them separately.
 Use when   Several streams of small kernels run at once. Set the variable to 1 only if a framework
            requires it. With one stream, or with kernels that fill the GPU, the number of queues
-           makes no difference. A CUDA graph does not need the setting, because the graph contains
-           the dependencies between its kernels.
+           makes no difference. Kernels must also take longer than their launches. The rows of this
+           page are much longer than those of a model, so one of its kernels takes far longer than a
+           launch. If kernels are as short as their launches, the host is the limit, and the gain is
+           small with any number of queues. The page does not show where this begins. A CUDA graph
+           does not need the setting, because the graph contains the dependencies between its
+           kernels.
 """
 
 import torch

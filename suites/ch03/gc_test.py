@@ -13,9 +13,9 @@ Optimized  frozen: changes `collected`. After `gc.freeze()` before the loop, col
            collection at all. (In frozen, collections still visit the objects that the loop
            creates.)
 Bound      The host: the Python loop. The cost of a collection grows with the number of objects that
-           it visits. A full collection starts when the number of new objects reaches a quarter of
-           the number of old objects. So with more old objects, full collections are less frequent
-           but take longer.
+           it visits. In Python 3.13 and older, a full collection starts when the number of new
+           objects reaches a quarter of the number of old objects. So with more old objects, full
+           collections are less frequent but take longer.
 Use when   A loop creates many Python objects in a process that already has millions of them.
            Another case is a job whose ranks all wait because a collection delays one rank. Call
            `gc.freeze()` once, after everything is loaded. With collections disabled, reference

@@ -8,8 +8,9 @@ Baseline   small_pages: the default. The kernel maps each 4 KiB page at its firs
            table_in_small_pages: the table is in pages of 4 KiB.
 Optimized  torch_setting: changes `small_pages`. With `THP_MEM_ALLOC_ENABLE=1`, torch calls
            `madvise` with `MADV_HUGEPAGE` for every tensor of 2 MiB or more that it allocates.
-           malloc_setting: changes `small_pages`. With `GLIBC_TUNABLES=glibc.malloc.hugetlb=1`,
-           malloc calls `madvise` for all memory that it gets from the kernel, not only for tensors.
+           malloc_setting: changes `small_pages`. With `GLIBC_TUNABLES=glibc.malloc.hugetlb=1`
+           (glibc 2.35 or newer; an older glibc ignores it), malloc calls `madvise` for all memory
+           that it gets from the kernel, not only for tensors.
            table_in_huge_pages: changes `table_in_small_pages`. torch's setting is on.
 Bound      Memory. A huge page takes one page fault, and the same memory in small pages takes 512. A
            huge page also needs only one TLB entry, so reading random rows of a large table needs

@@ -11,9 +11,11 @@ Optimized  threads: changes `one_loop`. The documents are split among a pool of 
 Bound      The host: the Python loop. The pools are started before the timed part. In `processes`,
            the cores share the counting, but the parent process alone pickles the documents.
 Use when   The work is Python code, and takes much longer than sending its data to another process.
-           Threads are better for calls that release the GIL, such as file reads, torch operations,
-           and most decoders. Training uses one process per GPU for the same reason: Python code
-           launches the kernels and holds the GIL.
+           First see whether tensor operations can do the work: the page's `reference` counts with a
+           sort and no loop over tokens. The page does not time it, because it shows how to spread
+           code that has to stay in Python. Threads are better for calls that release the GIL, such
+           as file reads, torch operations, and most decoders. Training uses one process per GPU for
+           the same reason: Python code launches the kernels and holds the GIL.
 """
 
 import itertools

@@ -20,8 +20,9 @@ Seen       On an H200 machine, `blocking` and `staged` take about three times as
            gains almost nothing, as predicted: its copies take little time compared with the
            writing. `threaded` hides six steps behind the two writes, because each write takes
            longer than three steps. It saves about a quarter more than the predicted time of six
-           steps, so a step probably takes longer than predicted. More steps between two files would
-           hide more of each write. We did not time a write or a step alone.
+           steps, so a step probably takes longer than predicted. The gain of `threaded` differs
+           between processes. More steps between two files would hide more of each write. We did not
+           time a write or a step alone.
 Use when   Writing a checkpoint takes a noticeable time, and host memory has room for a second copy
            of the weights. On a CPU, the thread takes cores from the steps. Write to a temporary
            name, and rename the file when it is complete. Then the last complete file remains if the

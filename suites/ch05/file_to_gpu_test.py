@@ -23,10 +23,11 @@ Bound      The host's copy out of the page cache. In `per_block` and `two_buffer
 Seen       On an H200 machine, `kept` takes less than half of `pageable`'s time. So `pageable`
            spends more than half of its time on new pages. `pinned` takes about a third less time
            than `kept`. `per_block` gains nothing over `pinned`, because the predicted transfer that
-           it hides is less than a tenth of `pinned`'s time. `two_buffers` and `mapped` are the
-           fastest, but pinned and `per_block` have overlapping confidence intervals. The time of
-           pageable differs by almost a fifth between the cases. So compare the times of the sides,
-           and not only their speedups.
+           it hides is less than a tenth of `pinned`'s time. `two_buffers` and `mapped` take the
+           least time, but their confidence intervals overlap those of `pinned` and `per_block`.
+           `two_buffers` fills the same two blocks of memory again and again, which may stay in the
+           CPU's caches. We did not measure this. The time of `pageable` differs by almost a fifth
+           between the cases. So compare the times of the sides, and not only their speedups.
 Use when   Large files are copied to the GPU repeatedly. Use `two_buffers`, which needs little
            pinned memory, or mapped if all files fit in the page cache. If a process loads one file
            once, pinning memory takes longer than it saves. With GPUDirect Storage, a disk writes to

@@ -15,7 +15,7 @@ Bound      Host memory limits `whole`, which copies every byte of the file. `map
            to the GPU one by one. The costs count only the copies to the GPU, because no rate of the
            host's work was measured. So all sides take longer than predicted.
 Seen       On an H200 machine, `mapped` takes more than a fifth of the time of `whole`, although it
-           reads only an eighth of the weights. `safetensors` takes less than a third of `mapped`'s
+           reads only an eighth of the weights. `safetensors` takes about a third of `mapped`'s
            time, although it also copies the weights from a mapping. We did not measure which part
            of `torch.load` takes the time.
 Use when   A process needs part of a large file, such as some experts or layers. For a whole file, a

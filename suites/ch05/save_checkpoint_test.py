@@ -14,9 +14,10 @@ Bound      The host, which copies all bytes into the page cache. In `saved`, the
            pinned memory. The costs count only the copies from the GPU, because no rate of the
            host's work was measured. So all sides take longer than predicted.
 Seen       On an H200 machine, `unchecked` takes about a quarter less time than `saved`. `staged`
-           takes slightly less time than `unchecked`, but their confidence intervals overlap. So the
-           page does not show that pinned memory helps. We did not time the rest: the new file, its
-           pages in the page cache, and the mapping.
+           takes less time than `unchecked`, but the confidence intervals of their speedups overlap,
+           and `saved` itself took longer in the case of `unchecked`. So the page does not show that
+           pinned memory helps. We did not time the rest: the new file, its pages in the page cache,
+           and the mapping.
 Use when   The training loop waits for the checkpoint. `staged` needs pinned memory of the
            checkpoint's size, and gains nothing for a model on a CPU. If the disk or the network is
            the limit, use `async_checkpoint_test.py`.

@@ -2,7 +2,9 @@
 
 Problem    Load images of 3 x 32 x 32 bytes into one tensor on the GPU. The input is the order of
            the images: shards of 64 images come in random order, and so do the images within each
-           shard. The files were written just before, so all sides read from the page cache.
+           shard. The files were written just before, so all sides read from the page cache. They
+           have no names, so sides open them by `/proc/self/fd`, and not by a path in a folder with
+           many files. Looking up such a path may take longer.
 Baseline   files: one file per image, which Python's `open` and `read` load.
 Optimized  unbuffered: changes `files`. `os.open` opens a file, and `os.preadv` reads straight into
            the image's row of the result. So Python creates no buffer and no `bytes` object.
