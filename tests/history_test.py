@@ -428,10 +428,10 @@ def test_what_cannot_be_added_is_refused(run, tmp_path, capsys):
     assert "untimed: no case was timed" in refused(capsys, "--add=untimed", "h")
     far = fake_results.row(GEMM, value=99.0, low=98.0, high=100.0)
     fake_results.artifacts(tmp_path / "far", [far])
-    assert "no run writes this: " in refused(capsys, "--add=far", "h")
+    assert ": a value that no run writes: " in refused(capsys, "--add=far", "h")
     away = fake_results.row(GEMM, product="../../x")
     fake_results.artifacts(tmp_path / "away", [away])
-    assert "no run writes this: " in refused(capsys, "--add=away", "h")
+    assert ": a value that no run writes: " in refused(capsys, "--add=away", "h")
     assert not (tmp_path / "h").exists()
 
 

@@ -29,8 +29,8 @@ class Pass:
     """One run of a reference on several value sets, one after another.
 
     Attributes:
-        turns: indices of the value sets.
-        expected: the outputs after each turn, keyed by the number of finished turns. Often only the
+        turns: indices of the value sets, in the order of use. A turn is the run on one value set.
+        expected: the outputs after a turn, keyed by the number of finished turns. Often only the
             outputs after the last turn are kept.
         structure: the operations of the reference.
     """

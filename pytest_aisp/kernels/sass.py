@@ -2,7 +2,7 @@
 
 The registers and the stack are in section ``.nv.info`` of the ELF file. The instructions are read
 with ``nvdisasm``, which comes with Triton, with CUDA, and as a package. An old ``nvdisasm`` does
-not support newer archs. For example, Triton 3.6's version cannot read sm103.
+not support newer archs. For example, the ``nvdisasm`` of Triton 3.6 cannot read sm103.
 """
 
 from __future__ import annotations

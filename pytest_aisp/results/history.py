@@ -192,7 +192,9 @@ def lines_of(run: RecordedRun) -> Iterator[HistoryLine]:
         try:
             yield msgspec.convert(plain, HistoryLine)
         except ValueError as error:
-            raise RunError(f"{run.path}: {line.nodeid}: no run writes this: {error}") from None
+            raise RunError(
+                f"{run.path}: {line.nodeid}: a value that no run writes: {error}"
+            ) from None
 
 
 def _code_gate(run: RecordedRun, line: JournalLine, commit: str) -> CodeGate | None:

@@ -46,7 +46,7 @@ class Workload(Struct):
 
 
 class MachineFacts(Struct, kw_only=True):
-    """The machine, by its first visible GPU, or by its CPU without one."""
+    """The machine of the run. It is described by its first visible GPU, or else by its CPU."""
 
     arch: Annotated[str, about("`sm90`, or `cpu`.")]
     product: Annotated[str, about("The product that stored results belong to.")]

@@ -142,9 +142,9 @@ def aligned(
 ) -> tuple[Sequence[Sequence[Sequence[Operation]]], float | None]:
     """Return the operations with the kernels of all ranks on the clock of rank 0's GPU.
 
-    The all-reduce at the start of a call cannot end on any rank before all ranks have begun. So the
-    ends on two ranks differ by at most the shortest duration, which is the duration on the rank
-    that began last.
+    The all-reduce at the start of a call cannot end on any rank before all ranks have begun it. The
+    rank that begins last has the shortest duration. The ends on two ranks differ by at most this
+    duration.
 
     Args:
         ranks: the operations by rank and call.

@@ -81,9 +81,8 @@ class MixedTreesError(ImportError):
 def load_old_page(path: str, root: str, module: str, today: str) -> types.ModuleType:
     """Import the page at `path` in the old tree `root`, together with that tree's helpers.
 
-    During the import, the current tree's modules are removed from `sys.modules`, and libraries
-    stay. Folders of the current tree in `sys.path` are replaced with the same folders of the old
-    tree.
+    During the import, `sys.modules` contains libraries, but no modules of the current tree. Folders
+    of the current tree in `sys.path` are replaced with the same folders of the old tree.
 
     Raises:
         MixedTreesError: if the page still imported a module of the current tree.
