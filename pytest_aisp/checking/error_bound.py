@@ -12,7 +12,6 @@ from ..page.pair import Precision, Work
 from ..util import pytree
 from ..util.process_group import current_group
 from . import numerics
-from .declared_work import contradictions
 from .numerics import Expected
 from .page_values import Inputs
 
@@ -239,7 +238,7 @@ class ErrorBound:
     def _model(self, structure: Structure, precision: Precision | None, steps: int) -> Model:
         """Return a model of the sides' rounding."""
         from .rounding import Model
-        from .untraced import Outside
+        from .untraced import Outside, contradictions
 
         types = self.reference.types
         units: dict[int, float] = {}
