@@ -77,3 +77,14 @@ def test_the_architecture_document_lists_every_package_in_the_order_of_its_layer
         name: k for k, line in enumerate(layers.split(",")) for name in re.findall(r"\w+", line)
     }
     assert [order[row] for row in rows] == sorted(order[row] for row in rows)
+
+
+def test_no_module_is_long_and_no_small_module_has_only_one_importer():
+    graph = pytest.importorskip("grimp").build_graph("pytest_aisp")
+    for path in (ROOT / "pytest_aisp").rglob("*.py"):
+        lines = len(path.read_text().splitlines())
+        assert lines <= 350, path
+        if path.name != "__init__.py" and lines < 60:
+            module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            importers = graph.find_modules_that_directly_import(module)
+            assert len(importers) != 1, f"merge {path} into the only module that imports it"
