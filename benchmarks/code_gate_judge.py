@@ -448,12 +448,12 @@ def totals(judged: Judged) -> str:
     unchanged, red = count["unchanged"], count["unchanged red"]
     planted, missed = count["planted"], count["planted"] - count["planted red"]
     lines = [
-        f"{unchanged} unchanged case-runs in {len(processes)} processes: {red} red"
-        f" (95 %: at most {upper_limit(red, max(1, unchanged)):.2%}).",
-        f"{planted} planted: {missed} missed"
-        f" (95 %: at most {upper_limit(missed, max(1, planted)):.2%}).",
-        f"{count['below']} more were planted below what their row detects:"
-        f" {count['below'] - count['below red']} of these missed."
+        f"{unchanged} unchanged case-runs in {len(processes)} processes: {red} were red"
+        f" (with 95 % confidence, at most {upper_limit(red, max(1, unchanged)):.2%}).",
+        f"{planted} planted losses: {missed} were missed"
+        f" (with 95 % confidence, at most {upper_limit(missed, max(1, planted)):.2%}).",
+        f"{count['below']} planted losses smaller than their row detects:"
+        f" {count['below'] - count['below red']} were missed."
         f" {judged.recording.errors} trials failed.",
         f"Every verdict in order: {digest(judged)}.",
     ]
@@ -461,7 +461,8 @@ def totals(judged: Judged) -> str:
         lines.insert(2, f"Planted in too few processes to vote on: {count['unvoted']}.")
     if spent := sorted(judged.recording.spent):
         most = spent[math.ceil((1 - SURE) * len(spent)) - 1]
-        lines.append(f"A trial took {median(spent):.2f} s in the median, {most:.2f} s in 95 %.")
+        lines.append(f"The median trial took {median(spent):.2f} s.")
+        lines.append(f"95 % of the trials took at most {most:.2f} s.")
     return "\n".join(lines)
 
 
@@ -471,8 +472,8 @@ def suite_words(suites: Suites, count: int) -> str:
     share = suites.share(count, suites.processes, rng)
     limit = suites.limit(2 * count, 200, rng)
     return (
-        f"{count} resampled suites of {CASES} unchanged cases: {share:.2%} red"
-        f" (95 %: at most {limit:.2%})."
+        f"{count} resampled suites of {CASES} unchanged cases: {share:.2%} were red"
+        f" (with 95 % confidence, at most {limit:.2%})."
     )
 
 

@@ -64,7 +64,7 @@ def _entries(one: CaseHistory) -> list[HistoryEntry]:
 
 
 def merged(run: ReportRun, others: Sequence[ReportRun]) -> Past:
-    """Return the results of all runs and of the history for each case, the oldest first.
+    """For each case, return the results of all runs and of the history, the oldest first.
 
     A run that is also in the history is shown once. Cases with a single result are left out.
     """

@@ -249,7 +249,7 @@ class _Series:
         return self._gaps[key] / error if certain >= FLOOR else 0.0
 
     def _noise(self, splits: Sequence[int]) -> _Noise:
-        """Estimate the noise from the distances to the levels between `splits`."""
+        """Estimate the noise from how far the values are from their levels between `splits`."""
         count = len(self.values)
         stretches = [self._stretch(*ends) for ends in _stretches(splits, count)]
         squares = math.fsum(each.squares for each in stretches)

@@ -259,7 +259,10 @@ class CollectivesTask(Task, frozen=True, kw_only=True, tag="collectives"):
 
 
 class DiagnoseTask(CaseTask, frozen=True, kw_only=True, tag="diagnose"):
-    """Record when each rank reaches each collective of both sides. Without a page, use a loop."""
+    """Record when each rank reaches each collective of both sides.
+
+    Without a page, record a loop of all-reduces instead.
+    """
 
 
 class StopTask(Task, frozen=True, kw_only=True, tag="stop"):
