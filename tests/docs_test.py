@@ -12,7 +12,9 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import curves
 import fake_results
+import ladder
 import pytest
 import typer
 from _pytest.fixtures import FixtureFunctionDefinition
@@ -338,7 +340,18 @@ def test_ladder_in_the_readme_is_up_to_date(tmp_path):
     assert copy.read_text() == readme.read_text()
 
 
-CURVES = [sys.executable, ROOT / "benchmarks/curves.py"]
+@pytest.fixture
+def run_script(monkeypatch, capsys):
+    """Return a function that runs a script and returns its exit code and its output."""
+
+    def run(script, *arguments):
+        monkeypatch.syspath_prepend(str(ROOT))  # afterwards, the path is as before
+        monkeypatch.setattr(sys, "argv", [script.__file__, *map(str, arguments)])
+        return script.main(), capsys.readouterr().out
+
+    return run
+
+
 WITH_CURVES = [path.parent for path in CHAPTERS if "<!-- curves -->" in path.read_text()]
 QUICK = ("ch08", "ch12")
 
@@ -348,35 +361,26 @@ QUICK = ("ch08", "ch12")
     [pytest.param(f, marks=[pytest.mark.slow] * (f.name not in QUICK)) for f in WITH_CURVES],
     ids=lambda folder: folder.name,
 )
-def test_curves_in_the_readmes_are_up_to_date(folder):
-    done = subprocess.run([*CURVES, folder, "--check"], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "")
+def test_curves_in_the_readmes_are_up_to_date(run_script, folder):
+    assert run_script(curves, folder, "--check") == (0, "")
 
 
-def test_a_changed_curve_and_a_readme_without_marks_are_refused(tmp_path):
+def test_a_changed_curve_and_a_readme_without_marks_are_refused(run_script, tmp_path):
     chapter = tmp_path / "suites" / "ch12"
     shutil.copytree(ROOT / "suites/ch12", chapter)
     (chapter / "curves" / "launch_cost-nvidia-h200.svg").write_text("old")
     (chapter / "curves" / "gone.svg").write_text("old")
-    done = subprocess.run([*CURVES, chapter, "--check"], capture_output=True, text=True)
+    code, said = run_script(curves, chapter, "--check")
     gone = f"{chapter}/curves/launch_cost-nvidia-h200.svg, {chapter}/curves/gone.svg"
-    assert f"out of date: {gone}; run python benchmarks/curves.py CHAPTERS" in done.stdout
-    assert done.returncode == 1
+    assert f"out of date: {gone}; run python benchmarks/curves.py CHAPTERS" in said
+    assert code == 1
     (chapter / "README.md").write_text("no marks")
-    done = subprocess.run([*CURVES, chapter], capture_output=True, text=True)
-    assert (
-        "lacks the marks of the curves: <!-- curves --> and <!-- end of curves -->" in done.stderr
-    )
+    with pytest.raises(SystemExit, match="lacks the marks of the curves: <!-- curves --> and <!--"):
+        run_script(curves, chapter)
 
 
-def test_readme_without_a_place_for_the_ladder_is_refused(tmp_path):
+def test_readme_without_a_place_for_the_ladder_is_refused(run_script, tmp_path):
     (tmp_path / "README.md").write_text("no marks")
-    command = [sys.executable, ROOT / "benchmarks/ladder.py", ROOT / "suites/ch10/gemm_test.py"]
-    done = subprocess.run(
-        [*command, "test_gemm", "--write", tmp_path / "README.md"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    assert "lacks the marks of the table: <!-- ladder --> and <!-- end of ladder -->" in done.stderr
-    assert done.returncode == 1
+    arguments = (ROOT / "suites/ch10/gemm_test.py", "test_gemm", "--write", tmp_path / "README.md")
+    with pytest.raises(SystemExit, match="lacks the marks of the table: <!-- ladder --> and <!--"):
+        run_script(ladder, *arguments)
