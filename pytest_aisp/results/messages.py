@@ -259,10 +259,7 @@ class CollectivesTask(Task, frozen=True, kw_only=True, tag="collectives"):
 
 
 class DiagnoseTask(CaseTask, frozen=True, kw_only=True, tag="diagnose"):
-    """Record when each rank reaches each collective of both sides.
-
-    Without a page, record a loop of all-reduces instead.
-    """
+    """Record when each rank reaches each collective: of both sides, or of a loop of all-reduces."""
 
 
 class StopTask(Task, frozen=True, kw_only=True, tag="stop"):
