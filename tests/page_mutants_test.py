@@ -36,7 +36,7 @@ CAUGHT = (Wrong, SideError, TooLoose, CannotTell)
 @functools.cache
 def judged_on(path):
     """Return by test each pair of a page, with the rule that the test gives."""
-    page = load_page(str(path), str(ROOT), f"mutants_of_{path.parent.name}.{path.stem}")
+    page = load_page(str(path), str(ROOT), f"pages_of_{path.parent.name}.{path.stem}")
     found = {name: pair_of(thing) for name, thing in vars(page).items()}
     given = keywords(path)
     return {name: (pair, Rule(**given[name])) for name, pair in found.items() if pair is not None}
@@ -44,7 +44,7 @@ def judged_on(path):
 
 def skips_of(path, name):
     """Return the marks with which the test says what it needs, such as torchvision."""
-    page = load_page(str(path), str(ROOT), f"mutants_of_{path.parent.name}.{path.stem}")
+    page = load_page(str(path), str(ROOT), f"pages_of_{path.parent.name}.{path.stem}")
     marks = [mark for mark in getattr(page, name).pytestmark if mark.name == "skipif"]
     return [mark for mark in marks if isinstance(mark.args[0], bool)]  # text is of the page's names
 
@@ -55,15 +55,18 @@ def keywords(path):
     return {
         test.name: {k.arg: ast.literal_eval(k.value) for k in call.keywords}
         for test in tests
+        if test.name.startswith("test_")
         for call in ast.walk(test)
         if isinstance(call, ast.Call) and ast.unparse(call.func) == "pair.assert_equivalent"
     }
 
 
 def runs_here(path):
+    if DEVICE == "cuda" or "cuda_module" not in path.read_text():
+        return True
     pairs = [pair for pair, _ in judged_on(path).values()]
     sides = [s for p in pairs for s in (p.baseline, *(v.side for v in p.variants))]
-    if DEVICE == "cuda" or not kernel_files(sides, str(ROOT)):
+    if not kernel_files(sides, str(ROOT)):
         return True
     return COMPILER is not None and f"{path.parent.name}/{path.stem[:-5]}" not in GPU_ONLY
 
