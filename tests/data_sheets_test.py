@@ -59,6 +59,29 @@ def test_rates_reach_the_same_share_of_their_data_sheet(product, rates):
     assert found.facts["from"] == SHEETS[product].source
 
 
+def test_rates_per_cycle_follow_the_sms_and_their_clock():
+    measured = Peaks("nvidia-h200", {**MEASURED, "shared": 3.3e13, "sfu": 4e12})
+    b200, a100, gb300 = (
+        estimate(product, measured).rates
+        for product in ("nvidia-b200", "nvidia-a100-sxm4-80gb", "nvidia-gb300")
+    )
+    assert b200["shared"] == pytest.approx(3.3e13 * 75 / 67)
+    assert a100["sfu"] == pytest.approx(4e12 * 2 * 19.5 / 67)  # an SM has half the fp32 lanes
+    assert "shared" not in gb300  # its data sheet has no fp32 rate
+
+
+def test_a_page_is_shown_with_predictions_from_a_data_sheet(collected, tmp_path, capsys):
+    collected(case("ch07:scan", costs=COSTS))
+    stored(tmp_path, {SCAN: result(2.0)})
+    rates(tmp_path, **MEASURED, **TIMES)
+    (tmp_path / "suites/ch07").mkdir(parents=True, exist_ok=True)
+    (tmp_path / "suites/ch07/scan_test.py").write_text('"""A scan."""\n')
+    assert app.main(["suite", "show", "ch07:scan", "--product=nvidia-b200"]) == 0
+    printed = capsys.readouterr().out
+    assert "predicted from the data sheet" in printed
+    assert "not measured: NVIDIA Blackwell data sheet" in printed
+
+
 def test_a_product_without_results_is_predicted_from_its_data_sheet(collected, tmp_path, capsys):
     collected(
         case("ch07:scan", costs=COSTS),
@@ -84,6 +107,7 @@ def test_a_product_without_results_is_predicted_from_its_data_sheet(collected, t
         "assumed: rates reach the share of the data sheet that nvidia-h200 reaches"
         " (bf16 40%, peer 100%, read 50%)",
         "assumed: fixed times, such as of a launch, are those of nvidia-h200",
+        "assumed: shared memory and special functions have nvidia-h200's rate per SM and cycle",
         "assumed: costs do not change with the L2 (nvidia-h200: 50 MB, here: unknown)",
         "1 not predicted: the data sheet lacks l2",
     ]

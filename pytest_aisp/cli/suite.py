@@ -84,8 +84,11 @@ def show(
     lines = shown.doc.splitlines()
     lines += [f"{each.path} was not read: {each.text}" for each in pages.unread]
     try:
-        products = stored_results.select_products(pages.baselines, product, Machine.here())
-        lines += predictions.page_tables(pages, products)
+        if product is not None and predictions.has_only_data_sheet(pages.baselines, product):
+            lines += ["", *predictions.data_sheet_result(pages, product, as_json=False).lines]
+        else:
+            products = stored_results.select_products(pages.baselines, product, Machine.here())
+            lines += predictions.page_tables(pages, products)
     except CliError as error:
         lines += ["", *str(error).splitlines()]
     finish(CliResult([*lines, *source_view.page_diffs(shown)]))

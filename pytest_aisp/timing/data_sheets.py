@@ -61,6 +61,11 @@ _FIGURES = {
     **dict.fromkeys(("h2d", "d2h", "pcie_both"), "pcie"),
 }
 """The table column of each rate that is scaled."""
+_PER_CYCLE = ("shared", "sfu")
+"""Rates that an SM has per cycle. They are the same on these GPUs. Data sheets lack them, but their
+fp32 rate is proportional to the SMs and their clock."""
+_FP32_LANES = {"sm80": 64}
+"""The fp32 lanes of an SM. Other archs have 128."""
 _ONE_WAY = ("peer", "busbw", "h2d", "d2h")
 """Rates in one direction of a link. The table has the sum of both directions."""
 _OTHER_KERNEL = 1.3
@@ -114,11 +119,20 @@ def estimate(product: str, measured: Peaks) -> Peaks:
 
     Rates that the data sheet lacks are left out.
     """
-    theirs, ours = SHEETS[product].figures, SHEETS[REFERENCE].figures
+    sheet, reference = SHEETS[product], SHEETS[REFERENCE]
+    theirs, ours = sheet.figures, reference.figures
     rates = {rate: value for rate, value in measured.rates.items() if rate in SECONDS}
     if "nvlink" not in theirs:
         rates = {rate: value for rate, value in rates.items() if rate not in MEETINGS}
     for rate, figure in _FIGURES.items():
         if rate in measured.rates and figure in theirs:
             rates[rate] = measured.rates[rate] * theirs[figure] / ours[figure]
-    return Peaks(product, rates, {"from": SHEETS[product].source})
+    if "fp32" in theirs:
+        cycles = _cycles(sheet) / _cycles(reference)
+        rates |= {r: measured.rates[r] * cycles for r in _PER_CYCLE if r in measured.rates}
+    return Peaks(product, rates, {"from": sheet.source})
+
+
+def _cycles(sheet: DataSheet) -> float:
+    """Return a number that is proportional to the SMs times their clock."""
+    return sheet.figures["fp32"] / _FP32_LANES.get(sheet.arch, 128)

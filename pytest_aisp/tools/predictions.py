@@ -197,17 +197,13 @@ def page_tables(catalog: Catalog, products: Sequence[str]) -> Iterator[str]:
                     for row, role in zip(_rows(case, result, times), ROLES, strict=True):
                         side = row[0], row[1]
                         rows.setdefault(side, row)  # a baseline keeps its first case's row
-                        missing.setdefault(side, _missing(times.get(role)))
+                        missing.setdefault(side, getattr(times.get(role), "rate", ""))
         if rows:
             yield from ["", f"{product}:", "", *columns([TABLE_HEADS, *rows.values()])]
             yield from assumed_peer(catalog.baselines, [product])
             yield from missing_line(list(missing.values()))
             if any(row[3].endswith(STALE) for row in rows.values()):
                 yield WHY_STALE
-
-
-def _missing(predicted: Prediction | RateMissing | None) -> str:
-    return predicted.rate if isinstance(predicted, RateMissing) else ""
 
 
 def _rows(
@@ -341,9 +337,10 @@ def _assumptions(
     yield f"not measured: {sheet.source}"
     listed = ", ".join(f"{name} {share:.0%}" for name, share in reached.items())
     yield f"assumed: rates reach the share of the data sheet that {REFERENCE} reaches ({listed})"
-    l2 = f"{sheet.figures['l2']:.0f} MB" if "l2" in sheet.figures else "unknown"
-    ours = f"{SHEETS[REFERENCE].figures['l2']:.0f} MB"
+    sizes = (s.figures.get("l2") for s in (SHEETS[REFERENCE], sheet))
+    ours, l2 = (f"{size:.0f} MB" if size else "unknown" for size in sizes)
     yield f"assumed: fixed times, such as of a launch, are those of {REFERENCE}"
+    yield f"assumed: shared memory and special functions have {REFERENCE}'s rate per SM and cycle"
     yield f"assumed: costs do not change with the L2 ({REFERENCE}: {ours}, here: {l2})"
     if missing := sorted({side.missing for side in sides if side.missing}):
         count = sum(bool(side.missing) for side in sides)
