@@ -248,11 +248,11 @@ def untraced(
 
     Args:
         value: the reference's output in float64.
-        squares: the sum of the squares of each element's terms, which is the element's squared
-            sensitivity to relative changes of the inputs.
+        squares: for each element, the sum of the squares of its terms. The root of this sum is the
+            sensitivity of the element to relative changes of the inputs.
         dtype, precision: as in `allowed`.
         terms: the number of terms in the longest sum.
-        roundings: the number of times in a row that values are rounded.
+        roundings: the number of successive roundings of a value.
     """
     u_out = UNIT[dtype]
     low = precision if precision and UNIT[precision] > u_out else None

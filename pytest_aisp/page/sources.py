@@ -277,7 +277,7 @@ def _is_triton(thing: object) -> bool:
 
 
 def _tuning(thing: object) -> str:
-    """Return as text an autotuned kernel's configurations, which any file may define."""
+    """Return an autotuned kernel's configurations as text. Any file may define them."""
     if not _is_triton(thing):
         return ""
     configs = "".join(map(_config_text, getattr(thing, "configs", ())))

@@ -202,7 +202,7 @@ class CaseRecord(Struct):
     def properties(self) -> list[tuple[str, float | str]]:
         """Return (name, value) pairs for JUnit: speedups as ratios, losses as shares, seconds.
 
-        A claim is a speedup or a word such as ``neutral``. A goal gives one pair for each side.
+        A claim is a speedup or a word such as ``neutral``. A metric has a value for each side.
         """
         found: dict[str, float | str | None] = {"verdict": self.verdict, "clock": self.clock}
         found["cause"] = self.cause

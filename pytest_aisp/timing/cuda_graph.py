@@ -243,7 +243,7 @@ def _replay(graph: torch.cuda.CUDAGraph, outputs: T, step: Callable[[], T]) -> T
 
 @functools.cache
 def _stream(device: int) -> torch.cuda.Stream:
-    """Return the only stream for captures, because cuBLAS keeps a workspace for each stream."""
+    """Return the stream of all captures. With more streams, cuBLAS would keep more workspaces."""
     import torch
 
     return torch.cuda.Stream(device)

@@ -125,7 +125,7 @@ def allocated(pool: InputPool, side: Side) -> float:
 
 
 def reserved(pool: InputPool, side: Side) -> float:
-    """Return the peak of the bytes that the allocator reserves on a GPU for calls of `side`.
+    """Return the most bytes of GPU memory that the allocator reserves during calls of `side`.
 
     This includes the initial state, and the memory that the driver reserves for memory nodes of
     graphs, but not the inputs.
