@@ -1,4 +1,4 @@
-"""A seat: a process on a node that has GPUs assigned by Ray, and starts pytest on them.
+"""A seat is a process on a node. Ray assigns GPUs to the seat, which starts pytest on them.
 
 This module does not import Ray. The module `bridge` turns `Seat` into a Ray actor.
 """
@@ -146,7 +146,7 @@ class Seat:
 
 
 class SharedStart:
-    """The start of a seat on several nodes: first the rank servers, and then pytest.
+    """Start a seat on several nodes: first the rank servers, and then pytest.
 
     Args:
         nodes: the nodes. pytest runs on the first one.

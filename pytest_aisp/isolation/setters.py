@@ -1,8 +1,8 @@
 """Record each change of a CPU setting, even if a side restores the setting before its call ends.
 
-A comparison of the settings before and after a call does not detect such a change. So `install`
-wraps the functions that change settings before a page is imported. The wrapped functions still
-work. Libraries such as `torch.export` also change these settings, so changes by libraries are not
+A comparison of the settings before and after a call does not detect such a change. So before a page
+is imported, `install` wraps the functions that change settings. The wrapped functions still work.
+Libraries such as `torch.export` also change these settings, so changes by libraries are not
 recorded.
 """
 

@@ -233,7 +233,7 @@ def _orders(count: int, rng: random.Random) -> list[str]:
 
 
 def _valid_blocks(call: int, samples: Samples) -> int:
-    """Return the number of valid blocks before the `call`-th call of `PairTimer.disturbance`.
+    """Return how many blocks were valid when `PairTimer.disturbance` was called the `call`-th time.
 
     `disturbance` is also called after the discarded block and after dropped blocks.
     """
