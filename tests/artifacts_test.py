@@ -154,7 +154,7 @@ def test_an_empty_journal_does_not_block_a_run(tmp_path):
     artifacts.release()
 
 
-def test_a_folder_has_one_run_at_a_time(page, pytester):
+def test_a_folder_has_one_run_at_a_time(page, pytester, forked_processes):
     page()
     pytester.runpytest_subprocess("--aisp-check", "--aisp-artifacts=out")
     before = contents(pytester.path / "out")

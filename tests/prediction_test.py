@@ -120,7 +120,7 @@ def test_an_older_run_is_read_without_predicted_times(predicting, pytester):
 
 
 def test_a_row_keeps_the_error_of_timed_outputs_and_the_precision(
-    timed_page, pytester, monkeypatch
+    timed_page, pytester, forked_processes, monkeypatch
 ):
     read, errors = case.read_timing, {"added": 0.0, "doubled": 2e-3}
 
@@ -179,7 +179,7 @@ def test_the_note_names_every_unexplained_side():
     ],
 )
 def test_a_note_says_after_how_many_calls_preparing_a_side_pays(
-    page, gpu, pytester, monkeypatch, seconds, note
+    page, gpu, pytester, forked_processes, monkeypatch, seconds, note
 ):
     read = case.read_timing
 
