@@ -216,8 +216,8 @@ def _one_hot(tensor: torch.Tensor) -> str:
     """Make rows one-hot, in place, if the magnitudes of each row sum to 1, or if its norm is 1.
 
     Rows may lie along any dimension. The largest element of a row becomes 1 or -1. The tensor is
-    kept if rows along several dimensions have the property, or if two elements of a row are the
-    largest. Return a remark, or an empty string if the rows have neither property.
+    not changed if rows along several dimensions have such a sum or norm, or if a row has several
+    largest elements. Return a remark, or an empty string if no rows have such a sum or norm.
     """
     for order, words in NORMS.items():
         dims = [dim for dim in range(tensor.dim()) if _rows_have_norm_one(tensor, order, dim)]

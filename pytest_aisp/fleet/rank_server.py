@@ -7,8 +7,8 @@ begins with one of these messages:
 
 - ``("reach", servers)``: connect to them. Reply with the first one that cannot be reached and with
   the error, or with None.
-- ``("lease", gpus, shared)``: hold leases until the connection ends. Reply with
-  ``("waiting", text)`` or ``("error", text)``, and with None when the leases are held.
+- ``("lease", gpus, shared)``: hold leases until the connection ends. The reply is None when the
+  leases are held. Until then, replies are ``("waiting", text)`` or ``("error", text)``.
 - ``("ranks", count, environment, nodes, tree, paths)``: start ranks, which end with the connection.
   Then ``("tree", path, data)`` brings old code, and each ``("task", line, seconds)`` gets a line.
 """

@@ -35,8 +35,8 @@ class Chapter(NamedTuple):
 def select_products(baselines: Path, product: str | None, machine: Machine) -> list[str]:
     """Return the stored products that have one or several GPUs of the type `product`.
 
-    The default is the only stored product. If several products are stored, the default is this
-    machine's product.
+    If `product` is None and results of only one product are stored, that product is used. If
+    several products are stored, this machine's product is used.
     """
     stored = stored_products(baselines)
     bases = sorted({base_of(name) for name in stored})

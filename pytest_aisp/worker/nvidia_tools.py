@@ -1,7 +1,7 @@
 """Run a side under Nsight Systems (`nsys`), Nsight Compute (`ncu`) or compute-sanitizer.
 
-A profiler runs a program that runs one side, without pipes or time limits. So a user can run the
-same command again by hand with other options.
+The tool starts a program that runs one side. The program needs no pipes and has no time limit, so a
+user can run the same command again by hand with other options.
 """
 
 from __future__ import annotations
