@@ -145,8 +145,8 @@ def recorded_earlier(pages, gpu, recorded, pytester):
     recorded()
     path = pytester.path / "baselines" / "simulated-gpu" / "ch99.json"
     now, stored = path.read_text(), store.load(path)
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", catalog.COLLECTOR]
-    pytester.run(*command, "--aisp-catalog=catalog.json")
+    options = ["--collect-only", "-q", "-p", catalog.COLLECTOR, "--aisp-catalog=catalog.json"]
+    pytester.runpytest_subprocess(*options)
     (case,) = json.loads((pytester.path / "catalog.json").read_text())["cases"]
     results = {k: replace(r, sources=case["text_sources"]) for k, r in stored.results.items()}
     path.write_text(store.dump(store.Stored(stored.product, stored.environments, results)))
