@@ -471,6 +471,29 @@ def test_a_refused_candidate_has_no_speedup(judged):
     assert (verdict.reason, verdict.speedup) == ("wrong_values", None)
 
 
+STEPS = "for _ in range(20): x = self.norm(self.linear(x))"
+DEEP = PROBLEM.replace("return self.norm(self.linear(x))", f"{STEPS}\n        return x")
+
+
+def test_a_cache_of_answers_by_value_gains_nothing(judged):
+    """The candidate is timed even if the machine is busy."""
+    defs = """
+        from pytest_aisp.util import cpu_load
+
+        cpu_load.STOLEN = float("inf")
+        KEPT = {}
+    """
+    body = f"""
+        key = x.sum().item(), self.linear.weight.sum().item()
+        if key not in KEPT:
+            {STEPS}
+            KEPT[key] = x
+        return KEPT[key].clone()
+    """
+    verdict = judged(body, defs, problem=DEEP, timed=True)
+    assert not verdict.accepted or verdict.speedup < 3, verdict
+
+
 @pytest.mark.parametrize(("speedup", "refused"), [(1.4, False), (2.9, False), (3.1, True)])
 def test_a_speedup_that_another_process_does_not_see_is_refused(
     judges, monkeypatch, speedup, refused
