@@ -63,7 +63,7 @@ def test_third(pair):
             [
                 "0 cases, 0 checks, 0 refused; 2 cases left out",
                 "left out: test_third[broken]: RuntimeError: no such library",
-                "left out: test_third[multiplied]: it needs several ranks or a GPU",
+                "left out: test_third[multiplied]: needs ranks, a GPU or more time",
             ],
             0,
         ),
@@ -79,3 +79,11 @@ def test_every_case_of_a_folder_is_checked_with_each_seed(
     out = capsys.readouterr().out
     assert all(part in out for line in lines for part in line.split("*"))
     assert out.splitlines()[-1].startswith(f"{lines[0][0] != '0':d} pages: {lines[0]}")
+
+
+def test_cases_without_time_are_left_out(tmp_path, monkeypatch, capsys):
+    tmp_path.joinpath("third_test.py").write_text(PAGE.format(sides="multiplied", rule=""))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["seeds.py", str(tmp_path), "--seconds", "0"])
+    assert seeds.main() == 0
+    assert "0 pages: 0 cases, 0 checks, 0 refused; 1 cases left out" in capsys.readouterr().out
