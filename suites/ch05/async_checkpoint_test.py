@@ -35,7 +35,7 @@ from types import SimpleNamespace
 import torch
 from torch.nn import functional as F
 
-from pytest_aisp import Cost, Work, compare
+from pytest_aisp import Cost, Variant, Work, compare
 
 from .unnamed_files import new_file, path_of
 
@@ -173,7 +173,7 @@ def staged_cost(layers, width, batch):
 
 @compare(
     baseline=blocking,
-    optimized=[staged, threaded],
+    optimized=[Variant(staged, at_least={"sm90": "neutral", "cpu": "yardstick"}), threaded],
     state=state,
     inputs=inputs,
     reference=reference,

@@ -181,7 +181,12 @@ def copied(count, size):
 @pytest.mark.skipif("not on_a_disk()", reason=NEEDS_DISK)
 @compare(
     baseline=buffered,
-    optimized=[Variant(mapped, at_least="yardstick"), advised, threads, direct],
+    optimized=[
+        Variant(mapped, at_least="yardstick"),
+        Variant(advised, at_least={"sm90": "neutral", "cpu": "yardstick"}),
+        threads,
+        direct,
+    ],
     state=state,
     inputs=inputs,
     reference=reference,
