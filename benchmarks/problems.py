@@ -30,10 +30,10 @@ from typing import Any
 import msgspec
 
 from pytest_aisp.cli.judge import lines
+from pytest_aisp.judging.candidate_verdict import Verdict
 from pytest_aisp.judging.files import run_problem
 from pytest_aisp.judging.judge import Judge
 from pytest_aisp.judging.processes import Processes
-from pytest_aisp.judging.verdict import Verdict
 from pytest_aisp.util import pytree
 from pytest_aisp.util.device import Machine
 

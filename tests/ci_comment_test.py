@@ -13,7 +13,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from pytest_aisp.tools.gate_comment import LIMIT, MARKER
+from pytest_aisp.tools.ci_gate_comment import LIMIT, MARKER
 
 SCRIPT = Path(__file__).parents[1] / "ci/comment.py"
 TEXT = f"{MARKER}\n## Performance gate: red\n"

@@ -10,7 +10,7 @@ from fake_results import fake_catalog
 from msgspec import structs
 
 from pytest_aisp.cli import app
-from pytest_aisp.report.history import read_history
+from pytest_aisp.report.history_data import read_history
 from pytest_aisp.results import history
 from pytest_aisp.results.history import CodeGate, HistoryLine
 from pytest_aisp.results.run_reader import RunError

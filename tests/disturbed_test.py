@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from pytest_aisp.tools import gate_runs
+from pytest_aisp.tools import ci_gate_runs
 
 ALWAYS = {"throttle": 1.0}
 WHO = "20 blocks were disturbed: thermal slowdown (simulated)"
@@ -54,10 +54,11 @@ def test_a_disturbed_case_is_not_red_and_the_run_exits_17(restless, pytester, wo
         [WHO],
     )
     assert WHO in (pytester.path / "a" / "report.html").read_text()
-    found = gate_runs.read(pytester.path / "a")
+    found = ci_gate_runs.read(pytester.path / "a")
     assert found.status == f"1 of 1 cases were disturbed ({WHO})"
-    assert gate_runs.judge([found], ["simulated-gpu"]).exit_code == 1  # nothing timed that product
-    assert gate_runs.judge([found], []).exit_code == 17
+    missing = ci_gate_runs.judge([found], ["simulated-gpu"])  # nothing timed that product
+    assert missing.exit_code == 1
+    assert ci_gate_runs.judge([found], []).exit_code == 17
     replayed = pytester.runpytest_subprocess("--aisp-replay=a", "-v")
     replayed.stdout.fnmatch_lines([f"*DISTURBED: {WHO}*"])
     assert replayed.ret == 17

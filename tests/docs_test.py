@@ -21,7 +21,7 @@ from _pytest.fixtures import FixtureFunctionDefinition
 
 from pytest_aisp import plugin
 from pytest_aisp.cli import app
-from pytest_aisp.tools import catalog, history, stored_results
+from pytest_aisp.tools import catalog, history_changes, stored_results
 
 ROOT = Path(__file__).parents[1]
 SHOWN = re.compile(r"^(?:\$ )?(aisp .*?)(?: +[#>|].*)?$", re.MULTILINE)
@@ -262,7 +262,7 @@ def test_command_line_in_the_documents_runs(line, tmp_path, monkeypatch, capsys)
     fake_results.stored(tmp_path, again, product="simulated-gpu")  # what the run has measured
     for folder in ("out", "mon", "tue", "artifacts/latest"):
         shutil.copytree(ROOT / "tests/data/run", tmp_path / folder)
-    history.add_result([tmp_path / "mon"], tmp_path / "history")
+    history_changes.add_result([tmp_path / "mon"], tmp_path / "history")
     commit_twice(tmp_path)
     shutil.rmtree(tmp_path / "baselines/simulated-gpu")  # with two, none could be chosen
     monkeypatch.chdir(tmp_path)

@@ -17,8 +17,8 @@ import pytest
 from pytest_aisp.cli import app
 from pytest_aisp.cli.judge import CODES
 from pytest_aisp.judging import judge as judge_module
+from pytest_aisp.judging.candidate_verdict import REASONS, Refused
 from pytest_aisp.judging.judge import Judge
-from pytest_aisp.judging.verdict import REASONS, Refused
 from pytest_aisp.results.task_results import TimeResult
 from pytest_aisp.util.device import cpu_machine
 

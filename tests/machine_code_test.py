@@ -19,7 +19,7 @@ from pytest_aisp.kernels.machine_code import MOST_LINES
 from pytest_aisp.results import run_reader, store
 from pytest_aisp.results.messages import Reply
 from pytest_aisp.results.models import Stored
-from pytest_aisp.session import changed_code
+from pytest_aisp.session import code_gate
 
 pytest.importorskip("triton")
 pytest.importorskip("cuda.bindings", reason="needs NVRTC: pip install cuda-core cuda-bindings")
@@ -479,5 +479,5 @@ def test_without_an_answer_of_the_compiler_a_side_is_timed(fault, notes):
     client = SimpleNamespace(
         run=run, machine=machine, task=lambda *_, **__: None, timeout=1, notes=[]
     )
-    assert changed_code._launched(client, None).why_timed == {}
+    assert code_gate._launched(client, None).why_timed == {}
     assert client.notes == notes

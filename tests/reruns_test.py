@@ -13,7 +13,7 @@ from pytest_aisp.isolation import monkeypatches
 from pytest_aisp.results import run_reader
 from pytest_aisp.results.verdict import Reading
 from pytest_aisp.session.case_client import CaseClient
-from pytest_aisp.session.judge import remeasuring
+from pytest_aisp.session.judge_case import remeasuring
 
 CASE = "ch99/doubling_test.py::test_doubling[[]doubled-n1001[]]"
 TIMES = {"added": 2e-5, "doubled": 1e-5}

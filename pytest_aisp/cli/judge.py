@@ -14,7 +14,7 @@ from ..util.cli_result import CliError
 from .console import parse_option, print_line
 
 if TYPE_CHECKING:
-    from ..judging.verdict import Verdict
+    from ..judging.candidate_verdict import Verdict
 
 Sizes = Annotated[
     list[str] | None,

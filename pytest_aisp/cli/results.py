@@ -188,12 +188,12 @@ def history(
     as_json: Json = False,
 ) -> None:
     """Show how the speedup of each case changed over runs."""
-    from ..tools import history
+    from ..tools import history_changes
 
     if add and confirm:
         raise CliError("--add lists nothing; use --confirm in a second command")
     if add:
-        finish(history.add_result(add, folder))
+        finish(history_changes.add_result(add, folder))
     failed = 0
     if confirm:
         import signal
@@ -204,7 +204,7 @@ def history(
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         with show_progress() as progress:
             failed = confirm_changes.confirm(folder, case, tell=progress, say=print_error)
-    result = history.history_result(folder, case=case, as_json=as_json)
+    result = history_changes.history_result(folder, case=case, as_json=as_json)
     finish(replace(result, code=1) if failed else result)
 
 
@@ -239,13 +239,13 @@ def gate(
     ] = False,
 ) -> None:
     """Combine the runs of several machines into one verdict."""
-    from ..tools import gate, gate_comment, gate_runs
+    from ..tools import ci_gate, ci_gate_comment, ci_gate_runs
 
     expected = [product for product in products.split(",") if product]
-    found = gate_runs.collect(folders, expected, report_only=report_only)
-    result = gate.gate_result(found, form)
+    found = ci_gate_runs.collect(folders, expected, report_only=report_only)
+    result = ci_gate.gate_result(found, form)
     if comment is not None:
-        result = store_measured(result, lambda: gate_comment.write(found, comment))
+        result = store_measured(result, lambda: ci_gate_comment.write(found, comment))
     if found.unreadable:
         raise CliError("\n".join(found.unreadable), found.exit_code)
     finish(result)

@@ -42,8 +42,8 @@ from ..util.device import Machine
 from ..util.gpu_lease import lease
 from ..worker.client import WorkerProcess
 from ..worker.sandbox import seconds_per_call
+from .candidate_verdict import BY_ERROR, Refused, Verdict, refused_by, set_speedup
 from .processes import Processes, peak_bytes
-from .verdict import BY_ERROR, Refused, Verdict, refused_by, set_speedup
 
 T = TypeVar("T")
 

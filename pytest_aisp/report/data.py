@@ -23,7 +23,7 @@ from ..results.task_results import HierarchyResult
 from ..results.verdict import LOOK
 from ..worker.ncu_counters import Counters
 from ..worker.timeline import MAX_BARS, Timeline
-from .history import merged
+from .history_data import merged
 from .run import VERDICTS, Process, ReportCase, ReportRun, cleaned, lenient, shortened
 from .source_view import Page, diff
 

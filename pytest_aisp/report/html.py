@@ -23,7 +23,7 @@ from ..results.row import digits, duration
 from ..results.verdict import DISTURBED, LOOK, RED
 from ..util.cli_result import CliError, CliResult
 from .data import ReportData, report_data
-from .history import read_history
+from .history_data import read_history
 from .run import VERDICTS, ReportCase, ReportRun, read_hierarchy
 
 PARTS = Path(__file__).parent / "page"

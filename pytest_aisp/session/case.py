@@ -21,10 +21,10 @@ from ..results.verdict import Cause, Finding
 from .canary import offer_to_canary
 from .case_client import CaseClient
 from .cause import SAME_CODE
-from .changed_code import sides_to_time
+from .code_gate import sides_to_time
 from .collect import CaseLocation
 from .counting import MetricJudgement, count_and_judge, replays
-from .judge import Judgement, judge_changed_side, judge_speedup
+from .judge_case import Judgement, judge_changed_side, judge_speedup
 from .measurement import Timing, read_timing
 from .placement import kernels_of, placement_of
 from .recording import add_sources_and_metrics, record, repeat_aa

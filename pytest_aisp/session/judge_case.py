@@ -20,7 +20,7 @@ from ..results.verdict import CODE_IS_AS_FAST, Cause, Decision, Finding, Gate, R
 from ..worker.client import Worker
 from .case_client import CaseClient, reading
 from .cause import SAME_CODE, cause_of, evidence
-from .changed_code import with_compiler
+from .code_gate import with_compiler
 from .measurement import Timing
 from .run_context import Failed, Unrecorded
 from .stored_result import Differences, StoredResult

@@ -9,8 +9,8 @@ from ..kernels.capture_launches import merge_choices
 from ..page.pair import ROLES
 from ..results.row import Recording
 from ..results.verdict import Finding
-from .changed_code import machine_code
-from .judge import judge_aa_repeat, judge_recorded_claim
+from .code_gate import machine_code
+from .judge_case import judge_aa_repeat, judge_recorded_claim
 from .measurement import Timing
 from .run_context import Failed
 

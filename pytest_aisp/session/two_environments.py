@@ -43,7 +43,7 @@ from ..timing import schedule
 from ..timing.schedule import Budget, Samples, join
 from ..worker.client import Worker
 from .case_client import CaseClient, reading
-from .judge import judge_against
+from .judge_case import judge_against
 from .other_environment import OtherEnvironment
 from .run_context import Failed, MachineDisturbed
 from .stored_result import StoredResult

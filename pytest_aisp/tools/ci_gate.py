@@ -12,9 +12,9 @@ from typing import NamedTuple
 import msgspec
 
 from ..util.cli_result import CliResult
-from . import gate_comment
-from .gate_comment import TITLE, why
-from .gate_runs import Gate
+from . import ci_gate_comment
+from .ci_gate_comment import TITLE, why
+from .ci_gate_runs import Gate
 
 
 def gate_result(gate: Gate, form: str) -> CliResult:
@@ -74,7 +74,7 @@ def as_json(gate: Gate) -> list[str]:
 
 FORMS: dict[str, Callable[[Gate], list[str]]] = {
     "text": text,
-    "markdown": gate_comment.markdown,
+    "markdown": ci_gate_comment.markdown,
     "github": github,
     "gitlab": gitlab,
     "json": as_json,

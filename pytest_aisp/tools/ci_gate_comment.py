@@ -14,7 +14,7 @@ from ..results.run_reader import replace
 from ..results.verdict import LOOK, ORDER, RED
 from ..util import svg
 from ..util.cli_result import CliError
-from .gate_runs import Gate, GateRun
+from .ci_gate_runs import Gate, GateRun
 
 TITLE = "Performance gate"
 MARKER = "<!-- aisp gate -->"

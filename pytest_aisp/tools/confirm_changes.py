@@ -16,7 +16,7 @@ from ..util.git import GitError
 from . import catalog
 from .commit_runs import CommitRuns
 from .commits import find_commit, worktree
-from .history import name_of, read, unconfirmed
+from .history_changes import name_of, read, unconfirmed
 
 Say = Callable[[str], None]
 

@@ -13,7 +13,7 @@ import fake_results
 import pytest
 
 from pytest_aisp.cli import app
-from pytest_aisp.tools import gate_comment
+from pytest_aisp.tools import ci_gate_comment
 
 HOSTILE = [
     "a|b `c` ``d``",
@@ -76,7 +76,7 @@ def rendered(tokens):
         elif token.type in ("td_open", "th_open"):
             tables[-1][-1].append(cell_text(tokens[at + 1].children))
         elif token.type == "html_block":
-            assert token.content.strip() == gate_comment.MARKER
+            assert token.content.strip() == ci_gate_comment.MARKER
     return tables
 
 
@@ -106,7 +106,7 @@ def test_two_products_with_a_red_case_each(run, comment):
         ["b200", "nvidia-b200", "2", "1 of 2 cases are red"],
         ["-", "nvidia-b300", "0", "missing"],
     ]
-    assert red[0] == list(gate_comment.CASE_HEADS)
+    assert red[0] == list(ci_gate_comment.CASE_HEADS)
     assert red[1] == [
         "nvidia-h200",
         "gemm: tiled, n=64",
@@ -247,8 +247,8 @@ def test_the_plot_shows_the_worst_cases_first(run, comment):
     assert texts[0] == "Performance gate: red"
     assert texts[-1] == "and 22 more cases"
     points = [float(element.get("cx")) for element in drawn.iter(f"{svg}circle")]
-    assert points[1] == gate_comment.LEFT < points[0] < points[2]  # a factor of 100 is cut off
-    middle = (gate_comment.LEFT + gate_comment.RIGHT) / 2
+    assert points[1] == ci_gate_comment.LEFT < points[0] < points[2]  # a factor of 100 is cut off
+    middle = (ci_gate_comment.LEFT + ci_gate_comment.RIGHT) / 2
     assert points[0] < middle < points[2]
     ends = [(float(e.get("x1")), float(e.get("x2"))) for e in drawn.iter(f"{svg}line")][5:]
     assert ends[0][0] < points[0] < ends[0][1]
