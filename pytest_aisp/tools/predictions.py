@@ -197,7 +197,9 @@ def page_tables(catalog: Catalog, products: Sequence[str]) -> Iterator[str]:
                     for row, role in zip(_rows(case, result, times), ROLES, strict=True):
                         side = row[0], row[1]
                         rows.setdefault(side, row)  # a baseline keeps its first case's row
-                        missing.setdefault(side, getattr(times.get(role), "rate", ""))
+                        time = times.get(role)
+                        rate = time.rate if isinstance(time, RateMissing) else ""
+                        missing.setdefault(side, rate)
         if rows:
             yield from ["", f"{product}:", "", *columns([TABLE_HEADS, *rows.values()])]
             yield from assumed_peer(catalog.baselines, [product])
