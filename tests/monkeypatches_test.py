@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import pytest_aisp
+from pytest_aisp.checking import compare, numerics
 from pytest_aisp.checking.inputs import InputPool
 from pytest_aisp.isolation import monkeypatches
 from pytest_aisp.page.pair import SideError
@@ -57,6 +58,42 @@ def test_replacing_a_function_of_ours_is_refused_by_name(owner, original):
         setattr(owner, original.__name__, replacement)
     monkeypatches.put_back()
     assert getattr(owner, original.__name__) is original
+
+
+def no_error(self):
+    return 0.0
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (lambda: setattr(compare, "RMS", 1e30), "compare.RMS"),
+        (lambda: numerics.UNIT.update(float32=1.0), "numerics.UNIT"),
+        (lambda: setattr(compare.Comparison, "score", property(no_error)), "Comparison.score"),
+        (lambda: setattr(compare.scatter, "__code__", no_error.__code__), "the code of"),
+        (lambda: setattr(compare.compare, "__defaults__", (None,)), "the code of"),
+    ],
+)
+def test_a_changed_constant_property_or_code_of_ours_is_refused_and_undone(change, name):
+    def now():
+        functions = compare.scatter.__code__, compare.compare.__defaults__
+        return compare.RMS, dict(numerics.UNIT), compare.Comparison.score, functions
+
+    before = now()
+    with (
+        pytest.raises(SideError, match=f"^doubled replaced .*{name}"),
+        monkeypatches.watching("doubled"),
+    ):
+        change()
+    monkeypatches.put_back()
+    assert now() == before
+
+
+def test_a_test_that_changes_a_constant_before_the_page_is_loaded_is_not_accused(monkeypatch):
+    monkeypatch.setattr(compare, "RMS", 2.0)
+    monkeypatches.remember()
+    with monkeypatches.watching("doubled"):
+        pass
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """Detect replaced functions: clocks, waits, arithmetic, and the functions of this package.
 
-`remember` stores the original functions before a page is loaded, and `replaced` compares them by
-identity. `watching` refuses a side that replaces a watched function or does not reset a setting.
+`remember` stores the original functions, their code, and the constants of this package before a
+page is loaded, and `replaced` compares them by identity. `watching` refuses a side that replaces
+what is watched, or does not reset a setting.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import ModuleType
+from copy import copy
+from types import FunctionType, ModuleType
 from typing import Any
 
 from ..page.pair import SideError
@@ -52,23 +54,36 @@ COVERAGE_VARIABLES = ("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG", "COV_
 
 _Attribute = tuple[object, str]
 _originals: dict[str, tuple[_Attribute, object]] = {}
+_codes: dict[str, tuple[Any, tuple[object, object, object]]] = {}
+"""Each function of this package, with its code, its defaults and its keyword defaults."""
+_constants: dict[str, tuple[_Attribute, Any, Any]] = {}
+"""The constants of this package. The last value is a copy if a constant can change in place."""
 _torch_originals: dict[tuple[Any, str], object] = {}
 
 
 def remember() -> None:
-    """Store every watched function in its current form. Call this before a page is loaded."""
+    """Store what is watched in its current form. Call this before a page is loaded."""
     install()
     if not _originals:
         for name in watched_modules():
             importlib.import_module(name)
         _originals.update({name: (place, _value(place)) for name, place in _attributes()})
+        _codes.update(_codes_now())
         _torch_originals.update(_torch_functions())
+    _constants.update(_constants_now())
 
 
 def replaced() -> str | None:
-    """Return the name of a watched function that was replaced, or None."""
+    """Return the name of a watched function or constant that was replaced, or None."""
     for name, ((owner, attribute), original) in _originals.items():
         if getattr(owner, attribute, None) is not original:  # for thousands: without a call
+            return name
+    for name, (function, (code, defaults, keywords)) in _codes.items():
+        same = function.__code__ is code and function.__defaults__ is defaults
+        if not same or function.__kwdefaults__ != keywords:
+            return f"the code of {name}"
+    for name, ((owner, attribute), original, content) in _constants.items():
+        if getattr(owner, attribute, None) is not original or _differs(original, content):
             return name
     return None
 
@@ -90,10 +105,21 @@ def _replaced_by_a_page() -> str | None:
 
 
 def put_back() -> None:
-    """Restore all watched functions that were replaced."""
+    """Restore all watched functions that were replaced. A refusal has restored the constants."""
     for place, original in _originals.values():
         if _value(place) is not original:
             setattr(*place, original)
+    for function, (code, defaults, keywords) in _codes.values():
+        function.__code__, function.__defaults__ = code, defaults
+        function.__kwdefaults__ = copy(keywords)
+
+
+def _put_back_constants() -> None:
+    for place, original, content in _constants.values():
+        setattr(*place, original)
+        if _differs(original, content):
+            original.clear()
+            (original.extend if isinstance(original, list) else original.update)(content)
 
 
 def watched_modules() -> list[str]:
@@ -132,6 +158,32 @@ def _attributes() -> Iterator[tuple[str, _Attribute]]:
         yield from _functions(sys.modules[name])
 
 
+def _codes_now() -> dict[str, tuple[Any, tuple[object, object, object]]]:
+    """Return each watched function of this package by its own name, with what it runs."""
+    functions = [value for _, value in _originals.values() if isinstance(value, FunctionType)]
+    package = __name__.partition(".")[0]
+    return {
+        f"{f.__module__}.{f.__qualname__}": (
+            f,
+            (f.__code__, f.__defaults__, copy(f.__kwdefaults__)),
+        )
+        for f in functions
+        if f.__module__.startswith(f"{package}.")
+    }
+
+
+def _differs(original: object, content: object) -> bool:
+    return original is not content and original != content
+
+
+def _constants_now() -> Iterator[tuple[str, tuple[_Attribute, Any, Any]]]:
+    for module in map(sys.modules.__getitem__, watched_modules()):
+        for name, value in vars(module).items():
+            if name.isupper() and not name.startswith("__"):
+                content = copy(value) if isinstance(value, dict | list | set) else value
+                yield f"{module.__name__}.{name}", ((module, name), value, content)
+
+
 def _functions(module: ModuleType) -> Iterator[tuple[str, _Attribute]]:
     for name, value in vars(module).items():
         if callable(value):
@@ -144,7 +196,8 @@ def _methods(prefix: str, kind: type) -> Iterator[tuple[str, _Attribute]]:
     for name in dir(kind):
         method = getattr(kind, name, None)
         # Each access to a class method creates a new object, so identity cannot be compared.
-        if callable(method) and not name.startswith("__") and method is getattr(kind, name):
+        watched = callable(method) or isinstance(method, property)
+        if watched and not name.startswith("__") and method is getattr(kind, name):
             yield f"{prefix}.{name}", (kind, name)
     if "__call__" in vars(kind):
         yield f"{prefix}.__call__", (kind, "__call__")
@@ -164,6 +217,7 @@ def watching(name: str, owns: Sequence[str] = ()) -> Iterator[None]:
         SideError: if anything else was changed. The message names the change.
     """
     if enabled("own-clock") and (function := replaced() or _replaced_by_a_page()):
+        _put_back_constants()
         raise SideError(
             f"{function} was replaced before {name} ran; times and results cannot be trusted\n"
             "The import of the page, its inputs or its reference must not replace it"
@@ -196,6 +250,7 @@ def _check_functions(name: str, before: Mapping[tuple[Any, str], object]) -> Non
             function = function or _torch_name((module, attribute))
             setattr(module, attribute, original)
     if function:
+        _put_back_constants()
         raise SideError(f"{name} replaced {function}; its times and results cannot be trusted")
 
 
