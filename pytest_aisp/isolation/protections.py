@@ -42,7 +42,7 @@ PROTECTIONS = {
     " a moment",
     "malloc": "each window on the clock of the CPU starts with the same parameters of malloc",
     "threads": "no thread, child process or timer of a side runs after its call",
-    "own-clock": "clocks, waits, comparisons, torch and the plugin are as they were before the page",
+    "own-clock": "clocks, waits, comparisons, torch and the plugin are as before the page",
     "no-imports": "no module is imported inside a timed window in which a side's Python runs",
     "no-compiling": "nothing is compiled inside a timed window in which a side's Python runs",
     "untraced": "no tracer, profiler or debugger runs while something is timed",
