@@ -13,6 +13,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from worker_processes import ANY_LOAD
 
 from pytest_aisp.cli import app
 from pytest_aisp.cli.judge import CODES
@@ -475,14 +476,8 @@ STEPS = "for _ in range(20): x = self.norm(self.linear(x))"
 DEEP = PROBLEM.replace("return self.norm(self.linear(x))", f"{STEPS}\n        return x")
 
 
-def test_a_cache_of_answers_by_value_gains_nothing(judged):
-    """The candidate is timed even if the machine is busy."""
-    defs = """
-        from pytest_aisp.util import cpu_load
-
-        cpu_load.STOLEN = float("inf")
-        KEPT = {}
-    """
+def test_a_cache_of_answers_by_value_gains_nothing(judged, monkeypatch):
+    monkeypatch.syspath_prepend(ANY_LOAD)
     body = f"""
         key = x.sum().item(), self.linear.weight.sum().item()
         if key not in KEPT:
@@ -490,7 +485,7 @@ def test_a_cache_of_answers_by_value_gains_nothing(judged):
             KEPT[key] = x
         return KEPT[key].clone()
     """
-    verdict = judged(body, defs, problem=DEEP, timed=True)
+    verdict = judged(body, "KEPT = {}", problem=DEEP, timed=True)
     assert not verdict.accepted or verdict.speedup < 3, verdict
 
 

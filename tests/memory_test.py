@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fake_driver import Driver, MemoryAttribute
+from worker_processes import ANY_LOAD
 
 from pytest_aisp.results import store
 from pytest_aisp.results.messages import CountTask
@@ -111,9 +112,9 @@ def test_without_a_gpu_memory_is_not_measured(page, pytester):
     page(body=ALONE.format(0.5))
     result = pytester.runpytest_subprocess("-v")
     result.stdout.fnmatch_lines(["*CHECKED*", "*1 checked*"])
-    busy = "from pytest_aisp.util import cpu_load\n\ncpu_load.STOLEN = float('inf')"
+    pytester.makeconftest(f"import sys\n\nsys.path.insert(0, {ANY_LOAD!r})")
     more = "cpu_sizes=[{'n': 99}],"
-    page(body=BODY.format(0.5), more=more, at_least="'yardstick'", defs=busy)
+    page(body=BODY.format(0.5), more=more, at_least="'yardstick'")
     result = pytester.runpytest_subprocess("-vv", "-m", "aisp_cpu")
     result.stdout.fnmatch_lines(["*NEW*", "*memory: measured on GPUs only*"])
 

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 from ranks_test import ENVIRONMENT, LAST, SHORT, quiet, task, write
-from worker_processes import alive_workers, wait_for
+from worker_processes import ANY_LOAD, alive_workers, wait_for
 
 from pytest_aisp.distributed import multi_node
 from pytest_aisp.distributed.launcher import LOST_HINT, merged
@@ -97,14 +97,15 @@ def spanning():
 KEEPS_FILE = "open(os.path.dirname(__file__) + f'/ran-{dist.get_rank()}', 'w').close()"
 
 
-def test_ranks_of_two_machines_check_and_time_each_in_its_own_tree(two, spanning, tmp_path):
+def test_ranks_of_two_machines_check_and_time_each_in_its_own_tree(
+    two, spanning, tmp_path, monkeypatch
+):
     page = write(two.here, "span", KEEPS_FILE)
     # No test is about its own speed: waiting for a core is no disturbance here.
-    patience = "from pytest_aisp.util import cpu_load\n\ncpu_load.STOLEN = float('inf')\n"
-    page.write_text(page.read_text().replace("import os\n", patience + "import os\n", 1))
+    monkeypatch.syspath_prepend(ANY_LOAD)
     old = tmp_path / "old"
     shutil.copytree(two.here, old)
-    ranks = spanning(two.start().machines)
+    ranks = spanning(two.start(PYTHONPATH=ANY_LOAD).machines)
     assert ranks.ask(task(page), 120, quiet).message == ""
     assert sorted(file.name for file in two.here.glob("ch99/ran-*")) == ["ran-0"]
     assert sorted(file.name for file in two.there.glob("ch99/ran-*")) == ["ran-1"]

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from worker_processes import alive_workers, wait_for
+from worker_processes import ANY_LOAD, alive_workers, wait_for
 
 from pytest_aisp.distributed.launcher import Nodes, RankSet
 from pytest_aisp.results.messages import CheckTask, Task, TimeTask
@@ -227,12 +227,11 @@ def running(pid: int) -> bool:
         return False
 
 
-def test_ranks_of_two_launchers_measure_together(ranks, tmp_path, unused_port):
+def test_ranks_of_two_launchers_measure_together(ranks, tmp_path, unused_port, monkeypatch):
     """Two launchers stand for two machines; each sees its own rank alone."""
     path = write(tmp_path, "apart")
     # No test is about its own speed: waiting for a core is no disturbance here.
-    patience = "from pytest_aisp.util import cpu_load\n\ncpu_load.STOLEN = float('inf')\n"
-    path.write_text(path.read_text().replace("import os\n", patience + "import os\n", 1))
+    monkeypatch.syspath_prepend(ANY_LOAD)
     nodes = [ranks(1, Nodes(f"127.0.0.1:{unused_port}", 2, number)) for number in range(2)]
     replies = {}
 

@@ -11,6 +11,9 @@ from zygote import SERVER_NAME, WORKER_NAME
 
 PROGRAMS = (b"pytest_aisp.worker", b"pytest_aisp.distributed.rank", WORKER_NAME.encode())
 
+ANY_LOAD = str(Path(__file__).parent / "any_load")
+"""A folder for `sys.path`, with which worker processes measure on a busy machine."""
+
 
 def alive_workers(folder: Path) -> list[int]:
     """Return the worker processes that were started in `folder` and are alive."""
