@@ -3,9 +3,8 @@
 A run of pytest spends seconds on imports before its first line, and so does each of its worker
 processes. `Zygote` imports once and forks a process for each run, with the arguments, environment,
 folder and output files that a new process would have. The worker processes of a run are forked from
-another zygote, which has imported the worker's modules. The run has a connection of its own to that
-zygote. When the connection closes, because the run has ended, the zygote kills these processes. The
-xdist workers of a run with `-n` are forked in the same way.
+a zygote of its own, which has imported the worker's modules and ends with the run. So are the xdist
+workers of a run with `-n`, and their worker processes.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
@@ -138,18 +136,18 @@ class Zygote:
         """Start `pytest args` as this process would start it, in its folder and environment.
 
         Args:
-            workers: the zygote that starts the worker processes of this run.
-            compilers: the zygote that starts those without Triton's interpreter.
+            workers: the zygote whose copy starts the worker processes of this run.
+            compilers: the zygote whose copy starts those without Triton's interpreter.
         """
         fds = {1: stdout, 2: stderr}
         if workers is None:
             return self._start(fds, os.environ, target="pytest", args=args)
         with contextlib.ExitStack() as sockets:
-            fds[WORKERS] = workers._connect(sockets)
+            fds[WORKERS] = workers._copy(sockets)
             if any(argument.startswith("-n") for argument in args):
-                fds[RUNS] = self._connect(sockets)
+                fds[RUNS] = self._copy(sockets)
             if compilers is not None:
-                fds[COMPILERS] = compilers._connect(sockets)
+                fds[COMPILERS] = compilers._copy(sockets)
             given = sorted(set(fds) - {1, 2})
             return self._start(fds, os.environ, target="pytest", args=args, sockets=given)
 
@@ -157,9 +155,9 @@ class Zygote:
         """Start the process that execnet starts for an xdist worker, with pipes to it."""
         (stdin, to_stdin), (from_stdout, stdout) = os.pipe(), os.pipe()
         with contextlib.ExitStack() as sockets:
-            fds = {0: stdin, 1: stdout, 2: 2, WORKERS: workers._connect(sockets)}
+            fds = {0: stdin, 1: stdout, 2: 2, WORKERS: workers._copy(sockets)}
             if compilers is not None:
-                fds[COMPILERS] = compilers._connect(sockets)
+                fds[COMPILERS] = compilers._copy(sockets)
             given = sorted(set(fds) - {0, 1, 2})
             forked = self._start(fds, os.environ, target="xdist_worker", sockets=given)
         os.close(stdin)
@@ -167,10 +165,10 @@ class Zygote:
         forked.stdin, forked.stdout = os.fdopen(to_stdin, "wb"), os.fdopen(from_stdout, "rb")
         return forked
 
-    def _connect(self, sockets: contextlib.ExitStack) -> int:
-        """Return the file descriptor of a further connection to the process."""
+    def _copy(self, sockets: contextlib.ExitStack) -> int:
+        """Fork a zygote from this one. Return the file descriptor of a socket to it."""
         ours, theirs = map(sockets.enter_context, socket.socketpair())
-        self._start({WORKERS: theirs.fileno()}, {}, target="connect")
+        self._start({WORKERS: theirs.fileno()}, os.environ, target="zygote")
         return ours.fileno()
 
     def worker(self, command: Sequence[str], **options: Any) -> Any:
@@ -183,19 +181,19 @@ class Zygote:
         return self._start(fds, options["env"], target="worker", args=arguments[2:])
 
     def launcher(self, command: Sequence[str], **options: Any) -> Any:
-        """Start torch's elastic launcher, which forks its ranks from this zygote."""
+        """Start torch's elastic launcher, which forks its ranks from a copy of this zygote."""
         if not self._can_fork(options["env"], "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"):
             return subprocess.Popen(command, **options)
         with contextlib.ExitStack() as sockets:
             fds = {1: options["stdout"].fileno(), 2: options["stderr"].fileno()}
-            fds[WORKERS] = self._connect(sockets)
+            fds[WORKERS] = self._copy(sockets)
             return self._start(fds, options["env"], target="launcher", args=command[4:])
 
     def rank_server(self, command: Sequence[str], **options: Any) -> Forked:
-        """Start a node's rank server, whose ranks are forked from this zygote."""
+        """Start a node's rank server, whose ranks are forked from a copy of this zygote."""
         with contextlib.ExitStack() as sockets:
             fds = {fd: fd for fd in (1, 2, *options["pass_fds"])}
-            fds[WORKERS] = self._connect(sockets)
+            fds[WORKERS] = self._copy(sockets)
             request = {"target": "rank_server", "args": command[3:4], "cwd": options["cwd"]}
             return self._start(fds, options["env"], **request)
 
@@ -227,78 +225,37 @@ class Zygote:
             self._process.wait()
 
 
-@dataclass(frozen=True)
-class Child:
-    """A forked process, the connection that asked for it, and where its exit code is sent."""
-
-    pid: int
-    client: socket.socket
-    reply: int
-    is_worker: bool
-
-
-def _serve(first: socket.socket) -> None:
-    """Fork a process for each request, and send its process id and exit code, until `first` closes.
-
-    If another connection closes, the worker processes that it asked for are killed.
-    """
-    clients, children = {first.fileno(): first}, dict[int, Child]()
-    while True:
-        for fd in select.select([*clients, *children], [], [])[0]:
-            if fd in children:
-                _send_exit_code(fd, children.pop(fd))
-            elif head := clients[fd].recv(4, socket.MSG_WAITALL):
-                _answer(int.from_bytes(head, "big"), clients[fd], clients, children)
-            elif fd == first.fileno():
-                return
-            else:
-                client = clients.pop(fd)
-                client.close()
-                for child in children.values():
-                    if child.client is client and child.is_worker:
-                        os.kill(child.pid, signal.SIGKILL)
+def _serve(requests: socket.socket) -> None:
+    """Fork a process for each request until the other end closes."""
+    with requests:
+        while head := requests.recv(4, socket.MSG_WAITALL):
+            _, (reply, *fds), _, _ = socket.recv_fds(requests, 1, 16)
+            request = json.loads(requests.recv(int.from_bytes(head, "big"), socket.MSG_WAITALL))
+            if os.fork() == 0:
+                requests.close()
+                _supervise(request, reply, fds)
+            for fd in (reply, *fds):
+                os.close(fd)
+            with contextlib.suppress(ChildProcessError):  # reap the processes that have ended
+                while os.waitpid(-1, os.WNOHANG) != (0, 0):
+                    pass
 
 
-def _send_exit_code(fd: int, child: Child) -> None:
-    os.close(fd)
-    _, status = os.waitpid(child.pid, 0)
-    with contextlib.suppress(BrokenPipeError):
-        os.write(child.reply, b"%d\n" % os.waitstatus_to_exitcode(status))
-    os.close(child.reply)
-
-
-def _answer(
-    length: int,
-    client: socket.socket,
-    clients: dict[int, socket.socket],
-    children: dict[int, Child],
-) -> None:
-    """Answer a request of `client`: fork a process, or add a connection."""
-    _, (reply, *fds), _, _ = socket.recv_fds(client, 1, 16)
-    request = json.loads(client.recv(length, socket.MSG_WAITALL))
+def _supervise(request: dict[str, Any], reply: int, fds: list[int]) -> NoReturn:
+    """Fork the process; send its process id, then its exit code."""
     target = request.pop("target")
-    if target == "connect":
-        clients[fds[0]] = socket.socket(fileno=fds[0])
-        os.write(reply, b"%d\n" % os.getpid())
-        os.close(reply)
-        return
     is_worker = target in ("worker", "launcher", "rank", "rank_server")
-    pid = os.fork()
-    if pid == 0:
-        for fd in (*clients, *children, *(child.reply for child in children.values())):
-            os.close(fd)
-        _become(target, is_worker, request, reply, fds)
-    children[os.pidfd_open(pid)] = Child(pid, client, reply, is_worker)
-    for fd in fds:
-        os.close(fd)
-
-
-def _become(
-    target: str, is_worker: bool, request: dict[str, Any], reply: int, fds: list[int]
-) -> NoReturn:
-    """Send the process id, and run what the request asks for."""
     if is_worker:
         _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    pid = os.fork()
+    if pid:
+        for fd in fds:
+            os.close(fd)
+        _, status = os.waitpid(pid, 0)
+        with contextlib.suppress(BrokenPipeError):
+            os.write(reply, b"%d\n" % os.waitstatus_to_exitcode(status))
+        os._exit(0)
+    if is_worker:
         os.setsid()  # first: whoever knows the process id may kill the process group
     os.write(reply, b"%d\n" % os.getpid())
     os.close(reply)
@@ -311,6 +268,7 @@ def _become(
         "launcher": _run_launcher,
         "rank_server": _run_rank_server,
         "rank": _run_rank,
+        "zygote": _run_zygote,
     }[target](**request)
     raise AssertionError("the process returned")
 
@@ -341,6 +299,11 @@ def _set_up(cwd: str, environ: dict[str, str], is_worker: bool) -> None:
     sys.path[:1] = [*first, *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))]
     if is_worker and any(path.endswith("any_load") for path in sys.path):
         importlib.import_module("sitecustomize")  # a new process would, when it starts
+
+
+def _run_zygote() -> NoReturn:
+    _serve(socket.socket(fileno=WORKERS))
+    os._exit(0)
 
 
 def _run_pytest(args: list[str], sockets: Sequence[int] = ()) -> NoReturn:
