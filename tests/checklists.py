@@ -78,7 +78,7 @@ _SETTINGS = (
 )
 _REPLACED = (
     "slow_clock clock_when_timed no_wait own_event no_error no_nan always_equal own_max own_sample"
-    " own_value own_window slow_baseline"
+    " own_value own_window own_code own_limit slow_baseline"
 )
 _FEWER = "fewer_rows dropped_row dropped_columns sampled less_when_timed"
 _RATES = "decision_test.py::test_few_false_reds_and_few_misses"

@@ -1,8 +1,8 @@
 """Detect replaced functions: clocks, waits, arithmetic, and the functions of this package.
 
-`remember` stores the original functions, their code, and the constants of this package before a
-page is loaded, and `replaced` compares them by identity. `watching` refuses a side that replaces
-what is watched, or does not reset a setting.
+`remember` stores the original functions and their code before a page is loaded, and `replaced`
+compares them by identity. `watching` refuses a side that replaces a watched function, changes a
+constant of this package, or does not reset a setting.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _Attribute = tuple[object, str]
 _originals: dict[str, tuple[_Attribute, object]] = {}
 _codes: dict[str, tuple[Any, tuple[object, object, object]]] = {}
 """Each function of this package, with its code, its defaults and its keyword defaults."""
-_constants: dict[str, tuple[_Attribute, Any, Any]] = {}
+_Constants = dict[str, tuple[_Attribute, Any, Any]]
 """The constants of this package. The last value is a copy if a constant can change in place."""
 _torch_originals: dict[tuple[Any, str], object] = {}
 
@@ -70,11 +70,10 @@ def remember() -> None:
         _originals.update({name: (place, _value(place)) for name, place in _attributes()})
         _codes.update(_codes_now())
         _torch_originals.update(_torch_functions())
-    _constants.update(_constants_now())
 
 
 def replaced() -> str | None:
-    """Return the name of a watched function or constant that was replaced, or None."""
+    """Return the name of a watched function that was replaced, or whose code was, or None."""
     for name, ((owner, attribute), original) in _originals.items():
         if getattr(owner, attribute, None) is not original:  # for thousands: without a call
             return name
@@ -82,9 +81,6 @@ def replaced() -> str | None:
         same = function.__code__ is code and function.__defaults__ is defaults
         if not same or function.__kwdefaults__ != keywords:
             return f"the code of {name}"
-    for name, ((owner, attribute), original, content) in _constants.items():
-        if getattr(owner, attribute, None) is not original or _differs(original, content):
-            return name
     return None
 
 
@@ -105,7 +101,7 @@ def _replaced_by_a_page() -> str | None:
 
 
 def put_back() -> None:
-    """Restore all watched functions that were replaced. A refusal has restored the constants."""
+    """Restore all watched functions that were replaced."""
     for place, original in _originals.values():
         if _value(place) is not original:
             setattr(*place, original)
@@ -114,12 +110,18 @@ def put_back() -> None:
         function.__kwdefaults__ = copy(keywords)
 
 
-def _put_back_constants() -> None:
-    for place, original, content in _constants.values():
-        setattr(*place, original)
-        if _differs(original, content):
+def _changed_constant(before: _Constants) -> str | None:
+    """Restore all constants, and return the name of one that was changed, or None."""
+    found = None
+    for name, ((owner, attribute), original, content) in before.items():
+        if getattr(owner, attribute, None) is not original:
+            setattr(owner, attribute, original)
+            found = name
+        if original is not content and original != content:
             original.clear()
             (original.extend if isinstance(original, list) else original.update)(content)
+            found = name
+    return found
 
 
 def watched_modules() -> list[str]:
@@ -172,10 +174,6 @@ def _codes_now() -> dict[str, tuple[Any, tuple[object, object, object]]]:
     }
 
 
-def _differs(original: object, content: object) -> bool:
-    return original is not content and original != content
-
-
 def _constants_now() -> Iterator[tuple[str, tuple[_Attribute, Any, Any]]]:
     for module in map(sys.modules.__getitem__, watched_modules()):
         for name, value in vars(module).items():
@@ -217,17 +215,17 @@ def watching(name: str, owns: Sequence[str] = ()) -> Iterator[None]:
         SideError: if anything else was changed. The message names the change.
     """
     if enabled("own-clock") and (function := replaced() or _replaced_by_a_page()):
-        _put_back_constants()
         raise SideError(
             f"{function} was replaced before {name} ran; times and results cannot be trusted\n"
             "The import of the page, its inputs or its reference must not replace it"
         )
     before, running, tracer = snapshot(), BackgroundWork.now(), active_tracer()
     functions, changes = _torch_functions(), len(changes_inside())
+    constants = dict(_constants_now()) if enabled("own-clock") else {}
     owned = [what for own in owns for what in OWNED.get(own, ())]
     try:
         yield
-        _check_functions(name, functions)
+        _check_functions(name, functions, constants)
         if enabled("untraced") and (started := active_tracer()) and started != tracer:
             raise SideError(f"{started} was switched on while {name} ran\nMeasure without it")
         if enabled("global-flags"):
@@ -240,17 +238,18 @@ def watching(name: str, owns: Sequence[str] = ()) -> Iterator[None]:
         restore(before)
 
 
-def _check_functions(name: str, before: Mapping[tuple[Any, str], object]) -> None:
+def _check_functions(
+    name: str, before: Mapping[tuple[Any, str], object], constants: _Constants
+) -> None:
     """Refuse the side `name` if clocks, waits, comparisons or functions of torch were replaced."""
     if not enabled("own-clock"):
         return
-    function = replaced()
+    function = replaced() or _changed_constant(constants)
     for (module, attribute), original in before.items():
         if getattr(module, attribute, None) is not original:
             function = function or _torch_name((module, attribute))
             setattr(module, attribute, original)
     if function:
-        _put_back_constants()
         raise SideError(f"{name} replaced {function}; its times and results cannot be trusted")
 
 
