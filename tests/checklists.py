@@ -244,6 +244,7 @@ BENCHMARK_CHEATS = (
         exploits=_REPLACED,
         tests=f"test_a_page_cannot_replace_the_clock_that_is_read {_SANDBOX_CLOCK}",
         why="with `--aisp-untrusted` the clock of another process must agree",
+        open="constants of the plugin that a page changes outside of its sides",
     ),
     Item(
         "CUDA events that were swapped or that measure nothing",

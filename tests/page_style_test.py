@@ -167,7 +167,11 @@ def test_suites_have_no_conftest():
 
 @every_page
 def test_claim_is_clearly_below_the_stored_result(path):
-    """A claim within three spreads of the stored result would often be measured again."""
+    """A claim within five spreads of the stored result would be measured again in every run.
+
+    A spread from sessions of two processes is uncertain. It is shrunk as in a run, and a claim
+    keeps three of these spreads away.
+    """
     for file in sorted((ROOT / "baselines").glob(f"*/{path.parent.name}.json")):
         if file.name == "peaks.json":
             continue
@@ -180,7 +184,8 @@ def test_claim_is_clearly_below_the_stored_result(path):
             claim = case.claim(arch)
             if key in results and results[key].value is not None and claim not in CLAIM_WORDS:
                 result = results[key]
-                others = pooled(results.values(), result.clock)
-                own = result.own_spread or 0.0
-                spread = min(own, pooled_spread(own, result.processes, others)) if own else 0.0
-                assert math.log(claim) < result.value - 3 * spread, key
+                far = 5 * (own := result.own_spread or 0.0)
+                if own and not any(len(session) >= 3 for session in result.values):
+                    others = pooled(results.values(), result.clock)
+                    far = 3 * min(own, pooled_spread(own, result.processes, others))
+                assert math.log(claim) < result.value - far, key

@@ -297,8 +297,8 @@ def _set_up(cwd: str, environ: dict[str, str], is_worker: bool) -> None:
     np.random.seed()
     first = [] if is_worker else [os.getcwd()]
     sys.path[:1] = [*first, *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))]
-    if is_worker and any(path.endswith("any_load") for path in sys.path):
-        importlib.import_module("sitecustomize")  # a new process would, when it starts
+    with contextlib.suppress(ModuleNotFoundError):
+        importlib.import_module("sitecustomize")  # as a new process does when it starts
 
 
 def _run_zygote() -> NoReturn:

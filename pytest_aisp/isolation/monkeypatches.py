@@ -110,7 +110,7 @@ def put_back() -> None:
         function.__kwdefaults__ = copy(keywords)
 
 
-def _changed_constant(before: _Constants) -> str | None:
+def _restore_constants(before: _Constants) -> str | None:
     """Restore all constants, and return the name of one that was changed, or None."""
     found = None
     for name, ((owner, attribute), original, content) in before.items():
@@ -244,7 +244,8 @@ def _check_functions(
     """Refuse the side `name` if clocks, waits, comparisons or functions of torch were replaced."""
     if not enabled("own-clock"):
         return
-    function = replaced() or _changed_constant(constants)
+    constant = _restore_constants(constants)
+    function = replaced() or constant
     for (module, attribute), original in before.items():
         if getattr(module, attribute, None) is not original:
             function = function or _torch_name((module, attribute))

@@ -255,8 +255,8 @@ def _throttled(measured: Peaks) -> str:
 def store_peaks(measured: Peaks, baselines: Path) -> list[str]:
     """Store the peaks. Return a line for each rate with its old and new values.
 
-    If the machine is busy, the measured rates are too low. So with the same versions, the better of
-    the stored and the measured rate is stored. With other versions, all rates are replaced.
+    If the machine is busy, the measured rates are too low. So with the same versions, the better
+    rate is kept: the stored one or the measured one. With other versions, all rates are replaced.
     """
     path = peaks.path_of(baselines, measured.product)
     if throttled := _throttled(measured):
